@@ -1,0 +1,21 @@
+"""`python -m tunix_lite COMMAND ...`, the same as the console script `tunix-lite`."""
+
+import importlib
+import sys
+
+COMMANDS = {"train": "train a model; takes the same overrides as run_training.py"}
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        asked_for_help = sys.argv[1:2] in (["--help"], ["-h"])
+        lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+        text = "\n".join(["usage: tunix-lite COMMAND [key=value ...]", "", *lines])
+        print(text, file=sys.stdout if asked_for_help else sys.stderr)
+        sys.exit(0 if asked_for_help else 2)
+    command = sys.argv.pop(1)
+    importlib.import_module(f"tunix_lite.commands.{command}").main()
+
+
+if __name__ == "__main__":
+    main()

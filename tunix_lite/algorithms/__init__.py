@@ -1,0 +1,1 @@
+"""Algorithms: `collect` makes a Batch, `loss` turns log-probabilities and that Batch into a number."""

@@ -1,0 +1,99 @@
+"""Group Relative Policy Optimisation (arXiv:2402.03300) and the family that differs from it in settings.
+
+loss = - sum_t w_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + kl_coef sum_t w_t KL_t
+rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting, which sums to one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.types import Batch
+
+MAX_LOG_RATIO = 20.0  # beyond it a ratio is clipped anyway, and exp stays finite
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """The settings of the loss; its two functions are `collect` and `loss`."""
+
+    num_generations: int = 8  # completions per prompt, the group
+    updates_per_rollout: int = 1  # optimizer updates made from one batch of completions
+    advantages: Callable = standardise  # rewards [P, G] -> advantages [P, G]
+    weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
+    clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: float = 0.28  # and above 1 + clip_high
+    kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
+
+    def __post_init__(self):
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations}: a completion is judged against the others of its group, "
+                "so it takes at least 2 (8 is usual)"
+            )
+        if self.updates_per_rollout < 1:
+            raise ValueError(f"updates_per_rollout={self.updates_per_rollout} must be at least 1")
+        for name in ("clip_low", "clip_high", "kl_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    def collect(self, policy, task, params, examples, key):
+        """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was seen on the way."""
+        rollout = policy.generate(params, task.prompts(examples), key, self.num_generations)
+        group = [example for example in examples for _ in range(self.num_generations)]
+        judged = task.judge(group, rollout)
+        rewards_PG = judged.rewards.reshape(-1, self.num_generations)
+        advantages_B1 = self.advantages(rewards_PG).reshape(-1, 1)
+        batch = Batch(
+            tokens=rollout.tokens,
+            token_mask=rollout.token_mask,
+            loss_weight=self.weighting(np.asarray(rollout.completion_mask)),
+            advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
+            old_logprobs=rollout.logprobs,
+            ref_logprobs=policy.ref_logprobs(rollout.tokens, rollout.token_mask) if self.needs_reference else None,
+        )
+        agree_P = (rewards_PG == rewards_PG[:, :1]).all(axis=1)
+        return batch, judged.metrics | {"reward/groups_that_agree": float(agree_P.mean())}, judged
+
+    def loss(self, logprobs_BT, batch: Batch):
+        """The loss and its metrics, every one of them a sum that micro-batches may add up."""
+        counts_BT = batch.loss_weight > 0
+        gap_BT = jnp.where(counts_BT, logprobs_BT - batch.old_logprobs, 0.0)
+        ratio_BT = jnp.exp(jnp.clip(gap_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
+        gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
+        loss = -jnp.sum(batch.loss_weight * gain_BT)
+        bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages  # where clipping took the gradient
+        metrics = {
+            "train/clipped_low": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT < 1))),
+            "train/clipped_high": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT > 1))),
+            "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_BT)),
+            "train/entropy": -jnp.sum(batch.loss_weight * logprobs_BT),  # of the tokens that were sampled
+        }
+        if self.needs_reference:
+            ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - logprobs_BT, 0.0)
+            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_BT, ratio_BT))
+            loss += self.kl_coef * metrics["train/kl"]
+        return loss, metrics
+
+
+def kl(ref_gap_BT, ratio_BT):
+    """Per-token KL(policy || reference), from ref_gap = ref_logprob - logprob of the sampled token.
+
+    Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in expectation is
+    the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both right off-policy as well.
+    """
+    weight_BT = jax.lax.stop_gradient(ratio_BT)
+    d_BT = jnp.clip(jax.lax.stop_gradient(ref_gap_BT), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    value_BT = weight_BT * (jnp.exp(d_BT) - d_BT - 1)
+    slope_BT = weight_BT * 0.5 * ref_gap_BT**2
+    return value_BT + slope_BT - jax.lax.stop_gradient(slope_BT)

@@ -1,0 +1,28 @@
+"""Supervised fine-tuning: make the demonstrated completions likely. loss = - sum_t w_t log p(token_t)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.types import Batch
+
+
+@dataclass(frozen=True)
+class SFT:
+    """Learns from the task's demonstrations; nothing is sampled."""
+
+    weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
+
+    num_generations = 1  # a demonstration per prompt
+    updates_per_rollout = 1
+    needs_reference = False
+
+    def collect(self, policy, task, params, examples, key):
+        tokens, token_mask, completion_mask = task.demonstrations(examples)
+        metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
+        return Batch(tokens=tokens, token_mask=token_mask, loss_weight=self.weighting(completion_mask)), metrics, None
+
+    def loss(self, logprobs_BT, batch: Batch):
+        return -jnp.sum(batch.loss_weight * logprobs_BT), {}

@@ -1,0 +1,52 @@
+"""Checkpoints of the TrainState with orbax: saved in the background, kept whole, restored onto any mesh."""
+
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from tunix_lite.types import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run, `checkpoints/<step>/`, the newest `keep` of them."""
+
+    def __init__(self, folder: str | Path, keep: int = 2):
+        self.folder = Path(folder).absolute()
+        self._keep = keep
+        self._opened = None
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(self._keep), enable_async_checkpointing=True
+            )
+            self._opened = ocp.CheckpointManager(self.folder, options=options)
+        return self._opened
+
+    def latest_step(self) -> int | None:
+        """The step of the newest whole checkpoint, or None. Makes no folder."""
+        return self._manager.latest_step() if self.folder.is_dir() else None
+
+    def save(self, state: TrainState) -> None:
+        """Copies the state off the devices and writes it in the background; the state may be donated afterwards."""
+        self._manager.save(int(state.step), args=ocp.args.StandardSave(state))
+
+    def restore(self, like: TrainState) -> TrainState:
+        """The newest checkpoint, with the shapes and shardings of `like`.
+
+        Raises ValueError if there is none, or if it holds something else than `like`.
+        """
+        step = self.latest_step()
+        if step is None:
+            raise ValueError(f"{self.folder} holds no checkpoint")
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        if self._opened is not None:
+            self._opened.wait_until_finished()
+            self._opened.close()
+            self._opened = None

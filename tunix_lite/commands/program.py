@@ -1,0 +1,99 @@
+"""Hydra in, RunConfig out. Settings are checked before Hydra makes a folder, so that a mistake leaves nothing behind."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import tunix_lite
+from tunix_lite.config import ConfigError, RunConfig, build, unknown_key
+from tunix_lite.parallel.host import keep_freed_memory
+
+PACKAGE = Path(tunix_lite.__file__).parent
+EXIT_WRONG_SETTINGS = 2
+
+
+def conf_dir() -> Path:
+    """conf/ of the checkout that this package stands in, or the copy inside an installed package."""
+    checkout = PACKAGE.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
+
+
+def compose(overrides: list[str]) -> RunConfig:
+    """The run that these overrides describe. Raises ConfigError."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        try:
+            composed = hydra.compose("config", overrides)
+            return as_run(composed)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error, overrides)) from error
+
+
+def as_run(composed: DictConfig) -> RunConfig:
+    return build(RunConfig, OmegaConf.to_container(composed, resolve=True))
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """One message for what Hydra refused, with the nearest right spelling. Call it inside initialize_config_dir."""
+    known = [str(key) for key in _leaves(OmegaConf.to_container(hydra.compose("config"), resolve=True))]
+    groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return (
+                f"{text}: cannot be read as an override; write key=value, and quote it if it holds brackets or spaces"
+            )
+        key = override.get_key_element().lstrip("+~")
+        options = sorted(f.stem for f in (conf_dir() / key).glob("*.yaml")) if key in groups else []
+        if options and override.value() not in options:
+            return f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
+        sections = {k[:i] for k in known for i, c in enumerate(k) if c == "."}
+        if key not in known and key not in groups and key not in sections and not text.startswith("+"):
+            return unknown_key(key, [*known, *groups])
+    return str(error).replace("\n", " ")
+
+
+def _leaves(values, prefix=""):
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]) -> None:
+    """Runs `task(run, folder)` with the settings on the command line; `check` looks at them first.
+
+    Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; a sweep checks each job as it comes.
+    """
+    keep_freed_memory()
+    arguments = sys.argv[1:]
+    if not any(argument.startswith("-") for argument in arguments):
+        _or_exit(lambda: check(compose(arguments), _run_dir(arguments)))
+
+    @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    def job(composed: DictConfig) -> None:
+        _or_exit(lambda: task(as_run(composed), Path(HydraConfig.get().runtime.output_dir)))
+
+    job()
+
+
+def _run_dir(overrides: list[str]) -> Path:
+    """The folder that the run will write to, as far as it is known before Hydra makes it."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith("hydra.run.dir=")]
+    return Path(given[-1]) if given else Path("outputs/not-made-yet")
+
+
+def _or_exit(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_WRONG_SETTINGS)

@@ -1,0 +1,9 @@
+"""`python run_training.py ...` and `tunix-lite train ...`: the same program."""
+
+from tunix_lite.commands import program
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import prepare, train
+
+
+def main() -> None:
+    program.main(train, check=lambda run, folder: prepare(run, RunDir(folder)))

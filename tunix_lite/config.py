@@ -1,0 +1,290 @@
+"""Plain values from YAML -> frozen dataclasses, and every check across settings. Knows neither Hydra nor a device."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.optim import OptimizerConfig
+from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
+from tunix_lite.rollout.engine import Generation
+from tunix_lite.tasks.task import TaskConfig
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be right. The message begins with where it stands and says what would be right."""
+
+
+# ---- the settings of a run, one class per folder of conf/
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model, and how it is divided over the devices."""
+
+    weights: str = "bundled"  # bundled, random, or a folder in Hugging Face layout
+    mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))  # [[sizes], [axes]]; one size may be -1, the rest
+    architecture: ModelConfig | None = None  # of random weights; null: read from the config.json beside the weights
+    tokenizer: str = "bundled"  # of random weights: bundled, or a folder; other weights bring their own
+
+    def __post_init__(self):
+        check_mesh_shape(self.mesh_shape)
+        if self.weights == "random" and self.architecture is None:
+            raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
+        if self.weights != "random" and self.architecture is not None:
+            raise ValueError("model.architecture is for weights=random; other weights bring their own config.json")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long to train, on how much at a time, and what to keep."""
+
+    max_steps: int = 100  # optimizer updates
+    prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
+    micro_batch_size: int | None = None  # sequences per fsdp shard in one forward and backward; null: derived
+    gradient_accumulation_steps: int | None = None  # micro-batches summed into an update; null: derived
+    mixed_precision: str = "fp32"  # fp32, or bf16: compute in bfloat16, keep weights and optimizer in float32
+    log_interval_steps: int = 1  # updates between two lines on the console; files get every step
+    save_interval_steps: int = 50  # updates between two checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # newest checkpoints kept
+
+    def __post_init__(self):
+        if self.mixed_precision not in ("fp32", "bf16"):
+            raise ValueError(f"mixed_precision={self.mixed_precision!r}; it is fp32 or bf16")
+        for name in ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
+        for name in ("max_steps", "log_interval_steps", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.save_interval_steps < 0:
+            raise ValueError(f"save_interval_steps={self.save_interval_steps} must not be negative")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy completions of held-out prompts, before the first update, at every interval and after the last."""
+
+    num_examples: int = 256  # held-out examples; 0: no evaluation
+    interval_steps: int = 20  # updates between two evaluations; 0: only first and last
+
+    def __post_init__(self):
+        if self.num_examples < 0 or self.interval_steps < 0:
+            raise ValueError("num_examples and interval_steps must not be negative")
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
+
+    tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
+    samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
+    samples_shown: int = 3  # completions of such a step shown on the console
+
+    def __post_init__(self):
+        if self.samples_interval_steps < 0 or self.samples_shown < 0:
+            raise ValueError("samples_interval_steps and samples_shown must not be negative")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run depends on."""
+
+    algorithm: Any  # has collect(policy, task, params, examples, key) and loss(logprobs, batch)
+    task: TaskConfig
+    model: Model = field(default_factory=Model)
+    generation: Generation = field(default_factory=Generation)
+    training: Training = field(default_factory=Training)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    tracking: Tracking = field(default_factory=Tracking)
+    project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
+    seed: int = 0  # of the data order and of all sampling
+    resume: str = "auto"  # auto: from this run's folder if it holds a checkpoint; none; or another run's folder
+
+    def __post_init__(self):
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
+        every, updates = self.training.save_interval_steps, self.algorithm.updates_per_rollout
+        if every % updates or self.training.max_steps % updates:
+            raise ValueError(
+                f"training.save_interval_steps={every} and training.max_steps={self.training.max_steps} must be "
+                f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes between two rollouts"
+            )
+
+
+# ---- the arithmetic of a batch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the sequences of one update are made up. All four numbers of the identity, which holds."""
+
+    prompts: int
+    num_generations: int
+    micro_batch_size: int
+    fsdp: int
+    num_micro_batches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.num_generations
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences = "
+            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x {self.num_micro_batches} accumulation"
+        )
+
+
+def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
+    """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
+
+    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
+    """
+    settings, G = run.training, run.algorithm.num_generations
+    prompts, micro = settings.prompts_per_step, settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
+    if prompts is None:
+        if micro is None:
+            raise ConfigError("training: give prompts_per_step or micro_batch_size; the rest is derived")
+        accumulation = accumulation or 1
+        prompts, left = divmod(micro * fsdp * accumulation, G)
+        if left:
+            raise ConfigError(
+                f"training: micro_batch_size={micro} x fsdp={fsdp} x gradient_accumulation_steps={accumulation} = "
+                f"{micro * fsdp * accumulation} sequences, not a multiple of algorithm.num_generations={G}"
+            )
+    total = f"prompts_per_step={prompts} x num_generations={G} = {prompts * G} sequences per update"
+    if (prompts * G) % fsdp:
+        raise ConfigError(
+            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {_least_prompts(G, fsdp)} prompts"
+        )
+    per_shard = prompts * G // fsdp
+    if micro is None:
+        micro, left = divmod(per_shard, accumulation or 1)
+    else:
+        accumulation, left = accumulation or per_shard // micro, per_shard % micro
+    accumulation = accumulation or 1
+    if left or micro * accumulation != per_shard:
+        raise ConfigError(
+            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x fsdp={fsdp} x "
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} cannot make "
+            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to "
+            "have it derived"
+        )
+    return BatchPlan(prompts, G, micro, fsdp, accumulation)
+
+
+def _least_prompts(num_generations: int, fsdp: int) -> int:
+    return next(p for p in range(1, fsdp + 1) if p * num_generations % fsdp == 0)
+
+
+# ---- values -> dataclasses
+
+
+@contextlib.contextmanager
+def at(where: str):
+    """Says where a ValueError comes from, for a user who knows settings and not code."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def build(kind: Any, value: Any, where: str = "") -> Any:
+    """`value`, plain as YAML gives it, as `kind`.
+
+    Raises ConfigError, naming the place, for settings that are unknown (with the nearest known one), missing, of
+    another type, or refused by the dataclass itself. `_target_` names a class or function by dotted path: a class
+    is built from the other settings, a function gets them bound.
+    """
+    if isinstance(value, dict) and "_target_" in value:
+        return _build_target(value, where)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(kind, value, where)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType, Union):  # `X | None`
+        return None if value is None else build(args[0], value, where)
+    if kind is Any or origin is Callable or kind is Callable:
+        raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
+    if origin is dict:
+        return {key: build(args[1], item, f"{where}.{key}") for key, item in _a(dict, value, where).items()}
+    if origin is tuple:
+        items = _a(list, value, where)
+        kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+        if len(kinds) != len(items):
+            raise ConfigError(f"{where}: expected {len(kinds)} entries, got {value!r}")
+        return tuple(build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items)))
+    if kind is float and type(value) is int:
+        return float(value)
+    return _a(kind, value, where)
+
+
+def _a(kind: type, value: Any, where: str) -> Any:
+    if type(value) is not kind and not (kind is list and type(value) is tuple):
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _build_dataclass(kind, values, where):
+    values = _a(dict, values, where or "config")
+    hints, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    _refuse_unknown(values, list(fields), where)
+    missing = [
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and name not in values
+    ]
+    if missing:
+        raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
+    with at(where or "config"):
+        return kind(**{name: build(hints[name], value, _join(where, name)) for name, value in values.items()})
+
+
+def _build_target(values, where):
+    settings = {key: value for key, value in values.items() if key != "_target_"}
+    path = _a(str, values["_target_"], f"{where}._target_")
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where}._target_: cannot import {path!r} ({error})") from error
+    if dataclasses.is_dataclass(target):
+        return _build_dataclass(target, settings, where)
+    if not callable(target):
+        raise ConfigError(f"{where}._target_: {path} is neither a class nor a function")
+    parameters = inspect.signature(target).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _refuse_unknown(settings, list(parameters), where)
+    if isinstance(target, type):
+        with at(where):
+            return target(**settings)
+    return partial(target, **settings) if settings else target
+
+
+def _refuse_unknown(values, known: list[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(unknown_key(_join(where, str(key)), [_join(where, name) for name in known]))
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a setting that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    by_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    hint = f"did you mean {(by_name or near)[0]!r}?" if by_name or near else f"known here: {', '.join(known)}"
+    return f"{key}: there is no such setting; {hint}"
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -1,0 +1,1 @@
+"""The model: a table of weights and a function, and what reads them."""

@@ -1,0 +1,1 @@
+"""The mesh, and what lives where on it."""

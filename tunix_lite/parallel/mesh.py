@@ -1,0 +1,131 @@
+"""The mesh and its rules: which dim of an array is divided over which axis of the mesh.
+
+Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); RULES says which mesh axis each one is
+divided over. Models never mention a mesh axis. `fsdp` divides weights, optimizer state and the batch; `tp` divides
+heads, feed-forward and vocabulary.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
+
+AXES = ("fsdp", "tp")
+
+RULES: dict[str, str | None] = {
+    # weights
+    "embed": "fsdp",
+    "vocab": "tp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "mlp": "tp",
+    "head_dim": None,
+    "layers": None,
+    "norm": None,  # a norm's scale is too small to be worth a gather
+    # activations
+    "batch": "fsdp",
+    "seq": None,
+    "act_embed": None,
+}
+
+# For sampling, weights are gathered over fsdp once per rollout instead of once per token.
+ROLLOUT_RULES = RULES | {"embed": None}
+
+# Dims that stay whole where the mesh axis does not divide them: key/value heads when there are fewer than tp
+# (small, and every tp shard needs them), and the prompts of a rollout (their completions divide).
+MAY_STAY_WHOLE = {"kv_heads", "batch"}
+
+
+def check_mesh_shape(mesh_shape: MeshShape) -> None:
+    """Raises ValueError unless `mesh_shape` reads as [[sizes], [axis names]]."""
+    right = "write it as [[fsdp, tp], [fsdp, tp]], for example [[4,1],[fsdp,tp]]; one size may be -1, 'the rest'"
+    if len(mesh_shape) != 2 or len(mesh_shape[0]) != len(mesh_shape[1]):
+        raise ValueError(f"{as_text(mesh_shape)} is not a list of sizes and a list of as many names; {right}")
+    sizes, names = mesh_shape
+    if any(type(size) is not int for size in sizes) or any(type(name) is not str for name in names):
+        raise ValueError(f"{as_text(mesh_shape)} must hold whole numbers first and names second; {right}")
+    if unknown := [name for name in names if name not in AXES]:
+        raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}; {right}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
+    if any(size < 1 and size != -1 for size in sizes) or list(sizes).count(-1) > 1:
+        raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
+
+
+def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int) -> dict[str, int]:
+    """Sizes by axis name, both axes present and -1 filled in.
+
+    Raises ValueError, naming both numbers and a mesh that would fit, if they do not multiply to `num_devices`.
+    """
+    check_mesh_shape(mesh_shape)
+    sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
+    known = int(np.prod([size for size in sizes.values() if size != -1]))
+    resolved = {name: num_devices // known if size == -1 else size for name, size in sizes.items()}
+    if np.prod(list(resolved.values())) != num_devices:
+        tp = next(t for t in range(min(abs(sizes["tp"]), num_devices), 0, -1) if num_devices % t == 0)
+        raise ValueError(
+            f"{as_text(mesh_shape)} needs {'a multiple of ' if -1 in sizes.values() else ''}{known} devices, but jax "
+            f"sees {num_devices}; [[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and [[-1,1],[fsdp,tp]] always does"
+        )
+    return resolved
+
+
+def make_mesh(mesh_shape: MeshShape, devices=None) -> Mesh:
+    """The mesh over all devices (or those given). Its axes are Auto: the compiler places what we do not."""
+    devices = jax.devices() if devices is None else devices
+    sizes = resolve_mesh_shape(mesh_shape, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=RULES) -> P:
+    """The partition spec of an array whose dims carry these logical axes.
+
+    Raises ValueError for a dim that its mesh axis does not divide, unless it is one that may stay whole.
+    """
+    assert len(axes) == len(shape), (axes, shape)
+    entries = []
+    for name, size in zip(axes, shape):
+        axis = rules[name]
+        parts = 1 if axis is None else mesh.shape[axis]
+        if size % parts and name not in MAY_STAY_WHOLE:
+            fits = ", ".join(str(n) for n in range(1, 2 * parts) if size % n == 0)
+            raise ValueError(f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be {fits}")
+        entries.append(axis if parts > 1 and size % parts == 0 else None)
+    return P(*entries)
+
+
+def sharding(axes: tuple[str, ...], shape: tuple[int, ...], rules=RULES) -> NamedSharding:
+    """Where an array with these logical axes lives on the current mesh."""
+    mesh = current_mesh()
+    return NamedSharding(mesh, spec(axes, shape, mesh, rules))
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """`x`, told inside jit how it lies on the mesh. Never a no-op: without a mesh it raises."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise RuntimeError("no mesh is set: call jax.set_mesh(make_mesh(...)) before running the model")
+    return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
+
+
+def put(x, *axes: str) -> jax.Array:
+    """A host array, placed on the current mesh."""
+    x = np.asarray(x)
+    return jax.device_put(x, sharding(axes, x.shape))
+
+
+def current_mesh() -> Mesh:
+    """The mesh that `jax.set_mesh` made current. Raises RuntimeError if there is none."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise RuntimeError("no mesh is set: call jax.set_mesh(make_mesh(...)) first")
+    return mesh
+
+
+def as_text(mesh_shape) -> str:
+    """The mesh as people type it: [[4,1],[fsdp,tp]]."""
+    return (
+        str([list(part) if isinstance(part, tuple) else part for part in mesh_shape]).replace(" ", "").replace("'", "")
+    )

@@ -1,0 +1,17 @@
+"""Verifiable arithmetic: read the answer out of a completion, and compare it."""
+
+import re
+
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def final_answer(completion: str) -> str | None:
+    """The last number in the completion, or None: `12 + 3 = 15` -> `15`."""
+    numbers = NUMBER.findall(completion)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def correct(completion: str, example: dict) -> float:
+    """1 if the final answer equals the example's `answer` as a number, else 0."""
+    found = final_answer(completion)
+    return float(found is not None and float(found) == float(example["answer"]))

@@ -1,0 +1,1 @@
+"""Tasks: data, how it is asked, how it is judged."""

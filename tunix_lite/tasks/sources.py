@@ -1,0 +1,131 @@
+"""Where examples come from. Every batch is a pure function of (seed, step), so resuming needs no saved iterator.
+
+A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import grain
+import numpy as np
+
+
+def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
+    """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of its own."""
+    order = grain.MapDataset.source(examples).shuffle(seed=seed).repeat()
+    return [order[step * batch_size + i] for i in range(batch_size)]
+
+
+@dataclass(frozen=True)
+class Jsonl:
+    """Examples from files with one JSON object a line; what stands in a file is the whole of that split."""
+
+    train_file: str  # path
+    held_out_file: str  # path
+
+    @cached_property
+    def train(self) -> list[dict]:
+        return _read_lines(self.train_file)
+
+    @cached_property
+    def held_out(self) -> list[dict]:
+        return _read_lines(self.held_out_file)
+
+
+def _read_lines(file: str) -> list[dict]:
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is not a file")
+    rows = []
+    for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
+    if not rows:
+        raise ValueError(f"{file} holds no examples")
+    return rows
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Generated sums and differences of whole numbers, with their answers and two ways of saying them.
+
+    A problem belongs to the held-out set or to the training stream by a hash of its text, so the two never overlap.
+    An example has `question`, `answer`, and `completion`, a demonstration: the answer at once or, for a share
+    `worked` of the problems, every step before it.
+    """
+
+    min_terms: int = 2  # numbers in a problem, at least
+    max_terms: int = 4  # and at most
+    max_value: int = 49  # the largest number in a problem
+    operators: tuple[str, ...] = ("+", "-")
+    worked: float = 0.3  # share of demonstrations that show the steps, 0 to 1
+    num_train: int = 1_000_000  # problems in one pass of the training stream
+    num_held_out: int = 256  # problems
+
+    def __post_init__(self):
+        if not 2 <= self.min_terms <= self.max_terms:
+            raise ValueError(
+                f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min_terms <= max_terms"
+            )
+        if self.max_value < 9:
+            raise ValueError(f"max_value={self.max_value} leaves too few different problems; use at least 9")
+        if not self.operators or set(self.operators) - {"+", "-"}:
+            raise ValueError(f"operators={list(self.operators)}: choose from '+' and '-'")
+        if not 0 <= self.worked <= 1:
+            raise ValueError(f"worked={self.worked} is a share, from 0 to 1")
+        if min(self.num_train, self.num_held_out) < 1:
+            raise ValueError(f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at least 1")
+
+    @property
+    def train(self) -> "Problems":
+        return Problems(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> "Problems":
+        return Problems(self, held_out=True, count=self.num_held_out)
+
+
+@dataclass(frozen=True)
+class Problems:
+    """One split of `Arithmetic`: example i is made, not stored, and is the same on every machine."""
+
+    settings: Arithmetic
+    held_out: bool
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict:
+        rng = np.random.default_rng((int(self.held_out), int(index)))
+        while True:
+            terms, signs = self._draw(rng)
+            question = str(terms[0]) + "".join(f" {s} {t}" for s, t in zip(signs, terms[1:]))
+            if is_held_out(question) == self.held_out:
+                return self._example(question, terms, signs, bool(rng.random() < self.settings.worked))
+
+    def _draw(self, rng):
+        count = rng.integers(self.settings.min_terms, self.settings.max_terms + 1)
+        terms = [int(t) for t in rng.integers(1, self.settings.max_value + 1, count)]
+        return terms, [str(s) for s in rng.choice(self.settings.operators, count - 1)]
+
+    def _example(self, question: str, terms: list[int], signs: list[str], worked: bool) -> dict:
+        total, steps = terms[0], []
+        for sign, term in zip(signs, terms[1:]):
+            after = total + term if sign == "+" else total - term
+            steps.append(f"{total} {sign} {term} = {after}")
+            total = after
+        said = [*(steps if worked else []), f"The answer is {total}."]
+        return {"question": question, "answer": str(total), "completion": "\n".join(said)}
+
+
+def is_held_out(question: str) -> bool:
+    """One problem in eight, chosen by its text alone (FNV-1a, the same on every machine)."""
+    value = 2166136261
+    for byte in question.encode():
+        value = (value ^ byte) * 16777619 % 2**32
+    return (value >> 16) % 8 == 0

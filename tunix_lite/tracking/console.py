@@ -1,0 +1,139 @@
+"""What a run says: a panel at the start, a live line on a terminal or a plain line a step in a pipe, and samples.
+
+Everything said also goes to train.log as plain text. Model output is never read as markup.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import rich.console
+import rich.live
+import rich.panel
+import rich.table
+import rich.text
+
+from tunix_lite.types import Metrics
+
+
+class Console:
+    """The voice of one run."""
+
+    def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None):
+        self._terminal = rich.console.Console(file=stream or sys.stdout, highlight=False)
+        self._log = log_file.open("a")
+        self._live = None
+        self._max_steps, self._every = max_steps, every
+        self._began, self._first_step = None, 0
+
+    # ---- the start
+
+    def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """The start-up panel: what runs, on what, how much at a time, and where it writes."""
+        if self._terminal.is_terminal:
+            table = rich.table.Table.grid(padding=(0, 2))
+            for name, text in rows:
+                table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
+            self._terminal.print(rich.panel.Panel(table, title=rich.text.Text(title), title_align="left"))
+        else:
+            for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
+                self._print(line)
+        self._write(title, *(f"  {name:<11}{text}" for name, text in rows))
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line, now."""
+        self._print(text, style)
+        self._write(text)
+
+    def busy(self, text: str) -> None:
+        """What is being done that takes a while and says nothing itself: loading, compiling, saving."""
+        if self._terminal.is_terminal:
+            self._show(text)
+        else:
+            self._print(text)
+        self._write(text)
+
+    # ---- every step
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if self._began is None:  # the first step compiles, so it tells nothing about the pace
+            self._began, self._first_step = time.perf_counter(), step
+        line = self.line(step, metrics)
+        self._write(line)
+        if self._terminal.is_terminal:
+            self._show(line)
+            if "eval/accuracy" in metrics:
+                self._print(line)
+        elif step % self._every == 0 or step == self._max_steps or "eval/accuracy" in metrics:
+            self._print(line)
+
+    def line(self, step: int, metrics: Metrics) -> str:
+        """`step 12/120 10% | reward 0.41 | ...`, of what there is."""
+        parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
+        for key, text in (
+            ("train/loss", "loss {:.4f}"),
+            ("reward/mean", "reward {:.3f}"),
+            ("completions/correct", "right {:.0%}"),
+            ("eval/accuracy", "held-out accuracy {:.1%}"),
+            ("completions/mean_length", "length {:.1f}"),
+            ("completions/truncated", "cut {:.0%}"),
+            ("train/kl", "kl {:.4f}"),
+            ("train/entropy", "entropy {:.3f}"),
+            ("train/grad_norm", "grad {:.2f}"),
+            ("train/learning_rate", "lr {:.1e}"),
+            ("time/step", "{:.2f} s/step"),
+        ):
+            if key in metrics:
+                parts.append(text.format(metrics[key]))
+        if (done := step - self._first_step) > 0 and self._began is not None:
+            pace = (time.perf_counter() - self._began) / done
+            parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
+        return " | ".join(parts)
+
+    def samples(self, step: int, rows: list[dict]) -> None:
+        """Completions with the extracted answer marked right or wrong."""
+        for row in rows:
+            mark, style = ("right", "green") if row["correct"] else ("wrong", "red")
+            answer = "no answer" if row["extracted"] is None else row["extracted"]
+            text = row["completion"].replace("\n", " ⏎ ")
+            line = f"  {mark}  {row['prompt']}  →  {text[:200]}{'…' if len(text) > 200 else ''}  [{answer}]"
+            self._print(line, style)
+            self._write(line)
+
+    def close(self) -> None:
+        self._hide()
+        self._log.close()
+
+    # ---- how
+
+    def _print(self, text: str, style: str = "") -> None:
+        if self._terminal.is_terminal:
+            self._terminal.print(rich.text.Text(text, style=style))
+        else:
+            print(text, file=self._terminal.file, flush=True)
+
+    def _show(self, text: str) -> None:
+        shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else "")
+        if self._live is None:
+            self._live = rich.live.Live(console=self._terminal, refresh_per_second=4, transient=True)
+            self._live.start()
+        self._live.update(shown)
+
+    def _hide(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _write(self, *lines: str) -> None:
+        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in lines))
+        self._log.flush()
+
+
+def minutes(seconds: float) -> str:
+    """`48s`, `2m05s`, `3h12m`."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"

@@ -1,0 +1,51 @@
+"""Where the numbers of a run go. A tracker is anything with `log(step, metrics)` and `close()`."""
+
+import json
+import numbers
+from pathlib import Path
+from typing import Protocol
+
+from tensorboardX import SummaryWriter
+
+from tunix_lite.types import Metrics
+
+
+class Tracker(Protocol):
+    """The whole interface. `step` is the number of updates done; metrics are plain numbers by "part/name"."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one object a step. Without its time/, perf/ and memory/ keys it is the same for the same seed."""
+
+    def __init__(self, file: Path, resume_at: int | None = None):
+        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are cut off."""
+        if resume_at is not None and file.is_file():
+            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= resume_at]
+            file.write_text("".join(line + "\n" for line in lines))
+        self._file = file.open("a" if resume_at is not None else "w")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._file.write(json.dumps({"step": step, **dict(sorted(metrics.items()))}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in the run's folder, for `tensorboard --logdir outputs/`."""
+
+    def __init__(self, folder: Path):
+        self._writer = SummaryWriter(str(folder), write_to_disk=True)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, numbers.Real):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

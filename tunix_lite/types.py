@@ -1,0 +1,62 @@
+"""The nouns that move through a run. Every one is an immutable pytree.
+
+Shape letters, used as suffixes on array names across the package:
+
+  B sequences   P prompts   G generations per prompt (B = P * G)   T tokens of a sequence
+  S key slots   D embed     N query heads   K key/value heads   Q query heads per key head (N = K * Q)
+  H head size   F feed-forward size   V vocabulary   L layers
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+
+Params = Any  # nested dict of arrays, keyed by the names in the weight table
+Metrics = dict[str, Any]  # "part/name" -> number
+
+
+@flax.struct.dataclass
+class Prompts:
+    """Left-padded prompts, so that every completion starts in the same column.
+
+    Example: two prompts of 2 and 3 tokens -> tokens [[0, 5, 6], [7, 8, 9]], token_mask [[F, T, T], [T, T, T]].
+    """
+
+    tokens: jax.Array  # [P, T] int32
+    token_mask: jax.Array  # [P, T] bool, True on real tokens
+
+
+@flax.struct.dataclass
+class Rollout:
+    """Sampled completions: each row is a left-padded prompt, then a right-padded completion."""
+
+    tokens: jax.Array  # [B, T] int32
+    token_mask: jax.Array  # [B, T] bool, True on real tokens of prompt and completion
+    completion_mask: jax.Array  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
+    logprobs: jax.Array  # [B, T] float32 under the policy that sampled; 0 off the completion
+    finished: jax.Array  # [B] bool: the sampler drew an end-of-sequence token before the length ran out
+
+
+@flax.struct.dataclass
+class Batch:
+    """What one update learns from. Every field is [B, T] and speaks of `tokens[b, t]`.
+
+    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by one.
+    """
+
+    tokens: jax.Array  # int32
+    token_mask: jax.Array  # bool, True on real tokens
+    loss_weight: jax.Array  # float32, 0 off the completion; a loss is a plain sum weighted by it
+    advantages: jax.Array | None = None  # float32
+    old_logprobs: jax.Array | None = None  # float32, under the policy that sampled
+    ref_logprobs: jax.Array | None = None  # float32, under the reference of the KL term
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What an update changes, and therefore what it may donate and what a checkpoint holds."""
+
+    step: jax.Array  # int32: optimizer updates done
+    params: Params
+    opt_state: Any
