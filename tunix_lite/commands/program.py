@@ -1,4 +1,4 @@
-"""Hydra in, RunConfig out. Settings are checked before Hydra makes a folder, so that a mistake leaves nothing behind."""
+"""Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves nothing behind."""
 
 import sys
 from collections.abc import Callable

@@ -173,7 +173,7 @@ def embed(params, cfg: ModelConfig, tokens_BT, dtype):
 def logits(params, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding."""
     table_VD = params["embed"].astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
 
 
 def block(x_BTD, w, cfg: ModelConfig, view, kv=None, column=None):
@@ -205,7 +205,8 @@ def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, scale: float):
     K = k_BKSH.shape[1]
     q_BTKQH = (q_BTNH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, T, K, N // K, H)
     # t before q in the scores: the matrix products then need no transposed copies (3x faster on a CPU)
-    scores = jnp.einsum("btkqh,bksh->bktqs", q_BTKQH, k_BKSH, preferred_element_type=jnp.float32)
+    wide = at_least_float32(q_BTNH.dtype)
+    scores = jnp.einsum("btkqh,bksh->bktqs", q_BTKQH, k_BKSH, preferred_element_type=wide)
     probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, :, None], scores, FAR_BELOW), axis=-1)
     return jnp.einsum("bktqs,bksh->btkqh", probs.astype(v_BKSH.dtype), v_BKSH).reshape(B, T, N, H)
 
@@ -217,9 +218,14 @@ def gated_mlp(x_BTD, w):
 
 
 def rms_norm(x, scale, eps: float):
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps)
-    return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    wide = x.astype(at_least_float32(x.dtype))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
+
+
+def at_least_float32(dtype):
+    """The dtype of what must not be rounded to bfloat16: norms, softmax, rope and scores."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def rope_angles(cfg: ModelConfig, positions_BT, theta: float, factor: float):
@@ -233,5 +239,5 @@ def rope_angles(cfg: ModelConfig, positions_BT, theta: float, factor: float):
 def rope(x_BTNH, angles):
     """Rotary positions: element i and i + H/2 of a head turn together."""
     sin, cos = angles
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(x_BTNH.astype(at_least_float32(x_BTNH.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)

@@ -60,7 +60,7 @@ class Tokenizer:
         return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of one user message, ready for the model to answer. Holds exactly one BOS if the template has one."""
+        """The tokens of one user message, ready for the model to answer. Raises ValueError if there is a second BOS."""
         ids = self.encode(self.chat([{"role": "user", "content": text}]))
         bos = self.special.get("bos_token")
         if bos is not None and ids.count(self.backend.token_to_id(bos)) > 1:
@@ -68,7 +68,7 @@ class Tokenizer:
         return ids
 
     def demonstration(self, text: str, completion: str) -> list[int]:
-        """The tokens that the model should say after `prompt(text)`: the completion and the token that ends the turn."""
+        """The tokens to say after `prompt(text)`: those of the completion and the one that ends the turn."""
         asked = [{"role": "user", "content": text}]
         before = self.chat(asked)
         whole = self.chat([*asked, {"role": "assistant", "content": completion}], add_generation_prompt=False)

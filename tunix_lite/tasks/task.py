@@ -95,7 +95,7 @@ class Task:
         return Prompts(tokens, token_mask)
 
     def demonstrations(self, examples: list[dict]):
-        """tokens, token_mask, completion_mask, [B, T] each: prompts as in `prompts`, then the example's `completion`."""
+        """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each example."""
         prompts = self.prompts(examples)
         shape = (len(examples), self.max_new_tokens)
         tokens, mask = np.full(shape, self.tokenizer.pad_id, np.int32), np.zeros(shape, bool)
