@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tunix_lite.parallel.mesh import constrain, current_mesh
+from tunix_lite.parallel.mesh import axis_size, constrain
 
 
 def make_train_step(policy, algorithm, optimizer: optax.GradientTransformation, num_micro_batches: int = 1):
@@ -45,7 +45,7 @@ def summed(fn, batch, parts: int):
     """
     if parts == 1:
         return fn(batch)
-    shards = current_mesh().shape["fsdp"]
+    shards = axis_size("fsdp")
 
     def divide(x):
         rows = x.shape[0] // (shards * parts)

@@ -110,6 +110,11 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
+def axis_size(axis: str) -> int:
+    """How many parts the current mesh's axis has; inside jit as outside."""
+    return jax.sharding.get_abstract_mesh().shape[axis]
+
+
 def put(x, *axes: str) -> jax.Array:
     """A host array, placed on the current mesh."""
     x = np.asarray(x)

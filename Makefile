@@ -1,0 +1,72 @@
+# make train | test | docs | lint | bench. Everything happens in $(VENV), which is made when it is missing.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
+#   ARGS='seed=1'       settings for the program that the target runs
+#   EXTRA=cuda12        an extra of pyproject.toml to install as well: cuda12, cuda13 or tpu
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+EXTRA ?=
+
+UV := $(shell command -v uv 2>/dev/null)
+ifdef UV
+USABLE = test -x $(VENV)/bin/python
+CREATE = uv venv --quiet --seed --python $(PYTHON) $(VENV)
+INSTALL = uv pip install --quiet --python $(VENV)/bin/python
+else
+USABLE = $(VENV)/bin/python -m pip --version >/dev/null 2>&1
+CREATE = $(PYTHON) -m venv $(VENV)
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+endif
+
+# One stamp per set of extras: repeated makes install nothing, a newer pyproject.toml makes them install again.
+STAMP = $(VENV)/.installed
+DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test docs lint bench
+
+help:
+	@echo 'make train    train the bundled model with GRPO on the devices there are'
+	@echo 'make test     run the tests'
+	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
+	@echo 'make lint     ruff: rules and formatting'
+	@echo 'make bench    time one GRPO step'
+	@echo 'make install  only make $(VENV) and install the package into it'
+	@echo
+	@echo "ARGS='training.max_steps=20 seed=1' gives settings; EXTRA=cuda12 installs JAX for NVIDIA GPUs;"
+	@echo 'PYTHON=python3.12 chooses the interpreter.'
+
+install: $(STAMP) $(DEVICE)
+
+train: $(STAMP) $(DEVICE)
+	$(VENV)/bin/python run_training.py $(ARGS)
+
+test: $(STAMP)-test $(DEVICE)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+docs: $(STAMP)-docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+lint: $(STAMP)-test
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+bench: $(STAMP) $(DEVICE)
+	$(VENV)/bin/python benchmarks/grpo_step.py $(ARGS)
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12 ..."; exit 1; }
+	@$(USABLE) || $(CREATE)
+	@touch $@
+
+$(STAMP): pyproject.toml | $(VENV)/.made
+	@echo 'Installing into $(VENV). The first time this downloads JAX and the rest; later it is skipped.'
+	$(INSTALL) -e .
+	@touch $@
+
+$(STAMP)-%: pyproject.toml | $(VENV)/.made
+	$(INSTALL) -e '.[$*]'
+	@touch $@

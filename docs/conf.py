@@ -1,0 +1,56 @@
+"""Sphinx settings. Builds offline; `make docs` turns every warning into an error."""
+
+# ruff: noqa: E402 (what this imports needs the lines before it)
+
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports the package, and needs no accelerator for that
+sys.path.insert(0, str(HERE))
+
+import config_reference
+import docstrings
+
+import tunix_lite
+
+project = "tunix_lite"
+author = "the tunix_lite authors"
+version = release = tunix_lite.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build", "generated", "Thumbs.db", ".DS_Store"]
+
+html_theme = "furo"
+html_title = "tunix_lite"
+html_show_sphinx = False
+copybutton_prompt_text = "$ "
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "exclude-members": "replace"}
+
+
+def drop_empty_globs(app, page, source):
+    """The log and the decisions come as they are written, and a pattern that matches nothing is a warning."""
+    if page == "index":
+        pattern = re.compile(r"^(\S+\*)\n", re.MULTILINE)
+        source[0] = pattern.sub(lambda m: m[0] if any(HERE.glob(f"{m[1]}.md")) else "", source[0])
+
+
+def skip_defaults(app, what, name, obj, skip, options):
+    """A function that is the default of a field is not a method."""
+    return True if what == "class" and inspect.isfunction(obj) and "." not in obj.__qualname__ else None
+
+
+def setup(app):
+    app.connect("source-read", config_reference.fill)
+    app.connect("source-read", drop_empty_globs)
+    app.connect("autodoc-skip-member", skip_defaults)
+    app.connect("env-get-outdated", lambda *_: [config_reference.PAGE])  # it is made of code, so read it every time
+    app.connect("autodoc-process-docstring", docstrings.as_rst)

@@ -1,0 +1,187 @@
+"""The configuration reference, made from the dataclasses: every setting, its type, its default and its comment."""
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import tokenize
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from tunix_lite import config
+from tunix_lite.algorithms import advantages, grpo, sft, weighting
+from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.optim import OptimizerConfig
+from tunix_lite.parallel.mesh import MeshShape, as_text
+from tunix_lite.rewards import math, text
+from tunix_lite.rollout.engine import Generation
+from tunix_lite.tasks import sources, task
+
+PAGE = "config/reference"
+MARKER = "<!-- generated: settings -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One dataclass of settings, and where it stands among the keys of a run."""
+
+    title: str
+    prefix: str  # of its keys, with the dot
+    kind: type
+    used: Callable | None  # (run) -> the instance that a run without overrides holds; None: it holds none
+
+
+GROUPS = (
+    Group("The run", "", config.RunConfig, lambda run: run),
+    Group("Model", "model.", config.Model, lambda run: run.model),
+    Group("Architecture, of random weights", "model.architecture.", ModelConfig, None),
+    Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
+    Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
+    Group("Task", "task.", task.TaskConfig, lambda run: run.task),
+    Group("A reward of the task", "task.rewards.<name>.", task.Reward, lambda run: run.task.rewards["correct"]),
+    Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
+    Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
+    Group("Generation", "generation.", Generation, lambda run: run.generation),
+    Group("Training", "training.", config.Training, lambda run: run.training),
+    Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
+    Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),
+    Group("Tracking", "tracking.", config.Tracking, lambda run: run.tracking),
+)
+# What YAML may name where, the modules to look in, and the arguments that the caller passes: the rest are settings.
+FUNCTIONS = (
+    ("Rewards to advantages: `algorithm.advantages`", (advantages,), ("rewards_PG",)),
+    ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
+    ("Completion to reward: `task.rewards.<name>.fn` and `task.correct`", (math, text), ("completion", "example")),
+    ("Completion to the text of its answer: `task.extract`", (math, text), ("completion",)),
+)
+PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
+CODE = re.compile(r"(`[^`]+`)")
+
+
+def fill(app, page: str, source: list[str]) -> None:
+    """Sphinx's source-read event: puts the tables where the marker stands."""
+    if page == PAGE:
+        assert MARKER in source[0], f"{PAGE} has lost its marker"
+        source[0] = source[0].replace(MARKER, render())
+
+
+def render() -> str:
+    """The whole reference, in Markdown."""
+    run = compose([])
+    return "\n\n".join([_options(), *(_group(group, run) for group in GROUPS), _functions()])
+
+
+def _options() -> str:
+    rows = []
+    for file in sorted(conf_dir().glob("*/*.yaml")):
+        first = file.read_text().splitlines()[0]
+        if first.startswith("#"):  # the others are the only file of their group
+            rows.append((f"`{file.parent.name}={file.stem}`", _text(first.lstrip("# "))))
+    return "## Options of groups\n\n" + _table(("choose with", "what it is"), rows)
+
+
+def _group(group: Group, run: config.RunConfig) -> str:
+    used = group.used(run) if group.used else None
+    comments, hints = field_comments(group.kind), get_type_hints(group.kind)
+    rows = []
+    for f in dataclasses.fields(group.kind):
+        meaning = comments.get(f.name) or _first_paragraph(hints[f.name])
+        rows.append((f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning)))
+    path = f"`{group.kind.__module__}.{group.kind.__qualname__}`"
+    said = _text(_first_paragraph(group.kind))
+    return f"## {group.title}\n\n{said} Class: {path}.\n\n" + _table(("key", "type", "default", "meaning"), rows)
+
+
+def _functions() -> str:
+    parts = ["## Functions that settings name"]
+    for title, modules, passed in FUNCTIONS:
+        rows = []
+        for function in (f for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)):
+            parameters = inspect.signature(function).parameters
+            if function.__module__ in [m.__name__ for m in modules] and _passed(parameters) == passed:
+                settings = [str(p.replace(annotation=p.empty)) for p in parameters.values() if p.name not in passed]
+                shown = ", ".join(f"`{text}`" for text in settings)
+                rows.append((f"`{_path(function)}`", shown, _text(_first_paragraph(function))))
+        parts += [f"### {title}", _table(("`_target_`", "settings", "what it does"), rows)]
+    return "\n\n".join(parts)
+
+
+def _passed(parameters) -> tuple[str, ...]:
+    return tuple(name for name in parameters if name in PASSED)
+
+
+def field_comments(kind: type) -> dict[str, str]:
+    """The comment that ends the line of each field, by the field's name; no entry where there is none."""
+    source = inspect.cleandoc("\n" + inspect.getsource(kind))
+    by_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: by_line[node.end_lineno] for node in fields if node.end_lineno in by_line}
+
+
+def _type(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint == MeshShape:
+        return "`[[int, …], [str, …]]`"
+    if origin in (types.UnionType, Union):
+        return f"{_type(args[0])} or null"
+    if hint is Any or dataclasses.is_dataclass(hint):
+        return "group"
+    if hint is Callable or origin is Callable:
+        return "function"
+    if origin is dict:
+        return "groups by name"
+    if origin is tuple:
+        return f"list of {_type(args[0])}"
+    return hint.__name__
+
+
+def _default(f: dataclasses.Field, used: Any) -> str:
+    """What a run without overrides has; otherwise what the class has; otherwise it must be given."""
+    if used is not None:
+        value = getattr(used, f.name)
+    elif f.default is not dataclasses.MISSING:
+        value = f.default
+    else:
+        return "must be given"
+    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+        return "see below"
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, partial):
+        return f"{_path(value.func)}({', '.join(f'{k}={v}' for k, v in value.keywords.items())})"
+    if callable(value):
+        return _path(value)
+    return as_text(value) if isinstance(value, tuple) else str(value)
+
+
+def _path(function: Callable) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _first_paragraph(thing: Any) -> str:
+    """Of its docstring, on one line; nothing for what has none of its own."""
+    own = inspect.isfunction(thing) or dataclasses.is_dataclass(thing)
+    return (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ") if own else ""
+
+
+def _text(plain: str) -> str:
+    """Plain text with `code` in it, as Markdown: nothing else in it is markup."""
+    pieces = CODE.split(plain)
+    return "".join(p if i % 2 else re.sub(r"([\\*_<>\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    cells = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)

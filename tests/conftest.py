@@ -1,0 +1,92 @@
+"""Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.policy import make_policy
+from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.types import Prompts
+
+PROMPT, NEW = 10, 12
+EOS = (1, 3)
+
+
+def set_mesh(fsdp: int, tp: int):
+    """Make a mesh over the first fsdp * tp pretend devices the current one."""
+    mesh = make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp])
+    jax.set_mesh(mesh)
+    return mesh
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    """Tests start on a mesh of one device; those about meshes set their own."""
+    return set_mesh(1, 1)
+
+
+@pytest.fixture(scope="session")
+def cfg() -> ModelConfig:
+    """Three layers, local, global, and one left over; the window is shorter than a sequence."""
+    return ModelConfig(
+        vocab_size=32,
+        num_layers=3,
+        embed_dim=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=24,
+        pattern=("local", "global"),
+        window=5,
+        query_scale=8,
+    )
+
+
+def random_params(cfg: ModelConfig, seed: int = 0):
+    """Weights large enough that the model has opinions, norms included."""
+    params = weights.init_params(decoder.weights(cfg), jax.random.key(seed))
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return treedef.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+
+
+@pytest.fixture(scope="session")
+def params(cfg):
+    set_mesh(1, 1)
+    return random_params(cfg)
+
+
+@pytest.fixture(scope="session")
+def generate(cfg):
+    set_mesh(1, 1)
+    return make_generate(cfg, Generation(PROMPT, NEW), EOS, pad_id=0)
+
+
+@pytest.fixture(scope="session")
+def policy(cfg, generate):
+    return make_policy(cfg, generate, temperature=1.0)
+
+
+def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> Prompts:
+    """Left-padded prompts of every length from 1 to the width."""
+    rng = np.random.default_rng(seed)
+    lengths = [1 + i * (width - 1) // max(count - 1, 1) for i in range(count)]
+    token_mask = np.stack([np.arange(width) >= width - n for n in lengths])
+    tokens = np.where(token_mask, rng.integers(4, vocab_size, (count, width)), 0)
+    return Prompts(tokens.astype(np.int32), token_mask)
+
+
+@pytest.fixture(scope="session")
+def rollout(generate, params):
+    """Five ragged prompts, four completions each."""
+    set_mesh(1, 1)
+    return jax.tree.map(jnp.asarray, generate(params, ragged_prompts(5), jax.random.key(7), 4))

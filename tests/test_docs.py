@@ -1,0 +1,279 @@
+"""What README and docs say is true of the code: commands compose, quoted files exist, settings and metrics are named."""
+
+import ast
+import dataclasses
+import importlib
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from tunix_lite.__main__ import COMMANDS
+from tunix_lite.commands import program
+from tunix_lite.config import RunConfig, build, plan_batch
+from tunix_lite.models import decoder, weights
+from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.tasks.task import Reward
+from tunix_lite.types import Batch
+
+ROOT = Path(__file__).parent.parent
+DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    + [page for page in DOCS.rglob("*.md") if "_build" not in page.parts]
+)
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+SHELL = {"bash", "sh", "shell", "console"}
+DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
+LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
+RUN_OPTIONS = {"--multirun", "--cfg job", "--help"}
+VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"}
+MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
+# Commands that are neither ours nor checked: nothing in them can go stale with the code.
+ALLOWED = {
+    "python3 -m venv .venv",
+    "source .venv/bin/activate",
+    "pip install tensorboard",
+    "tensorboard --logdir outputs/",
+    "tail -f outputs/latest/train.log",
+    "cat outputs/latest/status.json",
+    'python -c "import jax; print(jax.devices())"',
+}
+
+
+# ---- reading pages
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, argument, body) of every fenced block of a page."""
+    found, fence, body = [], None, []
+    for line in page.read_text().splitlines():
+        mark = re.match(r"\s*(`{3,}|:{3,})\s*(\S*)\s*(.*)$", line)
+        if fence is None and mark:
+            fence, body = mark, []
+        elif fence is not None and line.strip() == fence[1]:
+            found.append((fence[2], fence[3], "\n".join(body)))
+            fence = None
+        elif fence is not None:
+            body.append(line)
+    assert fence is None, f"{page.name}: a block is not closed"
+    return found
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's shell blocks and the `make`, `pip` and `python run_training.py` set in its text."""
+    bodies = [body for language, _, body in blocks(page) if language in SHELL]
+    lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
+    lines = [line.strip().removeprefix("$ ") for line in lines]
+    prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`((?:make|pip install|python run_training\.py) [^`|]+)`", prose)
+    return [line for line in lines + inline if line and not line.startswith("#")]
+
+
+ALL_COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
+
+
+# ---- commands
+
+
+@pytest.fixture
+def with_the_example(monkeypatch, tmp_path):
+    """What a reader of docs/extend has: its files next to run_training.py and its YAML in conf/."""
+    for folder in (program.conf_dir(), EXAMPLE / "conf"):
+        for file in folder.rglob("*.yaml"):
+            copy = tmp_path / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(file.read_text())
+    monkeypatch.setattr(program, "conf_dir", lambda: tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLE)
+
+
+@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS, ids=[f"{p.stem}: {c}" for p, c in ALL_COMMANDS])
+def test_every_command_in_the_docs_can_be_given(page, command, with_the_example):
+    words = shlex.split(command)
+    given = dict(word.split("=", 1) for word in itertools.takewhile(lambda w: re.match(r"[A-Z_]+=", w), words))
+    assert given.keys() <= VARIABLES, f"unknown variable in: {command}"
+    words = words[len(given) :]
+    overrides = of_a_run(words)
+    if overrides is not None:
+        devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", given.get("XLA_FLAGS", ""))
+        for combination in combinations(overrides):
+            check_run(program.compose(combination), int(devices[1]) if devices else None)
+    elif words[0] == "make":
+        check_make(words[1:])
+    elif words[:2] == ["pip", "install"] and command not in ALLOWED:
+        check_pip(words[2:])
+    else:
+        assert command in ALLOWED, f"{page.name}: {command!r} is neither composed nor allowed"
+
+
+def of_a_run(words: list[str]) -> list[str] | None:
+    """The overrides of a command that trains, its known options taken out; None for any other command."""
+    starts = (["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"])
+    start = next((s for s in starts if words[: len(s)] == s), None)
+    if start is None:
+        return None
+    assert "train" in COMMANDS
+    text = " ".join(words[len(start) :])
+    for option in RUN_OPTIONS:
+        text = text.replace(option, "") if option in words or option in text else text
+    rest = [word for word in words[len(start) :] if not any(word in option.split() for option in RUN_OPTIONS)]
+    assert not [word for word in rest if word.startswith("--")], f"unknown option in: {words}"
+    return rest
+
+
+def combinations(overrides: list[str]) -> list[list[str]]:
+    """Every run of a sweep: `a=1,2 b=3` -> [[a=1, b=3], [a=2, b=3]]. Commas in brackets or quotes do not count."""
+    choices = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        parts = re.findall(r"(?:\[.*\]|\{.*\}|\"[^\"]*\"|[^,])+", value) or [""]
+        choices.append([f"{key}={part}" if "=" in override else key for part in parts])
+    return [list(combination) for combination in itertools.product(*choices)]
+
+
+def check_run(run: RunConfig, devices: int | None) -> None:
+    """The mesh fits the devices, the batch divides, and the mesh divides the bundled model."""
+    sizes = [size for size in run.model.mesh_shape[0] if size != -1]
+    mesh = resolve_mesh_shape(run.model.mesh_shape, devices or int(np.prod(sizes)))
+    plan_batch(run, mesh["fsdp"])
+    if run.model.weights in ("bundled", "random"):
+        bundled = program.compose(["model=random"]).model.architecture
+        weights.check_divisible(decoder.weights(bundled), SimpleNamespace(shape=mesh))
+
+
+def check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for word in words:
+        name, is_variable, value = word.partition("=")
+        assert name in (MAKE_VARIABLES if is_variable else targets), f"make has no {name}"
+        if name == "EXTRA":
+            assert value in extras()
+
+
+def check_pip(words: list[str]) -> None:
+    match = re.fullmatch(r"-e \.(?:\[([a-z0-9,]+)\])?", " ".join(words))
+    assert match, f"pip install {' '.join(words)}: not an install of this package, and not allowed"
+    assert set((match[1] or "").split(",")) - {""} <= extras()
+
+
+def extras() -> set[str]:
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def test_a_sweep_is_split_into_its_runs():
+    sweep = ["a=1,2", "b=[[2,2],[fsdp,tp]]", "~c"]
+    assert combinations(sweep) == [[f"a={a}", "b=[[2,2],[fsdp,tp]]", "~c"] for a in (1, 2)]
+
+
+def test_a_command_that_could_not_run_is_noticed(with_the_example):
+    with pytest.raises(ValueError, match="max_step"):
+        program.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
+    with pytest.raises(ValueError, match="devices"):
+        check_run(program.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
+    with pytest.raises(AssertionError, match="make has no"):
+        check_make(["trian"])
+    with pytest.raises(AssertionError):
+        check_pip(["-e", ".[nothing]"])
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_block_says_its_language_and_reads_as_it(page):
+    for language, _, body in blocks(page):
+        assert language in LANGUAGES, f"{page.name}: a block of unknown language {language!r}"
+        if language == "python":
+            ast.parse(body)
+        elif language == "yaml":
+            yaml.safe_load(body)
+        elif language == "json":
+            json.loads(body)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_quoted_file_exists_and_holds_what_is_quoted(page):
+    for language, argument, body in blocks(page):
+        if language not in ("{literalinclude}", "{include}"):
+            continue
+        file = (page.parent / argument).resolve()
+        assert file.is_file(), f"{page.name} quotes {argument}, which does not exist"
+        for _, text in re.findall(r'^:(start-at|end-at|start-after|end-before): "?(.*?)"?$', body, re.MULTILINE):
+            assert text in file.read_text(), f"{page.name}: {argument} has no {text!r}"
+        for name in re.findall(r"^:pyobject: (\S+)$", body, re.MULTILINE):
+            assert name in python_names(file), f"{page.name}: {argument} has no {name}"
+
+
+def python_names(file: Path) -> set[str]:
+    top = [node for node in ast.parse(file.read_text()).body if hasattr(node, "name")]
+    inner = {f"{c.name}.{n.name}" for c in top if isinstance(c, ast.ClassDef) for n in c.body if hasattr(n, "name")}
+    return {node.name for node in top} | inner
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_pages_are_plain_to_read_and_name_no_machine(page):
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        assert len(line) <= 120, f"{page.name}:{number} has {len(line)} columns"
+        assert not re.search(r"/(work|root|home|Users|tmp)/", line), f"{page.name}:{number} names a path of one machine"
+
+
+def test_readme_quotes_its_reward_from_the_example(with_the_example):
+    bodies = {language: body for language, _, body in blocks(ROOT / "README.md")}
+    assert bodies["python"].strip() in (EXAMPLE / "my_rewards.py").read_text()
+    rewards = build(dict[str, Reward], yaml.safe_load(bodies["yaml"])["rewards"], "rewards")
+    assert rewards["few_words"].fn("one two three", {}) == 1.0
+
+
+# ---- the configuration reference
+
+
+@pytest.fixture
+def reference(monkeypatch) -> str:
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("config_reference").render()
+
+
+def classes_of(kind: type) -> set[type]:
+    """The dataclass and those that its fields hold."""
+    below = {
+        k for hint in get_type_hints(kind).values() for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)
+    }
+    return {kind}.union(*(classes_of(k) for k in below))
+
+
+def targets(value) -> set[str]:
+    """Every `_target_` in a tree of plain values."""
+    if isinstance(value, dict):
+        return {value["_target_"]} * ("_target_" in value) if False else _targets_of(value)
+    return set().union(*(targets(item) for item in value)) if isinstance(value, list) else set()
+
+
+def test_the_reference_names_every_setting_with_its_comment(reference):
+    named = {path for file in program.conf_dir().rglob("*.yaml") for path in targets(yaml.safe_load(file.read_text()))}
+    found = {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in named}
+    kinds = classes_of(RunConfig) | {thing for thing in found.values() if dataclasses.is_dataclass(thing)}
+    for kind in kinds:
+        section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
+        for f in dataclasses.fields(kind):
+            assert re.search(rf"^\| `[\w.<>]*\b{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
+    for path, thing in found.items():
+        assert path in reference, f"{path} is named in conf/ and not in the reference"

@@ -1,0 +1,145 @@
+"""One update: exact under micro-batches, clipped, donated."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.models import decoder
+from tunix_lite.policy import Policy, token_logprobs
+from tunix_lite.step import make_train_step, summed
+from tunix_lite.types import Batch, TrainState
+
+
+def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens, mask, completion = (
+        np.asarray(x)[:rows] for x in (rollout.tokens, rollout.token_mask, rollout.completion_mask)
+    )
+    return Batch(
+        tokens=tokens,
+        token_mask=mask,
+        loss_weight=per_token(completion),
+        advantages=np.broadcast_to(rng.normal(size=(rows, 1)), tokens.shape).astype(np.float32),
+        old_logprobs=np.asarray(rollout.logprobs)[:rows] + rng.normal(size=tokens.shape).astype(np.float32) * 0.2,
+        ref_logprobs=np.asarray(rollout.logprobs)[:rows] + rng.normal(size=tokens.shape).astype(np.float32) * 0.2,
+    )
+
+
+def gradient_in_parts(cfg, params, batch, parts: int, dtype):
+    algorithm = GRPO(kl_coef=0.1)
+
+    def gradient(batch):
+        def loss(params):
+            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
+            return algorithm.loss(logprobs, batch)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    return jax.jit(lambda batch: summed(gradient, batch, parts))(batch)
+
+
+def relative_difference(a, b) -> float:
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)) / optax.tree.norm(b))
+
+
+def test_micro_batches_do_not_change_the_gradient(cfg, params, rollout):
+    batch = batch_of(rollout)
+    whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
+    for parts in (2, 4):
+        summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, parts, jnp.float32)
+        assert relative_difference(summed_up, whole) < 1e-5
+        for name in metrics:
+            np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_do_not_change_the_gradient_in_float64(cfg, params, rollout):
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch_of(rollout))
+        whole, _ = gradient_in_parts(cfg, params, batch, 1, jnp.float64)
+        assert jax.tree.leaves(whole)[0].dtype == jnp.float64
+        for parts in (2, 4):
+            assert relative_difference(gradient_in_parts(cfg, params, batch, parts, jnp.float64)[0], whole) < 1e-10
+
+
+def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, rollout, monkeypatch):
+    score = partial(token_logprobs, cfg=cfg)
+    weight = np.asarray(rollout.completion_mask, np.float32)
+
+    def value_and_gradient():
+        loss = lambda params: jnp.sum(weight * score(params, rollout.tokens, rollout.token_mask))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    whole = value_and_gradient()
+    monkeypatch.setattr("tunix_lite.policy.LOGITS_PER_CHUNK", 20 * 32 * 4)  # 4 columns at a time, 21 to do
+    chunked = value_and_gradient()
+    np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
+    assert relative_difference(chunked[1], whole[1]) < 1e-5
+
+
+def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
+    got = token_logprobs(params, rollout.tokens, rollout.token_mask, cfg=cfg, temperature=0.8)
+    scores = decoder.logits(params, decoder.forward(params, cfg, rollout.tokens, rollout.token_mask))
+    scores = np.asarray(scores, np.float64) / 0.8
+    full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    expected = np.take_along_axis(full[:, :-1], np.asarray(rollout.tokens)[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(got[:, 1:], expected, atol=2e-5)
+    np.testing.assert_array_equal(got[:, 0], 0.0)
+
+
+@pytest.fixture
+def end_tokens(rollout):
+    """A mask of the end-of-sequence tokens alone."""
+    last = np.asarray(rollout.completion_mask) & ~np.pad(np.asarray(rollout.completion_mask)[:, 1:], ((0, 0), (0, 1)))
+    return last & np.asarray(rollout.finished)[:, None]
+
+
+def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
+    """Tunix D3: its completions lost the token that ends them, so nothing taught the model to stop."""
+    batch = batch_of(rollout, rows=20)
+    assert end_tokens.any() and (batch.loss_weight[end_tokens] > 0).all()
+    old = jnp.asarray(batch.old_logprobs)
+    slope = jax.grad(lambda logprobs: GRPO().loss(logprobs, batch)[0])(old)
+    assert (np.asarray(slope)[end_tokens] != 0).all()
+
+
+def small_problem(max_grad_norm, steps=3):
+    """A policy of one vector, whose gradient is known: loss = - sum_v w_v logprob_v = - w . x."""
+    policy = Policy(generate=None, logprobs=lambda params, tokens, mask: params["x"][None] + jnp.zeros(tokens.shape))
+    slope = np.array([30.0, -40.0, 0.0], np.float32)
+    batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
+    from tunix_lite.algorithms.sft import SFT
+    from tunix_lite.optim import OptimizerConfig, make_optimizer
+
+    cfg = OptimizerConfig(learning_rate=0.1, max_grad_norm=max_grad_norm, beta1=0.0, beta2=0.0, eps=1.0)
+    optimizer = make_optimizer(cfg, max_steps=steps)
+    params = {"x": jnp.zeros(3)}
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    train_step = make_train_step(policy, SFT(), optimizer)
+    return train_step(state, batch)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    """Tunix D9: max_grad_norm was read and ignored. By hand: |(-30, 40, 0)| = 50, clipped to 1 it is (-.6, .8, 0)."""
+    state, metrics = small_problem(max_grad_norm=1.0)
+    np.testing.assert_allclose(metrics["train/grad_norm"], 50.0)
+    clipped = np.array([-0.6, 0.8, 0.0])
+    np.testing.assert_allclose(state.params["x"], -0.1 * clipped / (np.abs(clipped) + 1.0), rtol=1e-5)
+    loose, _ = small_problem(max_grad_norm=0.0)
+    np.testing.assert_allclose(loose.params["x"], -0.1 * np.array([-30 / 31, 40 / 41, 0.0]), rtol=1e-5)
+
+
+def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, rollout):
+    optimizer = optax.adam(1e-3)
+    copied = jax.tree.map(jnp.copy, params)
+    state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
+    train_step = make_train_step(policy, GRPO(), optimizer)
+    new, _ = train_step(state, batch_of(rollout))
+    assert int(new.step) == 1
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

@@ -1,0 +1,151 @@
+"""Data, prompts and rewards."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rewards.math import correct, final_answer
+from tunix_lite.rewards.text import brevity, contains
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, is_held_out
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.train import BUNDLED
+from tunix_lite.types import Rollout
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def task(tokenizer):
+    config = TaskConfig(
+        Arithmetic(), "What is {question}?", {"correct": Reward(correct), "short": Reward(brevity, 0.5)}
+    )
+    return Task(config, tokenizer, max_prompt_length=32, max_new_tokens=48)
+
+
+def test_training_and_held_out_problems_never_overlap():
+    source = Arithmetic(min_terms=2, max_terms=2, max_value=12)  # few problems, so that an overlap would show
+    train = {source.train[i]["question"] for i in range(3000)}
+    held_out = {source.held_out[i]["question"] for i in range(len(source.held_out))}
+    assert len(train) > 100 and len(held_out) > 10
+    assert not train & held_out
+    assert all(is_held_out(q) for q in held_out) and not any(is_held_out(q) for q in train)
+
+
+def test_answers_and_worked_steps_are_right():
+    for i in range(500):
+        example = Arithmetic(worked=1.0).train[i]
+        assert eval(example["question"]) == int(example["answer"])
+        *steps, said = example["completion"].split("\n")
+        assert said == f"The answer is {example['answer']}."
+        for step in steps:
+            left, right = step.split(" = ")
+            assert eval(left) == int(right)
+        assert steps[-1].endswith(f"= {example['answer']}")
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    source = Arithmetic().train
+    assert batch_at(source, 8, seed=0, step=3) == batch_at(source, 8, seed=0, step=3)
+    assert batch_at(source, 8, seed=0, step=3) != batch_at(source, 8, seed=0, step=4)
+    assert batch_at(source, 8, seed=0, step=3) != batch_at(source, 8, seed=1, step=3)
+    rows = [{"n": i} for i in range(10)]
+    epochs = [[r["n"] for s in (0, 1) for r in batch_at(rows, 5, 0, 2 * e + s)] for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10)) and epochs[0] != epochs[1]
+
+
+def test_jsonl_files_are_examples(tmp_path):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"question": "1 + 1", "answer": "2"}\n\n{"question": "2 + 2", "answer": "4"}\n')
+    bad.write_text('{"question": "1 + 1"}\n{oops\n')
+    source = Jsonl(str(good), str(good))
+    assert [row["answer"] for row in source.train] == ["2", "4"]
+    with pytest.raises(ValueError, match="bad.jsonl, line 2: not JSON"):
+        _ = Jsonl(str(bad), str(good)).train
+    with pytest.raises(ValueError, match=r"none.jsonl is not a file"):
+        _ = Jsonl(str(tmp_path / "none.jsonl"), str(good)).train
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("12 + 3 = 15\nThe answer is 15.", "15"),
+        ("it is -7", "-7"),
+        ("12 - 30 = -18", "-18"),
+        ("1,234,567 apples", "1234567"),
+        ("3.50 dollars.", "3.50"),
+        ("I do not know", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_is_the_last_number(completion, answer):
+    assert final_answer(completion) == answer
+
+
+def test_rewards_by_hand():
+    assert correct("so 3.50", {"answer": "3.5"}) == 1.0
+    assert correct("so 35", {"answer": "3.5"}) == 0.0
+    assert correct("no idea", {"answer": "3.5"}) == 0.0
+    assert brevity("x" * 50, {}) == 0.75 and brevity("x" * 900, {}) == 0.0
+    assert contains("a <b> c", {}, text="<b>") == 1.0
+
+
+def test_prompts_stand_right_and_are_asked_by_the_template(task, tokenizer):
+    prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
+    assert prompts.token_mask[:, -1].all() and not prompts.token_mask[0, 0]
+    text = tokenizer.backend.decode(prompts.tokens[0][prompts.token_mask[0]].tolist(), skip_special_tokens=False)
+    assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
+
+
+def test_a_prompt_that_is_too_long_is_named(task):
+    with pytest.raises(ValueError, match=r"1 \+ 1 \+.* tokens, more than generation.max_prompt_length=32"):
+        task.prompts([{"question": " + ".join(["1"] * 30)}])
+
+
+def test_a_prompt_with_an_unknown_field_is_named(task):
+    with pytest.raises(ValueError, match="task.prompt names 'question', but an example has problem"):
+        task.prompts([{"problem": "1 + 1"}])
+
+
+def test_demonstrations_end_with_the_end_of_turn_and_count_only_the_completion(task, tokenizer):
+    tokens, token_mask, completion_mask = task.demonstrations([{"question": "1 + 2", "completion": "The answer is 3."}])
+    said = tokens[0][completion_mask[0]]
+    assert said[-1] == 106 and tokenizer.decode(said) == "The answer is 3."
+    assert (completion_mask <= token_mask).all() and not completion_mask[0, :32].any()
+
+
+def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
+    said = ["The answer is 3.", "The answer is 4."]
+    rows = [[0, *tokenizer.demonstration("x", text)] for text in said]
+    width = max(map(len, rows))
+    tokens = np.array([row + [0] * (width - len(row)) for row in rows])
+    mask = np.array([[0 < i < len(row) for i in range(width)] for row in rows])
+    judged = task.judge([{"question": "1 + 2", "answer": "3"}] * 2, Rollout(tokens, mask, mask, None, np.array([1, 0])))
+    short = 1 - 16 / 200
+    np.testing.assert_allclose(judged.rewards, [1 + 0.5 * short, 0.5 * short])
+    assert judged.completions == said and judged.extracted == ["3", "4"] and list(judged.correct) == [True, False]
+    assert judged.metrics["reward/correct"] == 0.5 and judged.metrics["completions/truncated"] == 0.5
+
+
+def test_a_reward_that_is_no_number_is_an_error(tokenizer):
+    config = TaskConfig(Arithmetic(), "{question}", {"odd": Reward(lambda completion, example: float("nan"))})
+    task = Task(config, tokenizer, 32, 48)
+    rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1))
+    with pytest.raises(ValueError, match="reward 'odd' is nan for the completion"):
+        task.judge([{"question": "1", "answer": "1"}], rollout)
+
+
+def test_two_bos_tokens_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="more than one <bos>"):
+        tokenizer.prompt("hello <bos>")
+
+
+def test_the_bundled_tokenizer_says_anything_and_stops_as_gemma_3_does(tokenizer):
+    assert tokenizer.eos_ids == (1, 106)
+    for text in ("Grüße, 你好! 12 + 34", "tab\tand\nnewline"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert json.loads((BUNDLED / "generation_config.json").read_text())["eos_token_id"] == [1, 106]
