@@ -26,15 +26,15 @@ RECIPE = [
     "algorithm=sft",
     "model=random",
     "project_name=bundled_base",
-    "training.prompts_per_step=128",
-    "training.max_steps=1000",
-    "training.log_interval_steps=50",
+    "training.prompts_per_step=64",
+    "training.max_steps=2400",
+    "training.log_interval_steps=100",
     "training.save_interval_steps=0",
-    "optimizer.learning_rate=3e-3",
+    "optimizer.learning_rate=2e-3",
     "optimizer.schedule=cosine",
     "optimizer.warmup_steps=50",
     "optimizer.weight_decay=0.01",
-    "evaluation.interval_steps=200",
+    "evaluation.interval_steps=400",
 ]
 # The ids of the two turn tokens are Gemma 3's own.
 SPECIAL = [

@@ -12,7 +12,7 @@ import pytest
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import Generation, make_generate
 from tunix_lite.types import Prompts
@@ -52,11 +52,11 @@ def cfg() -> ModelConfig:
 
 
 def random_params(cfg: ModelConfig, seed: int = 0):
-    """Weights large enough that the model has opinions, norms included."""
-    params = weights.init_params(decoder.weights(cfg), jax.random.key(seed))
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return treedef.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+    """Weights large enough that the model has opinions, norms included; on the current mesh."""
+    rng, table = np.random.default_rng(seed), decoder.weights(cfg)
+    return jax.tree.map(
+        lambda w: put(rng.normal(0, 0.3, w.shape).astype(np.float32), *w.axes), table, is_leaf=weights.is_weight
+    )
 
 
 @pytest.fixture(scope="session")

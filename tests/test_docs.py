@@ -25,7 +25,6 @@ from tunix_lite.config import RunConfig, build, plan_batch
 from tunix_lite.models import decoder, weights
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.tasks.task import Reward
-from tunix_lite.types import Batch
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -33,12 +32,14 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     + [page for page in DOCS.rglob("*.md") if "_build" not in page.parts]
 )
+HISTORY = {"CHANGELOG.md", "log.md"} | {page.name for page in DOCS.glob("decisions/*.md")}
+LIVING = [page for page in PAGES if page.name not in HISTORY]  # the others say what was true on their day
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-RUN_OPTIONS = {"--multirun", "--cfg job", "--help"}
+RUN_OPTIONS = {"--multirun": 0, "--help": 0, "--cfg": 1}  # of Hydra, and how many words follow each
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"}
 MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
@@ -73,7 +74,7 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks and the `make`, `pip` and `python run_training.py` set in its text."""
+    """The lines of a page's shell blocks, and the `make`, `pip install` and `python run_training.py` in its text."""
     bodies = [body for language, _, body in blocks(page) if language in SHELL]
     lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
@@ -82,7 +83,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines + inline if line and not line.startswith("#")]
 
 
-ALL_COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
+ALL_COMMANDS = [(page, command) for page in LIVING for command in commands(page)]
 
 
 # ---- commands
@@ -120,18 +121,20 @@ def test_every_command_in_the_docs_can_be_given(page, command, with_the_example)
 
 
 def of_a_run(words: list[str]) -> list[str] | None:
-    """The overrides of a command that trains, its known options taken out; None for any other command."""
+    """The overrides of a command that trains, its options taken out; None for any other command."""
     starts = (["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"])
     start = next((s for s in starts if words[: len(s)] == s), None)
     if start is None:
         return None
     assert "train" in COMMANDS
-    text = " ".join(words[len(start) :])
-    for option in RUN_OPTIONS:
-        text = text.replace(option, "") if option in words or option in text else text
-    rest = [word for word in words[len(start) :] if not any(word in option.split() for option in RUN_OPTIONS)]
-    assert not [word for word in rest if word.startswith("--")], f"unknown option in: {words}"
-    return rest
+    overrides, rest = [], iter(words[len(start) :])
+    for word in rest:
+        if word.startswith("-"):
+            assert word in RUN_OPTIONS, f"unknown option {word}"
+            list(itertools.islice(rest, RUN_OPTIONS[word]))
+        else:
+            overrides.append(word)
+    return overrides
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:
@@ -254,26 +257,121 @@ def reference(monkeypatch) -> str:
 
 def classes_of(kind: type) -> set[type]:
     """The dataclass and those that its fields hold."""
-    below = {
-        k for hint in get_type_hints(kind).values() for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)
-    }
-    return {kind}.union(*(classes_of(k) for k in below))
+    parts = [part for hint in get_type_hints(kind).values() for part in (hint, *get_args(hint))]
+    return {kind}.union(*(classes_of(part) for part in parts if dataclasses.is_dataclass(part)))
 
 
 def targets(value) -> set[str]:
     """Every `_target_` in a tree of plain values."""
-    if isinstance(value, dict):
-        return {value["_target_"]} * ("_target_" in value) if False else _targets_of(value)
-    return set().union(*(targets(item) for item in value)) if isinstance(value, list) else set()
+    if not isinstance(value, dict):
+        return set()
+    own = {value["_target_"]} if "_target_" in value else set()
+    return own.union(*(targets(item) for item in value.values()))
 
 
-def test_the_reference_names_every_setting_with_its_comment(reference):
-    named = {path for file in program.conf_dir().rglob("*.yaml") for path in targets(yaml.safe_load(file.read_text()))}
-    found = {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in named}
-    kinds = classes_of(RunConfig) | {thing for thing in found.values() if dataclasses.is_dataclass(thing)}
-    for kind in kinds:
+def test_the_reference_names_every_setting(reference):
+    paths = {path for file in program.conf_dir().rglob("*.yaml") for path in targets(yaml.safe_load(file.read_text()))}
+    named = {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths}
+    for path in named:
+        assert path in reference, f"{path} is named in conf/ and not in the reference"
+    for kind in classes_of(RunConfig) | {thing for thing in named.values() if dataclasses.is_dataclass(thing)}:
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
         for f in dataclasses.fields(kind):
-            assert re.search(rf"^\| `[\w.<>]*\b{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
-    for path, thing in found.items():
-        assert path in reference, f"{path} is named in conf/ and not in the reference"
+            assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
+
+
+def test_the_reference_tells_the_comment_and_the_default_of_a_setting(reference):
+    assert "| `training.max_steps` | int | `100` | optimizer updates |" in reference
+    assert "| `training.micro_batch_size` | int or null | `null` | sequences per fsdp shard" in reference
+
+
+def test_every_setting_that_a_page_names_exists(reference):
+    known = set(re.findall(r"^\| `([\w.<>]+)` \|", reference, re.MULTILINE))
+    groups = {key.partition(".")[0] for key in known if "." in key} - {"tunix_lite"}
+    for page in LIVING:
+        prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`([^`]+)`", prose):
+            for key in re.findall(rf"(?:^| )((?:{'|'.join(groups)})\.[a-z_.<>]+)(?==|$| )", code):
+                assert key in known, f"{page.name}: there is no setting {key}"
+
+
+def test_the_batch_arithmetic_of_the_docs_is_what_a_run_says():
+    page = (DOCS / "advanced" / "distributed_training.md").read_text()
+    cases = re.findall(r"^fsdp=(\d+), (.*)\n    (.* accumulation)$", page, re.MULTILINE)
+    assert len(cases) >= 4
+    for fsdp, given, said in cases:
+        overrides = [] if given == "nothing given" else given.split()
+        assert str(plan_batch(program.compose(overrides), int(fsdp))) == said
+
+
+# ---- metrics
+
+
+def metrics_in_the_code() -> set[str]:
+    """Every `part/name` that stands in the package as a string; the variable part of an f-string is <name>."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "tunix_lite").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    plain = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", text)}
+    parts = {text.partition("/")[0] for text in plain}
+    made = {
+        "".join(part.value if isinstance(part, ast.Constant) else "<name>" for part in node.values)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    }
+    return plain | {text for text in made if re.fullmatch(rf"(?:{'|'.join(parts)})/[a-z_0-9]*<name>", text)}
+
+
+def test_the_metrics_page_names_every_metric_and_no_other():
+    page = (DOCS / "references" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", page, re.MULTILINE))
+    assert documented == metrics_in_the_code()
+    mentioned = {key for p in LIVING for key in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", p.read_text())}
+    parts = {key.partition("/")[0] for key in documented}
+    of_the_example = {f"reward/{name}" for name in reward_names(EXAMPLE / "conf" / "task" / "capitals.yaml")}
+    assert {key for key in mentioned if key.partition("/")[0] in parts} <= documented | of_the_example
+
+
+def reward_names(task_file: Path) -> list[str]:
+    """The names under which a task logs its rewards."""
+    return list(yaml.safe_load(task_file.read_text())["rewards"])
+
+
+# ---- the example of docs/extend
+
+
+def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_example):
+    """Two prompts, two generations; the second group agrees, so only the better completion of the first counts."""
+    algorithm = program.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
+    mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
+    rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
+    judged = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
+    policy = SimpleNamespace(generate=lambda params, prompts, key, num_generations: rollout)
+    task = SimpleNamespace(prompts=lambda examples: None, judge=lambda group, rollout: judged)
+    batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
+    np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
+    assert metrics["reward/best_share"] == 0.25
+    loss, _ = algorithm.loss(jnp.full((4, 3), -2.0), batch)
+    assert loss == 2.0
+
+
+def test_the_rewards_of_the_docs_judge_as_they_say(with_the_example):
+    task = program.compose(["task=capitals"]).task
+    example = json.loads((EXAMPLE / "data" / "capitals_train.jsonl").read_text().splitlines()[0])
+    scores = {
+        name: reward.weight * reward.fn("It is Paris.\nReally.", example) for name, reward in task.rewards.items()
+    }
+    assert scores == {"names_it": 1.0, "few_words": 0.0}
+    assert task.extract("It is Paris.\nReally.") == "It is Paris."
+
+
+# ---- the site
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    for name in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    done = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()

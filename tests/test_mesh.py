@@ -39,7 +39,6 @@ def run(fsdp: int, tp: int):
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, Generation(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG)
-    params = jax.tree.map(jax.device_put, params, weights.shardings(decoder.weights(CFG)))
     policy = make_policy(CFG, generate, 1.0, reference=jax.tree.map(jnp.copy, params))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))

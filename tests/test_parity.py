@@ -1,7 +1,9 @@
 """The model is Gemma 3: logits of transformers' own implementation, on models that it saved itself."""
 
 import json
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -44,6 +46,11 @@ def random_gemma(folder, seed=0, **shape):
     return model
 
 
+def scores(params, cfg, tokens):
+    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, np.ones_like(tokens, bool))
+    return decoder.logits(params, hidden)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_those_of_transformers(tmp_path, name):
     model = random_gemma(tmp_path, **SHAPES[name])
@@ -51,7 +58,7 @@ def test_logits_equal_those_of_transformers(tmp_path, name):
     params = hf.load_params(tmp_path, cfg)
     tokens = np.random.default_rng(0).integers(0, 97, (3, 30))
     assert tokens.shape[1] > cfg.window
-    ours = decoder.logits(params, decoder.forward(params, cfg, tokens, np.ones_like(tokens, bool)))
+    ours = scores(params, cfg, tokens)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
     assert np.abs(theirs).max() > 1
@@ -64,7 +71,7 @@ def test_left_padded_prompts_score_as_transformers_scores_them(tmp_path):
     params = hf.load_params(tmp_path, cfg)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 20))
     padded, mask = np.pad(tokens, ((0, 0), (6, 0))), np.pad(np.ones((1, 20), bool), ((0, 0), (6, 0)))
-    ours = token_logprobs(params, padded, mask, cfg=cfg)[:, 7:]
+    ours = jax.jit(partial(token_logprobs, cfg=cfg))(params, padded, mask)[:, 7:]
     with torch.no_grad():
         theirs = torch.log_softmax(model(torch.tensor(tokens)).logits.double(), -1)
     expected = np.take_along_axis(theirs.numpy()[:, :-1], tokens[:, 1:, None], -1)[..., 0]
@@ -94,6 +101,6 @@ def test_the_bundled_base_is_a_gemma_3_that_transformers_runs():
     assert ours.chat(asked) == theirs.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     tokens = np.array([ours.prompt(asked[0]["content"])])
     assert list(tokens[0]) == theirs(ours.chat(asked), add_special_tokens=False)["input_ids"]
-    mine = decoder.logits(params, decoder.forward(params, cfg, tokens, np.ones_like(tokens, bool)))
+    mine = scores(params, cfg, tokens)
     with torch.no_grad():
         np.testing.assert_allclose(mine, model(torch.tensor(tokens)).logits.numpy(), atol=1e-4)

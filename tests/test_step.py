@@ -84,8 +84,10 @@ def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, ro
 
 
 def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
-    got = token_logprobs(params, rollout.tokens, rollout.token_mask, cfg=cfg, temperature=0.8)
-    scores = decoder.logits(params, decoder.forward(params, cfg, rollout.tokens, rollout.token_mask))
+    score = jax.jit(partial(token_logprobs, cfg=cfg, temperature=0.8))
+    got = score(params, rollout.tokens, rollout.token_mask)
+    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, rollout.tokens, rollout.token_mask)
+    scores = decoder.logits(params, hidden)
     scores = np.asarray(scores, np.float64) / 0.8
     full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     expected = np.take_along_axis(full[:, :-1], np.asarray(rollout.tokens)[:, 1:, None], axis=-1)[..., 0]

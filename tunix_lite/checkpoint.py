@@ -31,7 +31,8 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> None:
         """Copies the state off the devices and writes it in the background; the state may be donated afterwards."""
-        self._manager.save(int(state.step), args=ocp.args.StandardSave(state))
+        saved = self._manager.save(int(state.step), args=ocp.args.StandardSave(state))
+        assert saved, f"orbax skipped step {int(state.step)}: {self.folder} holds a later one"
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, with the shapes and shardings of `like`.

@@ -280,9 +280,10 @@ def _refuse_unknown(values, known: list[str], where: str) -> None:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a setting that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    by_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    hint = f"did you mean {(by_name or near)[0]!r}?" if by_name or near else f"known here: {', '.join(known)}"
+    section, _, name = key.rpartition(".")
+    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(key, known, 1, cutoff=0.8)
+    here = [k for k in known if k.rpartition(".")[0] == section]
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(here or known)}"
     return f"{key}: there is no such setting; {hint}"
 
 

@@ -23,7 +23,7 @@ from tunix_lite.rollout.engine import make_generate
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged, Task
 from tunix_lite.tracking.console import Console, minutes
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, TrainState
 
@@ -52,17 +52,17 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
             hf.check_weights(folder, cfg)
     with at("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(run.model.tokenizer))
-        if (tokens := tokenizer.backend.get_vocab_size()) > cfg.vocab_size:
-            raise ValueError(f"the tokenizer has {tokens} tokens, but the model's vocab_size is {cfg.vocab_size}")
+        if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
+            raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
     with at("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape)
         weights.check_divisible(decoder.weights(cfg), mesh)
     batch = plan_batch(run, mesh.shape["fsdp"])
     task = Task(run.task, tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
     with at("task"):
-        if run.evaluation.num_examples:
-            task.prompts(task.held_out(run.evaluation.num_examples))
-        task.prompts(next(task.batches(batch.prompts, run.seed)))
+        examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(batch.prompts, run.seed))]
+        if (top := int(task.prompts(examples).tokens.max())) >= cfg.vocab_size:
+            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={cfg.vocab_size}")
     return Parts(cfg, folder, tokenizer, mesh, batch, task, _resume_from(run.resume, run_dir))
 
 
@@ -71,38 +71,32 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
 
     Raises ConfigError, before anything is written, if the settings cannot be right.
     """
-    began, run_dir = time.perf_counter(), RunDir(Path(folder))
+    run_dir = RunDir(Path(folder))
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     run_dir.make()
+    status = Status(run_dir, _provenance(run, parts))
     console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
-    progress = {"steps": 0, "eval": {}}
-
-    def status(word: str, **more) -> None:
-        spent = {"seconds": round(time.perf_counter() - began, 1)}
-        run_dir.write_status({"status": word, **progress, **spent, **_provenance(run, parts), **more})
-
-    status("running")
     try:
         console.panel(*_panel(run, parts, run_dir))
-        state = fit(run, parts, run_dir, console, progress)
+        state = fit(run, parts, run_dir, console, status)
+    except ConfigError:  # found while loading: whatever the folder said before still holds
+        raise
     except BaseException as error:
-        status(
-            "interrupted" if isinstance(error, KeyboardInterrupt) else "failed",
-            error=f"{type(error).__name__}: {error}",
-        )
-        console.say(f"{type(error).__name__}: {error}", style="red")
+        text = f"{type(error).__name__}: {error}"
+        status.write("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=text)
+        console.say(text, style="red")
         raise
     else:
-        status("completed")
-        _say_goodbye(console, run_dir, progress, time.perf_counter() - began)
+        status.write("completed")
+        _say_goodbye(console, run_dir, status)
         return state
     finally:
         console.close()
 
 
-def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, progress: dict) -> TrainState:
-    """The loop: experience, update, and what people want to know about it. `progress` is kept up to date."""
+def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status) -> TrainState:
+    """The loop: experience, update, and what people want to know about it."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints)
@@ -111,6 +105,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, progres
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
     start = int(state.step)
+    status.start(start)
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start if start else None), console]
     if run.tracking.tensorboard:
         trackers.append(TensorBoard(run_dir.path))
@@ -124,8 +119,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, progres
             return {}
         began = time.perf_counter()
         seen = evaluate(policy, task, state.params, seed_key, run.evaluation.num_examples, parts.batch.sequences)
-        progress["eval"].setdefault("first", {"accuracy": seen["eval/accuracy"]})
-        progress["eval"]["last"] = {"accuracy": seen["eval/accuracy"]}
+        status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
     console.busy("compiling…")
@@ -153,7 +147,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, progres
             _keep_samples(run, run_dir, console, done, judged)
         if _is_due(done, settings.save_interval_steps, settings.max_steps):
             checkpoints.save(state)
-        progress["steps"] = done
+        status.steps = done
 
     checkpoints.close()
     for tracker in trackers:
@@ -227,11 +221,14 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
 
 
 def _resume_from(resume: str, run_dir: RunDir) -> Path | None:
-    if resume == "none":
-        return None
-    if resume == "auto":
-        return run_dir.checkpoints if Checkpoints(run_dir.checkpoints).latest_step() is not None else None
     with at("resume"):
+        own = Checkpoints(run_dir.checkpoints).latest_step() is not None
+        if resume == "auto":
+            return run_dir.checkpoints if own else None
+        if own:
+            raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
+        if resume == "none":
+            return None
         folder = RunDir(Path(resume)).checkpoints
         if Checkpoints(folder).latest_step() is None:
             raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
@@ -285,8 +282,8 @@ def _provenance(run: RunConfig, parts: Parts) -> dict:
     }
 
 
-def _say_goodbye(console: Console, run_dir: RunDir, progress: dict, seconds: float) -> None:
-    if accuracy := progress["eval"]:
-        first, last = (accuracy.get(k, accuracy["last"])["accuracy"] for k in ("first", "last"))
+def _say_goodbye(console: Console, run_dir: RunDir, status: Status) -> None:
+    if status.eval:
+        first, last = (status.eval[k]["accuracy"] for k in ("first", "last"))
         console.say(f"held-out accuracy {first:.1%} → {last:.1%}", style="bold green")
-    console.say(f"{progress['steps']} steps in {minutes(seconds)}; everything is in {run_dir.path}")
+    console.say(f"{status.steps} steps in {minutes(status.seconds)}; everything is in {run_dir.path}")

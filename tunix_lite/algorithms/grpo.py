@@ -1,7 +1,8 @@
 """Group Relative Policy Optimisation (arXiv:2402.03300) and the family that differs from it in settings.
 
 loss = - sum_t w_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + kl_coef sum_t w_t KL_t
-rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting, which sums to one.
+rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting. Metrics are sums with
+the same weights: means over tokens where the weights sum to one, as those of per_token and per_sequence do.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves nothing behind."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +52,14 @@ def explain(error: Exception, overrides: list[str]) -> str:
                 f"{text}: cannot be read as an override; write key=value, and quote it if it holds brackets or spaces"
             )
         key = override.get_key_element().lstrip("+~")
+        if key.startswith("hydra."):
+            continue
         options = sorted(f.stem for f in (conf_dir() / key).glob("*.yaml")) if key in groups else []
         if options and override.value() not in options:
             return f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
         sections = {k[:i] for k in known for i, c in enumerate(k) if c == "."}
         if key not in known and key not in groups and key not in sections and not text.startswith("+"):
-            return unknown_key(key, [*known, *groups])
+            return unknown_key(key, known)
     return str(error).replace("\n", " ")
 
 
@@ -80,7 +83,8 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(composed: DictConfig) -> None:
-        _or_exit(lambda: task(as_run(composed), Path(HydraConfig.get().runtime.output_dir)))
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        _or_exit(lambda: task(as_run(composed), folder), made_by_hydra=folder)
 
     job()
 
@@ -91,9 +95,11 @@ def _run_dir(overrides: list[str]) -> Path:
     return Path(given[-1]) if given else Path("outputs/not-made-yet")
 
 
-def _or_exit(action: Callable[[], object]) -> None:
+def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None) -> None:
     try:
         action()
     except ConfigError as error:
+        if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:
+            shutil.rmtree(made_by_hydra)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_SETTINGS)

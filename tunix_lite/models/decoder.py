@@ -27,19 +27,19 @@ class ModelConfig:
     """The architecture, in Gemma 3's terms. Sizes count elements unless said otherwise."""
 
     vocab_size: int  # tokens, padding included
-    num_layers: int
+    num_layers: int  # blocks of attention and feed-forward
     embed_dim: int  # width of the residual stream
     num_heads: int  # query heads
     num_kv_heads: int  # key/value heads; divides num_heads
-    head_dim: int
+    head_dim: int  # width of one head; even
     mlp_dim: int  # hidden width of the gated feed-forward
     pattern: tuple[str, ...] = ("local", "local", "local", "local", "local", "global")  # repeats over the layers
     window: int = 512  # tokens that a local layer sees, the current one included
     query_scale: int = 256  # scores are divided by its square root (Gemma: query_pre_attn_scalar)
-    rope_theta_local: float = 10_000.0
-    rope_theta_global: float = 1_000_000.0
+    rope_theta_local: float = 10_000.0  # base of the rotary wavelengths of local layers
+    rope_theta_global: float = 1_000_000.0  # and of global ones
     rope_factor_global: float = 1.0  # positions of global layers are divided by it (linear rope scaling)
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # added to the mean square
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

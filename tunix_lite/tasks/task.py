@@ -33,6 +33,8 @@ class TaskConfig:
     def __post_init__(self):
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
+        if taken := {"mean", "std", "groups_that_agree"} & self.rewards.keys():
+            raise ValueError(f"a reward cannot be called {taken.pop()!r}: the metric of that name means something else")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +35,43 @@ class RunDir:
             fresh.symlink_to(self.path.absolute().relative_to(outputs), target_is_directory=True)
             fresh.replace(outputs / "latest")
 
-    def write_status(self, status: dict) -> None:
-        """status.json, replaced as a whole: a reader never sees half of it."""
-        fresh = self.path / "status.json.tmp"
-        fresh.write_text(json.dumps(status, indent=2) + "\n")
-        fresh.replace(self.path / "status.json")
-
     def write_samples(self, step: int, rows: list[dict]) -> None:
         """samples/step_000010.jsonl: one completion a line."""
         (self.path / "samples").mkdir(exist_ok=True)
         file = self.path / "samples" / f"step_{step:06d}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Status:
+    """status.json: how far the run is, how good it was at first and last, and how it ended."""
+
+    def __init__(self, run_dir: RunDir, about: dict):
+        """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
+        self._file, self._about, self._began = run_dir.path / "status.json", about, time.perf_counter()
+        earlier = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        self.steps, self.eval = 0, earlier.get("eval", {})
+        self._seconds_before = earlier.get("seconds", 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the run, its earlier parts included."""
+        return self._seconds_before + time.perf_counter() - self._began
+
+    def start(self, step: int) -> None:
+        """The run goes on from `step`; from 0 it forgets what an earlier one said."""
+        self.steps = step
+        if step == 0:
+            self.eval, self._seconds_before = {}, 0.0
+        self.write("running")
+
+    def saw(self, accuracy: float) -> None:
+        """A held-out accuracy: the first stays the first."""
+        self.eval.setdefault("first", {"accuracy": accuracy})
+        self.eval["last"] = {"accuracy": accuracy}
+
+    def write(self, word: str, **more) -> None:
+        """Replaces the file as a whole: a reader never sees half of it."""
+        status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
+        fresh = self._file.with_suffix(".json.tmp")
+        fresh.write_text(json.dumps({**status, **more, **self._about}, indent=2) + "\n")
+        fresh.replace(self._file)
