@@ -1,5 +1,6 @@
 """The run: build the parts, then learn, one batch of experience at a time."""
 
+import contextlib
 import platform
 import time
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
     try:
         console.panel(*_panel(run, parts, run_dir))
-        state = fit(run, parts, run_dir, console, status)
+        with contextlib.ExitStack() as closing:
+            state = fit(run, parts, run_dir, console, status, closing)
     except ConfigError:  # found while loading: whatever the folder said before still holds
         raise
     except BaseException as error:
@@ -95,20 +97,22 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
         console.close()
 
 
-def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status) -> TrainState:
-    """The loop: experience, update, and what people want to know about it."""
+def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status, closing) -> TrainState:
+    """The loop: experience, update, and what people want to know about it. `closing` shuts what it opens."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
-    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints)
     console.busy("loading the model…")
     state, policy = initial_state(run, parts, optimizer)
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
     start = int(state.step)
     status.start(start)
-    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start if start else None), console]
-    if run.tracking.tensorboard:
-        trackers.append(TensorBoard(run_dir.path))
+    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints)
+    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)]
+    trackers += [TensorBoard(run_dir.path)] if run.tracking.tensorboard else []
+    for opened in (checkpoints, *trackers):
+        closing.callback(opened.close)
+    trackers.append(console)
     train_step = make_train_step(policy, algorithm, optimizer, parts.batch.num_micro_batches)
     batches = task.batches(parts.batch.prompts, run.seed, start // algorithm.updates_per_rollout)
     seed_key = jax.random.key(run.seed)
@@ -148,11 +152,6 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         if _is_due(done, settings.save_interval_steps, settings.max_steps):
             checkpoints.save(state)
         status.steps = done
-
-    checkpoints.close()
-    for tracker in trackers:
-        if tracker is not console:
-            tracker.close()
     return state
 
 
