@@ -25,16 +25,17 @@ from tunix_lite.train import train
 RECIPE = [
     "algorithm=sft",
     "model=random",
+    "task.source.min_terms=3",
     "project_name=bundled_base",
     "training.prompts_per_step=64",
-    "training.max_steps=2400",
+    "training.max_steps=1800",
     "training.log_interval_steps=100",
     "training.save_interval_steps=0",
     "optimizer.learning_rate=2e-3",
     "optimizer.schedule=cosine",
     "optimizer.warmup_steps=50",
     "optimizer.weight_decay=0.01",
-    "evaluation.interval_steps=400",
+    "evaluation.interval_steps=300",
 ]
 # The ids of the two turn tokens are Gemma 3's own.
 SPECIAL = [

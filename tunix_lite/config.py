@@ -46,13 +46,13 @@ class Model:
 class Training:
     """How long to train, on how much at a time, and what to keep."""
 
-    max_steps: int = 100  # optimizer updates
+    max_steps: int = 60  # optimizer updates
     prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
     micro_batch_size: int | None = None  # sequences per fsdp shard in one forward and backward; null: derived
     gradient_accumulation_steps: int | None = None  # micro-batches summed into an update; null: derived
     mixed_precision: str = "fp32"  # fp32, or bf16: compute in bfloat16, keep weights and optimizer in float32
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
-    save_interval_steps: int = 50  # updates between two checkpoints; 0: only at the end
+    save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
 
     def __post_init__(self):
@@ -73,7 +73,7 @@ class Evaluation:
     """Greedy completions of held-out prompts, before the first update, at every interval and after the last."""
 
     num_examples: int = 256  # held-out examples; 0: no evaluation
-    interval_steps: int = 20  # updates between two evaluations; 0: only first and last
+    interval_steps: int = 10  # updates between two evaluations; 0: only first and last
 
     def __post_init__(self):
         if self.num_examples < 0 or self.interval_steps < 0:

@@ -58,9 +58,9 @@ class Arithmetic:
     `worked` of the problems, every step before it.
     """
 
-    min_terms: int = 3  # numbers in a problem, at least
+    min_terms: int = 4  # numbers in a problem, at least
     max_terms: int = 4  # and at most
-    max_value: int = 19  # the largest number in a problem
+    max_value: int = 29  # the largest number in a problem
     operators: tuple[str, ...] = ("+", "-")  # between the numbers
     worked: float = 0.45  # share of demonstrations that show the steps, 0 to 1
     num_train: int = 1_000_000  # problems in one pass of the training stream
