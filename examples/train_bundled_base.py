@@ -26,6 +26,11 @@ RECIPE = [
     "algorithm=sft",
     "model=random",
     "task.source.min_terms=3",
+    "task.source.max_terms=4",
+    "task.source.max_value=29",
+    "task.source.worked=0.45",
+    "generation.max_prompt_length=32",
+    "generation.max_new_tokens=48",
     "project_name=bundled_base",
     "training.prompts_per_step=64",
     "training.max_steps=1800",
@@ -61,7 +66,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    problems = Arithmetic(worked=0.5).train
+    problems = Arithmetic(min_terms=3, max_terms=4, max_value=29, worked=0.5).train
     corpus = [f"user\nWhat is {problems[i]['question']}?\nmodel\n{problems[i]['completion']}" for i in range(1000)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
