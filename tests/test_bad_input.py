@@ -20,6 +20,12 @@ MISTAKES = {
     "a folder without weights": (["model.weights=docs"], "model.weights: docs has no config.json"),
     "a group of one": (["algorithm.num_generations=1"], "takes at least 2"),
     "a prompt that is too long": (["generation.max_prompt_length=8"], "raise it to at least"),
+    "a mistake in a sweep": (["--multirun", "seed=0,1", "training.max_stepz=3"], "did you mean 'training.max_steps'?"),
+    "a number that is none": (["optimizer.learning_rate=nan"], "optimizer.learning_rate: expected a finite number"),
+    "a reward that lacks a setting": (["task.rewards.correct.fn._target_=tunix_lite.rewards.text.contains"],
+                                      "rewards.correct.fn is called with (completion, example) and its settings: missing"),
+    "demonstrations that do not fit": (["algorithm=sft", "generation.max_new_tokens=6"], "raise it to at least"),
+    "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
     "an unknown group option": (["task=gsm9k"], "there is no such task; there is arithmetic"),
 }  # fmt: skip
 
@@ -29,6 +35,7 @@ def test_a_mistake_is_one_message_within_seconds(name, tmp_path):
     overrides, message = MISTAKES[name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     (tmp_path / "docs").mkdir()
+    (tmp_path / "a_file").touch()
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, str(ROOT / "run_training.py"), *overrides],

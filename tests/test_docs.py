@@ -23,8 +23,10 @@ from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig, build, plan_batch
 from tunix_lite.models import decoder, weights
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
-from tunix_lite.tasks.task import Reward
+from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.train import BUNDLED
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -99,6 +101,7 @@ def with_the_example(monkeypatch, tmp_path):
             copy.write_text(file.read_text())
     monkeypatch.setattr(program, "conf_dir", lambda: tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
+    monkeypatch.chdir(EXAMPLE)
 
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS, ids=[f"{p.stem}: {c}" for p, c in ALL_COMMANDS])
@@ -155,6 +158,9 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     if run.model.weights in ("bundled", "random"):
         bundled = program.compose(["model=random"]).model.architecture
         weights.check_divisible(decoder.weights(bundled), SimpleNamespace(shape=mesh))
+        task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
+        examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(4, run.seed))]
+        task.prompts(examples)
 
 
 def check_make(words: list[str]) -> None:
@@ -281,7 +287,7 @@ def test_the_reference_names_every_setting(reference):
 
 
 def test_the_reference_tells_the_comment_and_the_default_of_a_setting(reference):
-    assert "| `training.max_steps` | int | `100` | optimizer updates |" in reference
+    assert "| `training.max_steps` | int | `60` | optimizer updates |" in reference
     assert "| `training.micro_batch_size` | int or null | `null` | sequences per fsdp shard" in reference
 
 

@@ -21,13 +21,14 @@ SHORT = [
     "evaluation.interval_steps=2",
     "tracking.samples_interval_steps=2",
     "model.mesh_shape=[[2,2],[fsdp,tp]]",
+    "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",  # so that groups disagree
     "optimizer.learning_rate=1e-3",
 ]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("outputs") / "run"
+    folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     state = train(compose(SHORT), folder)
     return folder, state
 
@@ -100,6 +101,15 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
     assert gaps[1] > 1e-3 and gaps[3] > 1e-3, "the second is not"
     assert rows[2]["train/clipped_low"] + rows[2]["train/clipped_high"] > 0
     assert "reward/mean" in rows[1] and "reward/mean" not in rows[2]
+
+
+def test_a_run_that_diverges_stops_before_it_saves(tmp_path):
+    wild = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
+    run = compose([*SHORT, *wild, "evaluation.num_examples=0", "training.save_interval_steps=1"])
+    with pytest.raises(FloatingPointError, match=r"step 2: train/loss nan.*learning rate that is too high"):
+        train(run, tmp_path)
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    assert [row["step"] for row in lines(tmp_path)] == [1]
 
 
 def test_sft_learns_its_demonstrations(tmp_path):

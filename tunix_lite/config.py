@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -227,6 +228,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
         return tuple(build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items)))
     if kind is float and type(value) is int:
         return float(value)
+    if kind is float and type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{where}: expected a finite number, got {value}")
     return _a(kind, value, where)
 
 

@@ -31,6 +31,8 @@ class OptimizerConfig:
             raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         if self.learning_rate < 0 or self.weight_decay < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
             raise ValueError("learning_rate, weight_decay, max_grad_norm and warmup_steps must not be negative")
+        if self.eps <= 0:
+            raise ValueError(f"eps={self.eps} must be above 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.end_fraction <= 1):
             raise ValueError("beta1 and beta2 lie in [0, 1), end_fraction in [0, 1]")
 

@@ -60,11 +60,15 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         weights.check_divisible(decoder.weights(cfg), mesh)
     batch = plan_batch(run, mesh.shape["fsdp"])
     task = Task(run.task, tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
+    with at("hydra.run.dir"):
+        run_dir.check()
     with at("task"):
         examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(batch.prompts, run.seed))]
         if (top := int(task.prompts(examples).tokens.max())) >= cfg.vocab_size:
             raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={cfg.vocab_size}")
-    return Parts(cfg, folder, tokenizer, mesh, batch, task, _resume_from(run.resume, run_dir))
+        if run.algorithm.needs_demonstrations:
+            task.demonstrations(examples)
+    return Parts(cfg, folder, tokenizer, mesh, batch, task, _resume_from(run, run_dir))
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -82,12 +86,11 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
         console.panel(*_panel(run, parts, run_dir))
         with contextlib.ExitStack() as closing:
             state = fit(run, parts, run_dir, console, status, closing)
-    except ConfigError:  # found while loading: whatever the folder said before still holds
-        raise
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        status.write("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=text)
-        console.say(text, style="red")
+        if status.started:  # else found while loading: whatever the folder said before still holds
+            word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            status.write(word, error=f"{type(error).__name__}: {error}")
+            console.say(f"{word} after step {status.steps}; what was saved is in {run_dir.checkpoints}", style="red")
         raise
     else:
         status.write("completed")
@@ -109,7 +112,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     status.start(start)
     checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints)
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)]
-    trackers += [TensorBoard(run_dir.path)] if run.tracking.tensorboard else []
+    trackers += [TensorBoard(run_dir.path, resume_at=start or None)] if run.tracking.tensorboard else []
     for opened in (checkpoints, *trackers):
         closing.callback(opened.close)
     trackers.append(console)
@@ -135,11 +138,14 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         metrics: Metrics = {}
         if step % algorithm.updates_per_rollout == 0:
             key = jax.random.fold_in(seed_key, step)
-            batch, metrics, judged = algorithm.collect(policy, task, state.params, next(batches), key)
+            with at(f"step {step + 1}"):
+                batch, metrics, judged = algorithm.collect(policy, task, state.params, next(batches), key)
             batch = placed(batch)
         collected = time.perf_counter()
         state, learned = train_step(state, batch)
         metrics |= {name: float(value) for name, value in learned.items()}
+        if not np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all():
+            raise FloatingPointError(_diverged(step + 1, metrics))
         metrics["train/learning_rate"] = learning_rate_at(run.optimizer, settings.max_steps, step)
         metrics |= _timing(began, collected, time.perf_counter(), batch)
 
@@ -176,6 +182,14 @@ def placed(batch: Batch) -> Batch:
 
 
 # ---- small print
+
+
+def _diverged(step: int, metrics: Metrics) -> str:
+    numbers = ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
+    return (
+        f"step {step}: {numbers}. The update was not saved, so the newest checkpoint is good. A learning rate that is "
+        "too high is the usual cause; next a reward or a loss of your own that divides by zero"
+    )
 
 
 def _folder(name: str) -> Path:
@@ -219,18 +233,20 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
     console.samples(step, [ranked[i] for i in places])
 
 
-def _resume_from(resume: str, run_dir: RunDir) -> Path | None:
+def _resume_from(run: RunConfig, run_dir: RunDir) -> Path | None:
+    resume, own = run.resume, Checkpoints(run_dir.checkpoints).latest_step() is not None
     with at("resume"):
-        own = Checkpoints(run_dir.checkpoints).latest_step() is not None
-        if resume == "auto":
-            return run_dir.checkpoints if own else None
-        if own:
+        if own and resume != "auto":
             raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
-        if resume == "none":
+        if resume == "none" or (resume == "auto" and not own):
             return None
-        folder = RunDir(Path(resume)).checkpoints
-        if Checkpoints(folder).latest_step() is None:
+        folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
+        if (step := Checkpoints(folder).latest_step()) is None:
             raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
+        if step % (updates := run.algorithm.updates_per_rollout):
+            raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
+        if step >= run.training.max_steps:
+            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
         return folder
 
 
@@ -239,9 +255,8 @@ def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:
     try:
         state = checkpoints.restore(state)
     except ValueError as error:
-        raise ConfigError(
-            f"resume: the checkpoint in {folder} does not fit this run's model or optimizer ({error})"
-        ) from error
+        first_line = str(error).strip().splitlines()[0][:300]
+        raise ConfigError(f"resume: {folder} does not fit this run's model or optimizer: {first_line}") from error
     finally:
         checkpoints.close()
     console.say(f"resumed from step {int(state.step)} of {folder}")
@@ -267,7 +282,7 @@ def _panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tup
         ("batch", str(parts.batch)),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
         ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
-        ("outputs", f"{run_dir.path}  (tensorboard --logdir outputs/)"),
+        ("outputs", f"{run_dir.path}" + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else "")),
     ]
 
 

@@ -5,6 +5,7 @@ rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t fro
 the same weights: means over tokens where the weights sum to one, as those of per_token and per_sequence do.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,13 @@ class GRPO:
         for name in ("clip_low", "clip_high", "kl_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("advantages", "weighting"):
+            try:
+                inspect.signature(getattr(self, name)).bind("an array")
+            except TypeError as error:
+                raise ValueError(f"{name} is called with one array and its settings: {error}") from error
+
+    needs_demonstrations = False
 
     @property
     def needs_reference(self) -> bool:

@@ -18,6 +18,7 @@ class SFT:
     num_generations = 1  # a demonstration per prompt
     updates_per_rollout = 1
     needs_reference = False
+    needs_demonstrations = True
 
     def collect(self, policy, task, params, examples, key):
         tokens, token_mask, completion_mask = task.demonstrations(examples)

@@ -20,4 +20,6 @@ def per_sequence(completion_mask_BT) -> np.ndarray:
 
 def constant_length(completion_mask_BT, length: int) -> np.ndarray:
     """Every token counts 1 / (B * length), whatever the lengths are (Dr. GRPO, arXiv:2503.20783)."""
+    if length < 1:
+        raise ValueError(f"weighting.length={length} must be at least 1")
     return (completion_mask_BT / (len(completion_mask_BT) * length)).astype(np.float32)

@@ -1,5 +1,7 @@
 """Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves nothing behind."""
 
+import argparse
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from tunix_lite.parallel.host import keep_freed_memory
 
 PACKAGE = Path(tunix_lite.__file__).parent
 EXIT_WRONG_SETTINGS = 2
+EXIT_INTERRUPTED = 130  # as a shell says it
 
 
 def conf_dir() -> Path:
@@ -26,11 +29,12 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
 
-def compose(overrides: list[str]) -> RunConfig:
-    """The run that these overrides describe. Raises ConfigError."""
+def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
+    """The run that these overrides describe; `more_conf` is a folder of the user's own options. Raises ConfigError."""
+    search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            composed = hydra.compose("config", overrides)
+            composed = hydra.compose("config", [*search, *overrides])
             return as_run(composed)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides)) from error
@@ -77,9 +81,7 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; a sweep checks each job as it comes.
     """
     keep_freed_memory()
-    arguments = sys.argv[1:]
-    if not any(argument.startswith("-") for argument in arguments):
-        _or_exit(lambda: check(compose(arguments), _run_dir(arguments)))
+    _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(composed: DictConfig) -> None:
@@ -87,6 +89,33 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
         _or_exit(lambda: task(as_run(composed), folder), made_by_hydra=folder)
 
     job()
+
+
+def _check(check: Callable[[RunConfig, Path], object], arguments: list[str]) -> None:
+    """Looks at the run, or at every run of a sweep. Flags that only show something are Hydra's own business."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    known, others = parser.parse_known_intermixed_args(arguments)
+    if others:
+        return
+    for overrides in _runs_of(known.overrides) if known.multirun else [known.overrides]:
+        check(compose(overrides, known.config_dir), _run_dir(overrides))
+
+
+def _runs_of(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: a=1,2 b=3 -> [[a=1, b=3], [a=2, b=3]]."""
+    choices = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return [overrides]  # composing it says what is wrong
+        swept = override.is_sweep_override()
+        key = override.get_key_element()
+        choices.append([f"{key}={value}" for value in override.sweep_string_iterator()] if swept else [text])
+    return [list(run) for run in itertools.product(*choices)]
 
 
 def _run_dir(overrides: list[str]) -> Path:
@@ -98,6 +127,9 @@ def _run_dir(overrides: list[str]) -> Path:
 def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None) -> None:
     try:
         action()
+    except KeyboardInterrupt:
+        print("interrupted; the same command with hydra.run.dir=FOLDER goes on from its checkpoint", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
     except ConfigError as error:
         if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:
             shutil.rmtree(made_by_hydra)

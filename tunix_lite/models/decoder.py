@@ -10,7 +10,7 @@ Layers are stored by their place in the pattern, `groups/<place>/<name>` with a 
 so that compile time does not grow with depth; sampling runs layer by layer on `per_layer` weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +42,15 @@ class ModelConfig:
     norm_eps: float = 1e-6  # added to the mean square
 
     def __post_init__(self):
+        for field in fields(self):
+            if field.name != "pattern" and (value := getattr(self, field.name)) <= 0:
+                raise ValueError(f"{field.name}={value} must be above 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd, and rope turns pairs")
         if not self.pattern or set(self.pattern) - {"local", "global"}:
             raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: a token must at least see itself")
 
     @property
     def num_groups(self) -> int:

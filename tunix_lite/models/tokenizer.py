@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import jinja2.sandbox
@@ -14,7 +13,7 @@ class Tokenizer:
     """What a folder in Hugging Face layout says about text. Make one with `Tokenizer.load`."""
 
     backend: tokenizers.Tokenizer
-    template: str  # jinja2 source of the chat template
+    template: jinja2.Template  # the chat template
     special: dict[str, str]  # bos_token, eos_token, pad_token ... as the template expects them
     eos_ids: tuple[int, ...]  # any of these ends a completion (Gemma 3: 1 and 106)
     pad_id: int
@@ -28,7 +27,10 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read ({error})") from error
         config = _json(folder / "tokenizer_config.json")
         template_file = folder / "chat_template.jinja"
         template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
@@ -42,10 +44,14 @@ class Tokenizer:
         )
         if eos is None and "eos_token" in special:
             eos = backend.token_to_id(special["eos_token"])
-        if eos is None:
+        if eos is None or eos == []:
             raise ValueError(f"{folder} names no end-of-sequence token in generation_config.json or config.json")
+        try:
+            compiled = _environment().from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template in {folder} has an error in line {error.lineno}: {error}") from error
         pad_id = backend.token_to_id(special["pad_token"]) if "pad_token" in special else 0
-        return cls(backend, template, special, tuple(eos) if isinstance(eos, list) else (eos,), pad_id)
+        return cls(backend, compiled, special, tuple(eos) if isinstance(eos, list) else (eos,), pad_id)
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens written out in it are recognised, none is added."""
@@ -57,7 +63,7 @@ class Tokenizer:
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
         """The conversation as the model was trained to see it."""
-        return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of one user message, ready for the model to answer. Raises ValueError if there is a second BOS."""
@@ -78,18 +84,23 @@ class Tokenizer:
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        def raise_exception(message):
-            raise jinja2.exceptions.TemplateError(message)
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
-        return environment.from_string(self.template)
+def _environment() -> jinja2.Environment:
+    """What chat templates expect to find, and no more: they come with weights from anywhere."""
+
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = raise_exception
+    return environment
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
 
 
 def _token_text(value) -> str:

@@ -13,5 +13,8 @@ def final_answer(completion: str) -> str | None:
 
 def correct(completion: str, example: dict) -> float:
     """1 if the final answer equals the example's `answer` as a number, else 0."""
-    found = final_answer(completion)
-    return float(found is not None and float(found) == float(example["answer"]))
+    found, expected = final_answer(completion), str(example["answer"]).replace(",", "")
+    try:
+        return float(found is not None and float(found) == float(expected))
+    except ValueError as error:
+        raise ValueError(f"the answer {expected!r} of an example is not a number") from error

@@ -41,9 +41,12 @@ def _read_lines(file: str) -> list[dict]:
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}, line {number}: not an object with named fields")
+            rows.append(row)
     if not rows:
         raise ValueError(f"{file} holds no examples")
     return rows

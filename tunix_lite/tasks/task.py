@@ -1,5 +1,6 @@
 """A task: where examples come from, how they are asked, how they are judged."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,14 @@ class TaskConfig:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := {"mean", "std", "groups_that_agree"} & self.rewards.keys():
             raise ValueError(f"a reward cannot be called {taken.pop()!r}: the metric of that name means something else")
+        calls = {f"rewards.{name}.fn": (reward.fn, ("text", {})) for name, reward in self.rewards.items()}
+        calls |= {"correct": (self.correct, ("text", {})), "extract": (self.extract, ("text",))}
+        for name, (fn, arguments) in calls.items():
+            try:
+                inspect.signature(fn).bind(*arguments)
+            except TypeError as error:
+                given = "(completion, example)" if len(arguments) == 2 else "(completion)"
+                raise ValueError(f"{name} is called with {given} and its settings: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,9 @@ class Task:
             return self.config.prompt.format(**example)
         except KeyError as error:
             raise ValueError(f"task.prompt names {error}, but an example has {', '.join(example)}") from error
+        except (AttributeError, IndexError, TypeError) as error:
+            wrong = f"task.prompt={self.config.prompt!r} does not fit the example {example} ({error})"
+            raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
     def prompts(self, examples: list[dict]) -> Prompts:
         """Raises ValueError naming the example if its prompt is longer than `max_prompt_length`."""

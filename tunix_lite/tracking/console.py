@@ -56,9 +56,9 @@ class Console:
     # ---- every step
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if self._began is None:  # the first step compiles, so it tells nothing about the pace
-            self._began, self._first_step = time.perf_counter(), step
         line = self.line(step, metrics)
+        if self._began is None and "time/step" in metrics:  # the first step compiles: the pace begins after it
+            self._began, self._first_step = time.perf_counter(), step
         self._write(line)
         if self._terminal.is_terminal:
             self._show(line)
@@ -70,6 +70,9 @@ class Console:
     def line(self, step: int, metrics: Metrics) -> str:
         """`step 12/120 10% | reward 0.41 | ...`, of what there is."""
         parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
+        if self._began is not None and step > self._first_step:
+            pace = (time.perf_counter() - self._began) / (step - self._first_step)
+            parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
         for key, text in (
             ("train/loss", "loss {:.4f}"),
             ("reward/mean", "reward {:.3f}"),
@@ -85,9 +88,6 @@ class Console:
         ):
             if key in metrics:
                 parts.append(text.format(metrics[key]))
-        if (done := step - self._first_step) > 0 and self._began is not None:
-            pace = (time.perf_counter() - self._began) / done
-            parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
         return " | ".join(parts)
 
     def samples(self, step: int, rows: list[dict]) -> None:

@@ -25,14 +25,23 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def check(self) -> None:
+        """Raises ValueError if the folder could not be made or written."""
+        there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        if not there.is_dir():
+            raise ValueError(f"{there} is a file; give a folder")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{there} cannot be written to")
+
     def make(self) -> None:
         """Creates the folder, and points `outputs/latest` at it if it lies under a folder named outputs."""
         self.path.mkdir(parents=True, exist_ok=True)
-        outputs = next((p for p in self.path.absolute().parents if p.name == "outputs"), None)
+        whole = self.path.resolve()  # of outputs/latest, the folder that it points to
+        outputs = next((p for p in whole.parents if p.name == "outputs"), None)
         if outputs is not None:
             fresh = outputs / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
-            fresh.symlink_to(self.path.absolute().relative_to(outputs), target_is_directory=True)
+            fresh.symlink_to(whole.relative_to(outputs), target_is_directory=True)
             fresh.replace(outputs / "latest")
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
@@ -48,8 +57,11 @@ class Status:
     def __init__(self, run_dir: RunDir, about: dict):
         """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
         self._file, self._about, self._began = run_dir.path / "status.json", about, time.perf_counter()
-        earlier = json.loads(self._file.read_text()) if self._file.is_file() else {}
-        self.steps, self.eval = 0, earlier.get("eval", {})
+        try:
+            earlier = json.loads(self._file.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):  # no run was here, or a full disk left half a file
+            earlier = {}
+        self.steps, self.eval, self.started = 0, earlier.get("eval", {}), False
         self._seconds_before = earlier.get("seconds", 0.0)
 
     @property
@@ -59,7 +71,7 @@ class Status:
 
     def start(self, step: int) -> None:
         """The run goes on from `step`; from 0 it forgets what an earlier one said."""
-        self.steps = step
+        self.steps, self.started = step, True
         if step == 0:
             self.eval, self._seconds_before = {}, 0.0
         self.write("running")

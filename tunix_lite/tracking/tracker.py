@@ -24,8 +24,10 @@ class JsonLines:
     def __init__(self, file: Path, resume_at: int | None = None):
         """`resume_at`: steps after it, written by a run that died before its next checkpoint, are cut off."""
         if resume_at is not None and file.is_file():
-            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= resume_at]
-            file.write_text("".join(line + "\n" for line in lines))
+            lines = [line for line in file.read_text().splitlines() if _step_of(line) <= resume_at]
+            fresh = file.with_suffix(".jsonl.tmp")
+            fresh.write_text("".join(line + "\n" for line in lines))
+            fresh.replace(file)
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -36,11 +38,20 @@ class JsonLines:
         self._file.close()
 
 
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return float("inf")  # the last line of a run that was killed while it wrote
+
+
 class TensorBoard:
     """Event files in the run's folder, for `tensorboard --logdir outputs/`."""
 
-    def __init__(self, folder: Path):
-        self._writer = SummaryWriter(str(folder), write_to_disk=True)
+    def __init__(self, folder: Path, resume_at: int | None = None):
+        """`resume_at`: what earlier event files say of later steps is no longer shown."""
+        purge = None if resume_at is None else resume_at + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():

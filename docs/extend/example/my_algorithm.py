@@ -19,6 +19,7 @@ class BestOfGroup:
 
     updates_per_rollout = 1  # optimizer updates made from one batch
     needs_reference = False  # no KL term, so no second copy of the model
+    needs_demonstrations = False  # it samples; sft is what learns from given completions
 
     def collect(self, policy, task, params, examples, key):
         """Examples -> (batch to learn from, metrics, judged completions for the samples files)."""
