@@ -51,11 +51,11 @@ def cfg() -> ModelConfig:
     )
 
 
-def random_params(cfg: ModelConfig, seed: int = 0):
+def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
     """Weights large enough that the model has opinions, norms included; on the current mesh."""
     rng, table = np.random.default_rng(seed), decoder.weights(cfg)
     return jax.tree.map(
-        lambda w: put(rng.normal(0, 0.3, w.shape).astype(np.float32), *w.axes), table, is_leaf=weights.is_weight
+        lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table, is_leaf=weights.is_weight
     )
 
 

@@ -106,7 +106,7 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path):
     wild = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
     run = compose([*SHORT, *wild, "evaluation.num_examples=0", "training.save_interval_steps=1"])
-    with pytest.raises(FloatingPointError, match=r"step 2: train/loss nan.*learning rate that is too high"):
+    with pytest.raises(FloatingPointError, match=r"step 2: .*nan.*learning rate that is too high"):
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     assert [row["step"] for row in lines(tmp_path)] == [1]
