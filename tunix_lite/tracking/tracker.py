@@ -5,8 +5,6 @@ import numbers
 from pathlib import Path
 from typing import Protocol
 
-from tensorboardX import SummaryWriter
-
 from tunix_lite.types import Metrics
 
 
@@ -50,6 +48,8 @@ class TensorBoard:
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """`resume_at`: what earlier event files say of later steps is no longer shown."""
+        from tensorboardX import SummaryWriter  # here, because it imports torch where there is one: over a second
+
         purge = None if resume_at is None else resume_at + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
