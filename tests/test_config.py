@@ -138,6 +138,16 @@ def test_wrong_settings_are_named_with_place_cause_and_remedy(overrides, message
     assert message in str(error.value).replace("+training", "training")
 
 
+def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "mine.yaml").write_text((CONF / "task" / "arithmetic.yaml").read_text())
+    assert compose(["task=mine"], str(tmp_path)).task == compose([]).task
+    with pytest.raises(ConfigError, match="did you mean 'training.max_steps'"):
+        compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
+    with pytest.raises(ConfigError, match="there is arithmetic, mine"):
+        compose(["task=mien"], str(tmp_path))
+
+
 # ---- batch arithmetic
 
 

@@ -63,11 +63,12 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at("hydra.run.dir"):
         run_dir.check()
     with at("task"):
-        examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(batch.prompts, run.seed))]
-        if (top := int(task.prompts(examples).tokens.max())) >= cfg.vocab_size:
+        first = next(task.batches(batch.prompts, run.seed))
+        asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
+        if (top := int(asked.tokens.max())) >= cfg.vocab_size:
             raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={cfg.vocab_size}")
         if run.algorithm.needs_demonstrations:
-            task.demonstrations(examples)
+            task.demonstrations(first)
     return Parts(cfg, folder, tokenizer, mesh, batch, task, _resume_from(run, run_dir))
 
 

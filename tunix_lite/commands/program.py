@@ -37,14 +37,14 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
             composed = hydra.compose("config", [*search, *overrides])
             return as_run(composed)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(explain(error, overrides)) from error
+            raise ConfigError(explain(error, overrides, more_conf)) from error
 
 
 def as_run(composed: DictConfig) -> RunConfig:
     return build(RunConfig, OmegaConf.to_container(composed, resolve=True))
 
 
-def explain(error: Exception, overrides: list[str]) -> str:
+def explain(error: Exception, overrides: list[str], more_conf: str | None = None) -> str:
     """One message for what Hydra refused, with the nearest right spelling. Call it inside initialize_config_dir."""
     known = [str(key) for key in _leaves(OmegaConf.to_container(hydra.compose("config"), resolve=True))]
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
@@ -58,7 +58,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
         key = override.get_key_element().lstrip("+~")
         if key.startswith("hydra."):
             continue
-        options = sorted(f.stem for f in (conf_dir() / key).glob("*.yaml")) if key in groups else []
+        folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
+        options = sorted({f.stem for d in folders for f in (d / key).glob("*.yaml")}) if key in groups else []
         if options and override.value() not in options:
             return f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
         sections = {k[:i] for k in known for i, c in enumerate(k) if c == "."}
@@ -78,7 +79,7 @@ def _leaves(values, prefix=""):
 def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]) -> None:
     """Runs `task(run, folder)` with the settings on the command line; `check` looks at them first.
 
-    Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; a sweep checks each job as it comes.
+    Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; of a sweep every run is checked first.
     """
     keep_freed_memory()
     _or_exit(lambda: _check(check, sys.argv[1:]))
