@@ -90,7 +90,7 @@ def main() -> None:
             old_logprobs=rollout.logprobs,
             ref_logprobs=ref_logprobs,
         )
-        state, metrics = train_step(state, batch)
+        state, metrics = train_step(state, None, batch)
         jax.block_until_ready((state, metrics))
         ended = time.perf_counter()
         if step:  # the first one compiles

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.config import (
     ConfigError,
     Evaluation,
@@ -23,6 +23,8 @@ from tunix_lite.config import (
     plan_batch,
 )
 from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.families import FAMILIES
+from tunix_lite.models.lora import LoraConfig
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.rollout.engine import Generation
 from tunix_lite.tasks.sources import Arithmetic
@@ -50,7 +52,20 @@ def kind_of(file: Path):
     return KINDS.get(path) or KINDS[path.split("/")[0]]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONF)))
+MODELS = sorted(f.name.removesuffix(".yaml") for f in (CONF / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
+    values = composed([f"model={name}"])["model"]
+    assert set(values) == {f.name for f in dataclasses.fields(Model)}
+    assert set(values["lora"]) == {f.name for f in dataclasses.fields(LoraConfig)}
+    if values["architecture"] is not None:
+        assert set(values["architecture"]) == {f.name for f in dataclasses.fields(ModelConfig)}
+        assert compose([f"model={name}"]).model.family in FAMILIES
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if "model" not in f.parts], ids=lambda f: str(f.relative_to(CONF)))
 def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
     values = yaml.safe_load(file.read_text())
     fields = {f.name for f in dataclasses.fields(kind_of(file))}
@@ -59,19 +74,23 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
         values.pop("hydra")
         fields -= groups
     assert set(values) - {"_target_"} == fields
-    if values.get("architecture"):
-        assert set(values["architecture"]) == {f.name for f in dataclasses.fields(ModelConfig)}
     if source := values.get("source"):
         assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(Arithmetic)}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONF)))
+# a size is numbers whose meaning its family's part says
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name != "model"], ids=lambda f: str(f.relative_to(CONF)))
 def test_every_setting_has_a_comment(file):
     text = file.read_text().split("\nhydra:")[0]
     for line in text.splitlines():
         key, _, rest = line.partition(":")
         is_setting = ":" in line and not key.strip().startswith(("#", "-", "_target_", "defaults", "fn", "weight"))
-        opens_a_group = not rest.partition("#")[0].strip() and key.strip() in ("source", "architecture", "correct")
+        opens_a_group = not rest.partition("#")[0].strip() and key.strip() in (
+            "source",
+            "architecture",
+            "correct",
+            "lora",
+        )
         if is_setting and not opens_a_group:
             assert "#" in rest, f"{file.name}: {line!r} says nothing about itself"
 
@@ -122,7 +141,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["model.mesh_shape=4"], "model.mesh_shape: expected list, got 4"),
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is dr_grpo, grpo, sft"),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is judged against the others"),
-        (["generation.temperature=0"], "generation: temperature=0.0 must be above 0"),
+        (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
         (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32 or bf16"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),

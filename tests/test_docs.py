@@ -23,10 +23,10 @@ from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig, build, plan_batch
 from tunix_lite.models import decoder, weights
+from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.tasks.task import Reward, Task
-from tunix_lite.train import BUNDLED
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"

@@ -1,46 +1,46 @@
-"""Folders in Hugging Face layout: read in slices, written back the same, refused with a reason."""
+"""Tensors in Hugging Face layout: read in slices, written back the same, refused with a reason."""
 
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import hf
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import ModelConfig, RopeScaling
+from tunix_lite.models.families import GEMMA3, config_json, read_config
 
 CFG = ModelConfig(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    hf.save_params(random_params(CFG), CFG, tmp_path, jnp.float32)
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_json(CFG)))
+    hf.save_params(random_params(CFG), CFG, GEMMA3, tmp_path, "F32")
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
     return tmp_path
 
 
 def test_what_is_written_reads_back_on_any_mesh(folder):
     expected = jax.tree.map(np.asarray, random_params(CFG))
-    assert hf.read_config(folder) == CFG
+    assert read_config(folder) == (CFG, GEMMA3)
     for shape in ((1, 1), (2, 2), (4, 1)):
         set_mesh(*shape)
-        jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG), expected)
+        jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), expected)
 
 
 def test_each_device_reads_only_its_slice(folder, monkeypatch):
     set_mesh(2, 2)
     read, original = [], hf._read_slice
 
-    def counting(tensor, weight, index):
-        part = original(tensor, weight, index)
+    def counting(tensors, name, weight, index):
+        part = original(tensors, name, weight, index)
         read.append((part.size, np.prod(weight.shape), weight.axes))
         return part
 
     monkeypatch.setattr(hf, "_read_slice", counting)
-    hf.load_params(folder, CFG)
+    hf.load_params(folder, CFG, GEMMA3)
     assert all(4 * size == whole for size, whole, axes in read if "mlp" in axes or "heads" in axes)
 
 
@@ -53,10 +53,10 @@ def test_several_files_with_an_index_read_as_one(folder):
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
-    jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG), random_params(CFG))
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), random_params(CFG))
     (folder / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"the index names b.safetensors, which is not there"):
-        hf.load_params(folder, CFG)
+        hf.load_params(folder, CFG, GEMMA3)
 
 
 def test_every_tensor_that_does_not_fit_is_listed(folder):
@@ -66,7 +66,7 @@ def test_every_tensor_that_does_not_fit_is_listed(folder):
     tensors["model.norm.weight"] = np.zeros(17, np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError) as error:
-        hf.check_weights(folder, CFG)
+        hf.check_weights(folder, CFG, GEMMA3)
     assert "missing: model.layers.4.mlp.up_proj.weight [24, 16]" in str(error.value)
     assert "unexpected: model.layers.0.self_attn.q_proj.bias" in str(error.value)
     assert "shape: model.norm.weight is [17], and should be [16]" in str(error.value)
@@ -76,44 +76,48 @@ def test_a_file_cut_short_is_never_half_a_model(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
-        hf.load_params(folder, CFG)
+        hf.load_params(folder, CFG, GEMMA3)
 
 
 def test_folders_without_what_is_needed(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a folder"):
-        hf.read_config(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config.json"):
-        hf.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_json(CFG)))
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
     with pytest.raises(ValueError, match="has no weights: neither model.safetensors nor"):
-        hf.check_weights(tmp_path, CFG)
+        hf.check_weights(tmp_path, CFG, GEMMA3)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; supported is 'gemma3_text'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, llama, qwen2, qwen3"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
+        ({"quantization_config": {"bits": 4}}, "weights stored quantised are not read"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_theta": 1e6}}},
+         "rope scaling of layers with sliding attention"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "yarn"}, "full_attention": {}}},
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}, "full_attention": {"rope_theta": 1e4, "rope_type": "yarn"}}},
          "rope_type 'yarn' is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types must hold 5 entries"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_json(CFG) | change))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3) | change))
     with pytest.raises(ValueError, match=message):
-        hf.read_config(tmp_path)
+        read_config(tmp_path)
 
 
 def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
-    values = hf.config_json(ModelConfig(32, 7, 16, 4, 2, 8, 24, window=5, query_scale=8, rope_factor_global=8.0))
+    scaled = ModelConfig(32, 7, 16, 4, 2, 8, 24, window=5, query_scale=8, rope_scaling=RopeScaling(8.0))
+    values = config_json(scaled, GEMMA3)
     for key in ("rope_parameters", "layer_types"):
         values.pop(key)
     values |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     (tmp_path / "config.json").write_text(json.dumps(values | {"sliding_window_pattern": 6}))
-    cfg = hf.read_config(tmp_path)
+    cfg, _ = read_config(tmp_path)
+    assert cfg == scaled
     assert cfg.kinds == ("local",) * 5 + ("global", "local")
-    assert cfg.rope_factor_global == 8.0 and cfg.num_groups == 1 and cfg.tail == ("local",)
+    assert cfg.num_groups == 1 and cfg.tail == ("local",)

@@ -49,7 +49,7 @@ def run(fsdp: int, tp: int):
     for step in range(STEPS):
         key = jax.random.fold_in(jax.random.key(0), step)
         batch, *_ = algorithm.collect(policy, EvenTask(), state.params, [{}] * 4, key)
-        state, metrics = train_step(state, placed(batch))
+        state, metrics = train_step(state, None, placed(batch))
         tokens.append(np.asarray(batch.tokens))
         seen.append({name: float(value) for name, value in metrics.items()})
     return tokens, seen, state

@@ -1,75 +1,177 @@
-"""The model is Gemma 3: logits of transformers' own implementation, on models that it saved itself."""
+"""Each family is right: logits, greedy continuations and gradients of transformers' own models, saved by it."""
 
 import json
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import set_mesh
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
 from tunix_lite.models import decoder, hf  # noqa: E402
+from tunix_lite.models.families import FAMILIES, config_json, read_config  # noqa: E402
+from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.policy import token_logprobs  # noqa: E402
-from tunix_lite.train import BUNDLED  # noqa: E402
+from tunix_lite.rollout.engine import Generation, make_generate  # noqa: E402
+from tunix_lite.types import Prompts  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-SHAPES = {
-    "one key head, a tail": {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 1},
-    "grouped heads": {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3},
-    "all heads, no whole group": {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2},
-    "scaled rope": {
+VOCAB, PROMPT, NEW = 97, 20, 32
+CLASSES = {
+    "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config),
+    "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig),
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config),
+}
+ONE, SOME, ALL = ({"num_attention_heads": 4, "num_key_value_heads": k} for k in (1, 2, 4))
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 13}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHAPES = {  # windows are shorter than the prompt; layers do not always fill whole groups
+    "gemma2-one": GEMMA | ONE | {"num_hidden_layers": 3, "sliding_window": 7, "attn_logit_softcapping": 2.0},
+    "gemma2-some": GEMMA | SOME | {"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 5.0},
+    "gemma2-all": GEMMA | ALL | {"num_hidden_layers": 1, "sliding_window": 5},
+    "gemma3-one": GEMMA | ONE | {"num_hidden_layers": 8, "sliding_window": 7},
+    "gemma3-some": GEMMA | SOME | {"num_hidden_layers": 6, "sliding_window": 3},
+    "gemma3-all": GEMMA | ALL | {"num_hidden_layers": 3, "sliding_window": 7},
+    "gemma3-scaled": GEMMA | ONE | {
         "num_hidden_layers": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "sliding_window": 5,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         },
     },
-}
+    "llama-one-tied": ONE | {"num_hidden_layers": 2, "tie_word_embeddings": True},
+    "llama-some": SOME | {"num_hidden_layers": 3, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
+    "llama-all": ALL | {"num_hidden_layers": 1, "head_dim": 24},
+    "qwen2-one-tied": ONE | {"num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen2-some": SOME | {"num_hidden_layers": 3},
+    "qwen2-all-windows": ALL | {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3-one-tied": ONE | {"num_hidden_layers": 2, "tie_word_embeddings": True, "head_dim": 24},
+    "qwen3-some": SOME | {"num_hidden_layers": 3, "head_dim": 16},
+    "qwen3-all": ALL | {"num_hidden_layers": 2, "head_dim": 8},
+}  # fmt: skip
 
 
-def random_gemma(folder, seed=0, **shape):
-    """A tiny Gemma3ForCausalLM with opinions, saved by transformers."""
-    base = {"vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "head_dim": 16, "sliding_window": 7}
-    base |= {"query_pre_attn_scalar": 13, "max_position_embeddings": 128, "attn_implementation": "eager"}
+def random_model(name: str, seed: int = 0):
+    """A tiny model with opinions, of transformers' own class."""
+    kind, config = CLASSES[name.split("-")[0]]
+    base = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56, "max_position_embeddings": 128}
     torch.manual_seed(seed)
-    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(base | shape))).eval()
+    model = kind(config(**(base | SHAPES[name]), attn_implementation="eager")).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.15))
-    model.save_pretrained(folder)
+        for parameter_name, parameter in model.named_parameters():
+            around = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0
+            wide = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
+            parameter.copy_(torch.randn_like(parameter) * wide + around)
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
     return model
 
 
+@pytest.fixture(scope="module", params=SHAPES)
+def both(request, tmp_path_factory):
+    """(transformers' model, our architecture, our params) of one shape."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = random_model(request.param)
+    model.save_pretrained(folder)
+    set_mesh(1, 1)
+    cfg, family = read_config(folder)
+    assert family is FAMILIES[request.param.split("-")[0]]
+    return model, cfg, hf.load_params(folder, cfg, family), family, folder
+
+
 def scores(params, cfg, tokens):
-    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, np.ones_like(tokens, bool))
-    return decoder.logits(params, hidden)
+    @jax.jit
+    def run(params, tokens):
+        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, jnp.ones_like(tokens, bool)))
+
+    return run(params, tokens)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_logits_equal_those_of_transformers(tmp_path, name):
-    model = random_gemma(tmp_path, **SHAPES[name])
-    cfg = hf.read_config(tmp_path)
-    params = hf.load_params(tmp_path, cfg)
-    tokens = np.random.default_rng(0).integers(0, 97, (3, 30))
-    assert tokens.shape[1] > cfg.window
-    ours = scores(params, cfg, tokens)
+def test_logits_equal_those_of_transformers(both):
+    model, cfg, params, _, _ = both
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 30))
+    assert cfg.window is None or cfg.window < tokens.shape[1]
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
     assert np.abs(theirs).max() > 1
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    np.testing.assert_allclose(scores(params, cfg, tokens), theirs, atol=1e-4)
+
+
+def test_greedy_continuations_are_the_same(both):
+    model, cfg, params, _, _ = both
+    tokens = np.random.default_rng(1).integers(1, VOCAB, (2, PROMPT))
+    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
+    ours = generate(params, Prompts(tokens, np.ones_like(tokens, bool)), jax.random.key(0), temperature=0.0)
+    asked = torch.tensor(tokens)
+    theirs = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
+    np.testing.assert_array_equal(np.asarray(ours.tokens), theirs.numpy())
+
+
+def test_gradients_equal_those_of_transformers(both):
+    model, cfg, params, family, _ = both
+    tokens = np.random.default_rng(2).integers(0, VOCAB, (2, 24))
+
+    def loss(params):
+        return -jnp.mean(token_logprobs(params, tokens, np.ones_like(tokens, bool), cfg=cfg)[:, 1:])
+
+    ours = hf.flat(jax.jit(jax.grad(loss))(params))
+    model.zero_grad()
+    asked = torch.tensor(tokens)
+    logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
+    (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
+    theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    table = hf.flat(decoder.weights(cfg))
+    for path, weight in table.items():
+        names = hf.hf_names(path, cfg, family)
+        for name, grad in zip(names, ours[path] if weight.is_stacked else [ours[path]]):
+            grad = hf._to_hf(np.asarray(grad), hf.unstacked(weight))
+            difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
+            assert difference < 1e-3, f"{name}: {difference}"
+
+
+def test_out_equals_in(both, tmp_path):
+    model, cfg, params, family, folder = both
+    hf.save_params(params, cfg, family, tmp_path, hf.stored_dtypes(folder, family))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    for (name, before), (_, after) in zip(model.named_parameters(), again.named_parameters()):
+        assert torch.equal(before, after), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_comes_out_bit_for_bit(tmp_path, dtype):
+    model = random_model("qwen3-some").to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    cfg, family = read_config(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / hf.INDEX).is_file()
+    params = hf.load_params(tmp_path / "theirs", cfg, family)
+    (tmp_path / "ours").mkdir()
+    hf.save_params(params, cfg, family, tmp_path / "ours", hf.stored_dtypes(tmp_path / "theirs", family))
+    before, after = hf.Tensors(tmp_path / "theirs"), hf.Tensors(tmp_path / "ours")
+    assert set(before) == set(after)
+    for name in before:
+        whole = tuple(slice(None) for _ in before.shape(name))
+        assert before.dtype(name) == after.dtype(name) != "F32"
+        assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes(), name
 
 
 def test_left_padded_prompts_score_as_transformers_scores_them(tmp_path):
-    model = random_gemma(tmp_path, **SHAPES["grouped heads"])
-    cfg = hf.read_config(tmp_path)
-    params = hf.load_params(tmp_path, cfg)
-    tokens = np.random.default_rng(1).integers(0, 97, (1, 20))
+    model = random_model("gemma3-some")
+    model.save_pretrained(tmp_path)
+    cfg, family = read_config(tmp_path)
+    params = hf.load_params(tmp_path, cfg, family)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (1, 20))
     padded, mask = np.pad(tokens, ((0, 0), (6, 0))), np.pad(np.ones((1, 20), bool), ((0, 0), (6, 0)))
     ours = jax.jit(partial(token_logprobs, cfg=cfg))(params, padded, mask)[:, 7:]
     with torch.no_grad():
@@ -78,22 +180,24 @@ def test_left_padded_prompts_score_as_transformers_scores_them(tmp_path):
     np.testing.assert_allclose(ours, expected, atol=1e-4)
 
 
-def test_what_we_write_transformers_reads(tmp_path):
-    model = random_gemma(tmp_path / "theirs", **SHAPES["one key head, a tail"])
-    cfg = hf.read_config(tmp_path / "theirs")
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    hf.save_params(hf.load_params(tmp_path / "theirs", cfg), cfg, ours, np.float32)
-    (ours / "config.json").write_text(json.dumps(hf.config_json(cfg)))
-    again = transformers.Gemma3ForCausalLM.from_pretrained(ours, attn_implementation="eager").eval()
-    tokens = torch.arange(30)[None]
+def test_the_text_part_of_a_gemma_3_with_a_vision_tower_is_read(tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56} | SHAPES["gemma3-some"]
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    cfg, family = read_config(tmp_path)
+    params = hf.load_params(tmp_path, cfg, family)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 16))
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(scores(params, cfg, tokens), theirs, atol=1e-4)
 
 
 def test_the_bundled_base_is_a_gemma_3_that_transformers_runs():
-    cfg = hf.read_config(BUNDLED)
-    params = hf.load_params(BUNDLED, cfg)
+    cfg, family = read_config(BUNDLED)
+    params = hf.load_params(BUNDLED, cfg, family)
     model = transformers.Gemma3ForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(BUNDLED)
     ours = Tokenizer.load(BUNDLED)

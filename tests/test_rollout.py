@@ -30,7 +30,7 @@ def test_greedy_equals_decoding_without_a_cache(cfg, params, generate):
             fixed = np.array([tokens + [0] * (PROMPT + NEW - len(tokens))])  # one shape: compiled once
             mask = np.arange(PROMPT + NEW)[None] < len(tokens)
             hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, fixed, mask)
-            tokens.append(int(jnp.argmax(decoder.logits(params, hidden[0, len(tokens) - 1]))))
+            tokens.append(int(jnp.argmax(decoder.logits(params, cfg, hidden[0, len(tokens) - 1]))))
             if tokens[-1] in EOS:
                 break
         np.testing.assert_array_equal(np.asarray(got.tokens[row])[np.asarray(got.token_mask[row])], tokens)

@@ -87,7 +87,7 @@ def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
     score = jax.jit(partial(token_logprobs, cfg=cfg, temperature=0.8))
     got = score(params, rollout.tokens, rollout.token_mask)
     hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, rollout.tokens, rollout.token_mask)
-    scores = decoder.logits(params, hidden)
+    scores = decoder.logits(params, cfg, hidden)
     scores = np.asarray(scores, np.float64) / 0.8
     full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     expected = np.take_along_axis(full[:, :-1], np.asarray(rollout.tokens)[:, 1:, None], axis=-1)[..., 0]
@@ -124,7 +124,7 @@ def small_problem(max_grad_norm, steps=3):
     params = {"x": jnp.zeros(3)}
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
     train_step = make_train_step(policy, SFT(), optimizer)
-    return train_step(state, batch)
+    return train_step(state, None, batch)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
@@ -142,6 +142,6 @@ def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, roll
     copied = jax.tree.map(jnp.copy, params)
     state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
     train_step = make_train_step(policy, GRPO(), optimizer)
-    new, _ = train_step(state, batch_of(rollout))
+    new, _ = train_step(state, None, batch_of(rollout))
     assert int(new.step) == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

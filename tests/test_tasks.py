@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.train import BUNDLED
 from tunix_lite.types import Rollout
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
-from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
 from tunix_lite.rollout.engine import Generation
 from tunix_lite.tasks.task import TaskConfig
 
@@ -24,23 +23,6 @@ class ConfigError(ValueError):
 
 
 # ---- the settings of a run, one class per folder of conf/
-
-
-@dataclass(frozen=True)
-class Model:
-    """Which model, and how it is divided over the devices."""
-
-    weights: str = "bundled"  # bundled, random, or a folder in Hugging Face layout
-    mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))  # [[sizes], [axes]]; one size may be -1, the rest
-    architecture: ModelConfig | None = None  # of random weights; null: read from the config.json beside the weights
-    tokenizer: str = "bundled"  # of random weights: bundled, or a folder; other weights bring their own
-
-    def __post_init__(self):
-        check_mesh_shape(self.mesh_shape)
-        if self.weights == "random" and self.architecture is None:
-            raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
-        if self.weights != "random" and self.architecture is not None:
-            raise ValueError("model.architecture is for weights=random; other weights bring their own config.json")
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def describe(cfg: OptimizerConfig) -> str:
 
 
 def is_matrix(params: Params) -> Params:
-    """True for weights that decay: the projections and the embedding, not the scales of norms."""
+    """True for weights that decay: projections, adapters and the embedding, not the scales of norms or biases."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    return traverse_util.unflatten_dict({path: not path.endswith("norm") for path in flat}, sep="/")
+    return traverse_util.unflatten_dict({path: not path.endswith(("norm", "bias")) for path in flat}, sep="/")
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params):

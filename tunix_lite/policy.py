@@ -16,7 +16,10 @@ LOGITS_PER_CHUNK = 2**24  # elements of float32 scores held at once per call: 64
 
 @dataclass(frozen=True)
 class Policy:
-    """All that an algorithm may ask of a model. Tests and other engines supply their own."""
+    """All that an algorithm may ask of a model. Tests and other engines supply their own.
+
+    `params` are what the policy acts with; under LoRA, the frozen base with its adapters attached.
+    """
 
     generate: Callable  # (params, prompts, key, num_generations) -> Rollout
     logprobs: Callable  # (params, tokens, token_mask) -> [B, T]
@@ -47,7 +50,7 @@ def token_logprobs(params, tokens_BT, token_mask_BT, *, cfg: ModelConfig, temper
     @jax.checkpoint
     def one_chunk(_, part):
         hidden, targets = part
-        scores = constrain(decoder.logits(params, hidden) / temperature, "batch", "seq", "vocab")
+        scores = constrain(decoder.logits(params, cfg, hidden) / temperature, "batch", "seq", "vocab")
         return None, pick(scores, targets) - jax.nn.logsumexp(scores, axis=-1)
 
     _, logprobs = jax.lax.scan(one_chunk, None, (hidden, targets))

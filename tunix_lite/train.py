@@ -14,9 +14,9 @@ from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import BatchPlan, ConfigError, RunConfig, at, plan_batch
 from tunix_lite.evaluate import evaluate
-from tunix_lite.models import decoder, hf, weights
-from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models import decoder, source, weights
+from tunix_lite.models.lora import attached
+from tunix_lite.models.source import Source
 from tunix_lite.optim import describe, init_opt_state, learning_rate_at, make_optimizer
 from tunix_lite.parallel.mesh import as_text, make_mesh, put
 from tunix_lite.policy import Policy, make_policy
@@ -26,18 +26,16 @@ from tunix_lite.tasks.task import Judged, Task
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Batch, Metrics, TrainState
+from tunix_lite.types import Batch, Metrics, Params, TrainState
 
-BUNDLED = Path(__file__).parent / "models" / "bundled"
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a run is made of, once its settings have been found right."""
 
-    cfg: ModelConfig
-    folder: Path | None  # of the weights; None: random
-    tokenizer: Tokenizer
+    model: Source
     mesh: jax.sharding.Mesh
     batch: BatchPlan
     task: Task
@@ -46,30 +44,49 @@ class Parts:
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
-    with at("model.weights"):
-        folder = None if run.model.weights == "random" else _folder(run.model.weights)
-        cfg = hf.read_config(folder) if folder else run.model.architecture
-        if folder:
-            hf.check_weights(folder, cfg)
-    with at("model.tokenizer" if folder is None else "model.weights"):
-        tokenizer = Tokenizer.load(folder or _folder(run.model.tokenizer))
-        if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
+    model = find_model(run)
     with at("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape)
-        weights.check_divisible(decoder.weights(cfg), mesh)
+        weights.check_divisible(source.tables(model), mesh)
+    with at("generation"):
+        check_generation(run, model)
     batch = plan_batch(run, mesh.shape["fsdp"])
-    task = Task(run.task, tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
+    task = Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
     with at("hydra.run.dir"):
         run_dir.check()
     with at("task"):
         first = next(task.batches(batch.prompts, run.seed))
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        if (top := int(asked.tokens.max())) >= cfg.vocab_size:
-            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={cfg.vocab_size}")
+        if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
+            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
-    return Parts(cfg, folder, tokenizer, mesh, batch, task, _resume_from(run, run_dir))
+    return Parts(model, mesh, batch, task, _resume_from(run, run_dir))
+
+
+def find_model(run: RunConfig) -> Source:
+    """The model, found and looked at. Raises ConfigError."""
+    try:
+        return source.find(run.model)
+    except ValueError as error:  # it begins with the setting
+        raise ConfigError(str(error)) from error
+
+
+def check_generation(run: RunConfig, model: Source) -> None:
+    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
+    settings, longest = run.generation, model.cfg.max_positions
+    if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
+        raise ValueError(
+            f"max_prompt_length={settings.max_prompt_length} + max_new_tokens={settings.max_new_tokens} = {total} "
+            f"tokens, and the model was made for {longest}"
+        )
+    if settings.temperature == 0:
+        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+    if settings.top_k or settings.top_p < 1:
+        raise ValueError(
+            f"top_k={settings.top_k} and top_p={settings.top_p} cut the distribution off, and an update would learn "
+            "from the whole: train with top_k=0 and top_p=1 (generate and chat take others)"
+        )
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -106,7 +123,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     console.busy("loading the model…")
-    state, policy = initial_state(run, parts, optimizer)
+    state, frozen, policy = initial_state(run, parts, optimizer)
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
     start = int(state.step)
@@ -117,7 +134,8 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     for opened in (checkpoints, *trackers):
         closing.callback(opened.close)
     trackers.append(console)
-    train_step = make_train_step(policy, algorithm, optimizer, parts.batch.num_micro_batches)
+    lora = parts.model.lora
+    train_step = make_train_step(policy, algorithm, optimizer, parts.batch.num_micro_batches, lora, run.seed)
     batches = task.batches(parts.batch.prompts, run.seed, start // algorithm.updates_per_rollout)
     seed_key = jax.random.key(run.seed)
 
@@ -126,7 +144,8 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         if not run.evaluation.num_examples:
             return {}
         began = time.perf_counter()
-        seen = evaluate(policy, task, state.params, seed_key, run.evaluation.num_examples, parts.batch.sequences)
+        acting = attached(frozen, state.params, lora)
+        seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples, parts.batch.sequences)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
@@ -139,11 +158,12 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         metrics: Metrics = {}
         if step % algorithm.updates_per_rollout == 0:
             key = jax.random.fold_in(seed_key, step)
+            acting = attached(frozen, state.params, lora)
             with at(f"step {step + 1}"):
-                batch, metrics, judged = algorithm.collect(policy, task, state.params, next(batches), key)
+                batch, metrics, judged = algorithm.collect(policy, task, acting, next(batches), key)
             batch = placed(batch)
         collected = time.perf_counter()
-        state, learned = train_step(state, batch)
+        state, learned = train_step(state, frozen, batch)
         metrics |= {name: float(value) for name, value in learned.items()}
         if not np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all():
             raise FloatingPointError(_diverged(step + 1, metrics))
@@ -162,19 +182,21 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     return state
 
 
-def initial_state(run: RunConfig, parts: Parts, optimizer) -> tuple[TrainState, Policy]:
-    """What trains, and the policy that acts with it. The reference is a copy of the weights it starts from."""
-    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[run.training.mixed_precision]
-    if parts.folder is None:
-        params = weights.init_params(decoder.weights(parts.cfg), jax.random.key(run.seed))
-    else:
-        with at("model.weights"):
-            params = hf.load_params(parts.folder, parts.cfg)
-    reference = jax.tree.map(jnp.copy, params) if run.algorithm.needs_reference else None
-    generate = make_generate(parts.cfg, run.generation, parts.tokenizer.eos_ids, parts.tokenizer.pad_id, dtype)
-    policy = make_policy(parts.cfg, generate, run.generation.temperature, dtype, reference)
+def initial_state(run: RunConfig, parts: Parts, optimizer) -> tuple[TrainState, Params | None, Policy]:
+    """What trains, the frozen base beside it (None without adapters), and the policy that acts with both.
+
+    The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
+    """
+    model, dtype = parts.model, DTYPES[run.training.mixed_precision]
+    with at("model.weights"):
+        frozen, params = source.load(model, run.seed)
+    reference = None
+    if run.algorithm.needs_reference:
+        reference = jax.tree.map(jnp.copy, params) if frozen is None else frozen
+    generate = make_generate(model.cfg, run.generation, model.tokenizer.eos_ids, model.tokenizer.pad_id, dtype)
+    policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference)
     step = put(np.int32(0))
-    return TrainState(step, params, init_opt_state(optimizer, params)), policy
+    return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy
 
 
 def placed(batch: Batch) -> Batch:
@@ -191,10 +213,6 @@ def _diverged(step: int, metrics: Metrics) -> str:
         f"step {step}: {numbers}. The update was not saved, so the newest checkpoint is good. A learning rate that is "
         "too high is the usual cause; next a reward or a loss of your own that divides by zero"
     )
-
-
-def _folder(name: str) -> Path:
-    return BUNDLED if name == "bundled" else Path(name)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
@@ -265,7 +283,7 @@ def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:
 
 
 def _panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
-    devices, table = parts.mesh.devices.ravel(), decoder.weights(parts.cfg)
+    devices = parts.mesh.devices.ravel()
     width = run.generation.max_prompt_length, run.generation.max_new_tokens
     resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
     optimizer = describe(run.optimizer)
@@ -276,10 +294,7 @@ def _panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tup
             ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
             + f" from {as_text(run.model.mesh_shape)}",
         ),
-        (
-            "model",
-            f"{weights.num_params(table):,} parameters, weights {run.model.weights}, {run.training.mixed_precision}",
-        ),
+        ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
         ("batch", str(parts.batch)),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
         ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
@@ -287,12 +302,23 @@ def _panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tup
     ]
 
 
+def _size(model: Source) -> str:
+    total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
+    if model.lora is None:
+        return total
+    frozen, trained = source.tables(model)
+    return (
+        f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
+        f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
+    )
+
+
 def _provenance(run: RunConfig, parts: Parts) -> dict:
     return {
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),
-        "parameters": weights.num_params(decoder.weights(parts.cfg)),
+        "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
         "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
     }
 

@@ -31,17 +31,21 @@ def conf_dir() -> Path:
 
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
     """The run that these overrides describe; `more_conf` is a folder of the user's own options. Raises ConfigError."""
+    return build(RunConfig, composed(overrides, more_conf))
+
+
+def composed(overrides: list[str], more_conf: str | None = None) -> dict:
+    """The settings as plain values. Raises ConfigError for what Hydra refuses."""
     search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            composed = hydra.compose("config", [*search, *overrides])
-            return as_run(composed)
+            return plain(hydra.compose("config", [*search, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides, more_conf)) from error
 
 
-def as_run(composed: DictConfig) -> RunConfig:
-    return build(RunConfig, OmegaConf.to_container(composed, resolve=True))
+def plain(settings: DictConfig) -> dict:
+    return OmegaConf.to_container(settings, resolve=True)
 
 
 def explain(error: Exception, overrides: list[str], more_conf: str | None = None) -> str:
@@ -85,9 +89,9 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-    def job(composed: DictConfig) -> None:
+    def job(settings: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        _or_exit(lambda: task(as_run(composed), folder), made_by_hydra=folder)
+        _or_exit(lambda: task(build(RunConfig, plain(settings)), folder), made_by_hydra=folder)
 
     job()
 

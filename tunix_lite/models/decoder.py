@@ -1,9 +1,10 @@
-"""A decoder-only transformer of the Gemma 3 kind, as a table of weights and pure functions.
+"""A decoder-only transformer as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and 3, Llama 3.
 
-Per layer:  x += norm(attention(norm(x)));  x += norm(down(gelu(gate(norm(x))) * up(norm(x))))
-with rms_norm(x) = x / sqrt(mean(x^2) + eps) * (1 + scale), queries and keys normalised per head before rope, and
-`pattern` repeating over the layers: "local" layers see the last `window` tokens, "global" ones see all.
-Source: Gemma 3 Technical Report (arXiv:2503.19786) and the published checkpoints.
+Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x))))
+with rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the layers: "local"
+layers see the last `window` tokens, "global" ones see all. What families do differently is a flag of `ModelConfig`.
+Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama
+3), and the published checkpoints.
 
 Layers are stored by their place in the pattern, `groups/<place>/<name>` with a leading dim over the repeats, and
 `tail/<place>/<name>` for what is left when the pattern does not divide the depth. Training scans over the repeats,
@@ -11,20 +12,44 @@ so that compile time does not grow with depth; sampling runs layer by layer on `
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.models.weights import Weight, fan_in, project, stacked, zeros
+from tunix_lite.models.weights import Weight, fan_in, is_quantized, ones, project, stacked, zeros
 from tunix_lite.parallel.mesh import constrain
 
+EMBED_INIT = jax.nn.initializers.normal(0.02)
 FAR_BELOW = -1e30  # a masked score: finite, so that a row which sees nothing stays finite
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Longer rotary wavelengths, for sequences beyond those of pretraining.
+
+    With `factor` alone all wavelengths grow by it (linear). With the rest, as Llama 3.1 does: those that fit into
+    original_positions / high_freq_factor stay, those beyond original_positions / low_freq_factor grow by it, and
+    those between by something between.
+    """
+
+    factor: float  # by which wavelengths grow
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_positions: int | None = None  # tokens of the longest sequence before scaling
+
+    def __post_init__(self):
+        rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
+        if any(x is None for x in rest) and any(x is not None for x in rest):
+            raise ValueError("give low_freq_factor, high_freq_factor and original_positions, or none of the three")
+        if self.factor <= 0 or (rest[0] is not None and not 0 < self.low_freq_factor < self.high_freq_factor):
+            raise ValueError("factor must be above 0, and low_freq_factor between 0 and high_freq_factor")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The architecture, in Gemma 3's terms. Sizes count elements unless said otherwise."""
+    """The architecture. Sizes count elements unless said otherwise; what is not given is as in Gemma 3."""
 
     vocab_size: int  # tokens, padding included
     num_layers: int  # blocks of attention and feed-forward
@@ -34,17 +59,32 @@ class ModelConfig:
     head_dim: int  # width of one head; even
     mlp_dim: int  # hidden width of the gated feed-forward
     pattern: tuple[str, ...] = ("local", "local", "local", "local", "local", "global")  # repeats over the layers
-    window: int = 512  # tokens that a local layer sees, the current one included
+    window: int | None = 512  # tokens that a local layer sees, the current one included; null: no layer is local
     query_scale: int = 256  # scores are divided by its square root (Gemma: query_pre_attn_scalar)
     rope_theta_local: float = 10_000.0  # base of the rotary wavelengths of local layers
     rope_theta_global: float = 1_000_000.0  # and of global ones
-    rope_factor_global: float = 1.0  # positions of global layers are divided by it (linear rope scaling)
+    rope_scaling: RopeScaling | None = None  # of global layers
     norm_eps: float = 1e-6  # added to the mean square
+    activation: str = "gelu"  # of the feed-forward: gelu (its tanh form) or silu
+    embed_scale: bool = True  # embeddings are multiplied by sqrt(embed_dim)
+    norm_plus_one: bool = True  # norms multiply by 1 + scale, not by scale
+    post_norms: bool = True  # norms after attention and feed-forward, too
+    qk_norm: bool = True  # queries and keys are normalised per head, before rope
+    qkv_bias: bool = False  # queries, keys and values have a bias
+    tied: bool = True  # the embedding gives the scores, too; otherwise `head` does
+    attn_softcap: float | None = None  # attention scores s become cap * tanh(s / cap)
+    final_softcap: float | None = None  # and so do the scores over the vocabulary
+    max_positions: int = 131_072  # tokens of the longest sequence
 
     def __post_init__(self):
         for field in fields(self):
-            if field.name != "pattern" and (value := getattr(self, field.name)) <= 0:
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
+        if "local" in self.pattern and self.window is None:
+            raise ValueError(f"pattern={list(self.pattern)} has local layers, and window is not given")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -70,10 +110,10 @@ class ModelConfig:
 
 def weights(cfg: ModelConfig) -> dict:
     """Every parameter of the model, by name."""
-    model = {
-        "embed": Weight((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), jax.nn.initializers.normal(0.02)),
-        "final_norm": Weight((cfg.embed_dim,), ("norm",), zeros),
-    }
+    table = Weight((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), EMBED_INIT, inputs=0)
+    model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
+    if not cfg.tied:
+        model["head"] = table
     layer = layer_weights(cfg)
     if cfg.num_groups:
         model["groups"] = {
@@ -88,21 +128,29 @@ def weights(cfg: ModelConfig) -> dict:
 def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
     """The parameters of one layer."""
     D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
-    return {
-        "attn_norm": Weight((D,), ("norm",), zeros),
+    layer = {
+        "attn_norm": norm_weight(cfg, D),
         "q": Weight((D, N, H), ("embed", "heads", "head_dim")),
         "k": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
         "v": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
-        "q_norm": Weight((H,), ("norm",), zeros),
-        "k_norm": Weight((H,), ("norm",), zeros),
         "o": Weight((N, H, D), ("heads", "head_dim", "embed"), fan_in(2), inputs=2),
-        "attn_post_norm": Weight((D,), ("norm",), zeros),
-        "mlp_norm": Weight((D,), ("norm",), zeros),
+        "mlp_norm": norm_weight(cfg, D),
         "gate": Weight((D, F), ("embed", "mlp")),
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
-        "mlp_post_norm": Weight((D,), ("norm",), zeros),
     }
+    if cfg.qkv_bias:
+        layer["q_bias"] = Weight((N, H), ("heads", "head_dim"), zeros, inputs=0)
+        layer["k_bias"] = layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
+    if cfg.qk_norm:
+        layer["q_norm"] = layer["k_norm"] = norm_weight(cfg, H)
+    if cfg.post_norms:
+        layer["attn_post_norm"] = layer["mlp_post_norm"] = norm_weight(cfg, D)
+    return layer
+
+
+def norm_weight(cfg: ModelConfig, size: int) -> Weight:
+    return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
 def layer_places(cfg: ModelConfig) -> list[tuple[str, int | None]]:
@@ -113,13 +161,24 @@ def layer_places(cfg: ModelConfig) -> list[tuple[str, int | None]]:
 
 
 def per_layer(params, cfg: ModelConfig, dtype) -> dict:
-    """The same parameters as a list of layers in the compute dtype: what sampling runs on."""
+    """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs on.
+
+    Norms keep their dtype, as they do in training, and quantised weights their codes.
+    """
+
+    def cast(leaf):
+        return leaf if is_quantized(leaf) or leaf.ndim < 2 else leaf.astype(dtype)
+
+    return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
+
+
+def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
+    """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has of a stacked leaf."""
     layers = []
     for path, index in layer_places(cfg):
         part, place = path.split("/")
-        layers.append(jax.tree.map(lambda w, i=index: w if i is None else w[i], params[part][place]))
-    rest = {"embed": params["embed"], "final_norm": params["final_norm"], "layers": layers}
-    return jax.tree.map(lambda w: w.astype(dtype), rest)
+        layers.append(jax.tree.map(lambda leaf, i=index: leaf if i is None else of_layer(leaf, i), tree[part][place]))
+    return {name: leaf for name, leaf in tree.items() if name not in ("groups", "tail")} | {"layers": layers}
 
 
 def forward(params, cfg: ModelConfig, tokens_BT, token_mask_BT, dtype=jnp.float32):
@@ -138,7 +197,7 @@ def forward(params, cfg: ModelConfig, tokens_BT, token_mask_BT, dtype=jnp.float3
         x_BTD, _ = jax.lax.scan(group, x_BTD, params["groups"])
     for place, kind in enumerate(cfg.tail):
         x_BTD, _ = block(x_BTD, params["tail"][str(place)], cfg, view[kind])
-    return rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
+    return norm(x_BTD, params["final_norm"], cfg)
 
 
 def forward_cached(layered, cfg: ModelConfig, tokens_BT, positions_BT, key_mask_BS, cache, column):
@@ -153,54 +212,71 @@ def forward_cached(layered, cfg: ModelConfig, tokens_BT, positions_BT, key_mask_
     for w, kind, kv in zip(layered["layers"], cfg.kinds, cache):
         x_BTD, kv = block(x_BTD, w, cfg, view[kind], kv, column)
         written.append(kv)
-    return rms_norm(x_BTD, layered["final_norm"], cfg.norm_eps), written
+    return norm(x_BTD, layered["final_norm"], cfg), written
 
 
 def look(cfg: ModelConfig, positions_BT, query_columns_T, key_columns_S, key_mask_BS) -> dict:
     """What attention needs to know, by kind of layer: rope's angles and who may see whom."""
     back_TS = query_columns_T[:, None] - key_columns_S[None, :]  # how far back each key stands
     causal_BTS = (back_TS >= 0) & key_mask_BS[:, None, :]
-    return {
-        "local": (rope_angles(cfg, positions_BT, cfg.rope_theta_local, 1.0), causal_BTS & (back_TS < cfg.window)),
-        "global": (rope_angles(cfg, positions_BT, cfg.rope_theta_global, cfg.rope_factor_global), causal_BTS),
-    }
+    view = {}
+    if "local" in cfg.pattern:
+        view["local"] = rope_angles(cfg, positions_BT, "local"), causal_BTS & (back_TS < cfg.window)
+    if "global" in cfg.pattern:
+        view["global"] = rope_angles(cfg, positions_BT, "global"), causal_BTS
+    return view
 
 
 def embed(params, cfg: ModelConfig, tokens_BT, dtype):
-    scale = jnp.asarray(cfg.embed_dim**0.5, dtype)
-    return constrain(params["embed"].astype(dtype)[tokens_BT] * scale, "batch", "seq", "act_embed")
+    x_BTD = params["embed"].astype(dtype)[tokens_BT]
+    if cfg.embed_scale:
+        x_BTD = x_BTD * jnp.asarray(cfg.embed_dim**0.5, dtype)
+    return constrain(x_BTD, "batch", "seq", "act_embed")
 
 
-def logits(params, hidden):
-    """Float32 scores over the vocabulary, [..., V], by the transposed embedding."""
-    table_VD = params["embed"].astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
+def logits(params, cfg: ModelConfig, hidden):
+    """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
+    table_VD = params["embed" if cfg.tied else "head"].astype(hidden.dtype)
+    scores = jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
+    return softcap(scores, cfg.final_softcap)
+
+
+def softcap(scores, cap: float | None):
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def block(x_BTD, w, cfg: ModelConfig, view, kv=None, column=None):
     """One layer. With `kv`, its keys and values are written there first and attention reads the whole of it."""
-    attended_BTD, kv = attention(rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps), w, cfg, view, kv, column)
-    x_BTD = x_BTD + rms_norm(attended_BTD, w["attn_post_norm"], cfg.norm_eps)
-    x_BTD = constrain(x_BTD, "batch", "seq", "act_embed")
-    fed_BTD = gated_mlp(rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps), w)
-    x_BTD = x_BTD + rms_norm(fed_BTD, w["mlp_post_norm"], cfg.norm_eps)
-    return constrain(x_BTD, "batch", "seq", "act_embed"), kv
+    attended_BTD, kv = attention(norm(x_BTD, w["attn_norm"], cfg), w, cfg, view, kv, column)
+    if cfg.post_norms:
+        attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
+    x_BTD = constrain(x_BTD + attended_BTD, "batch", "seq", "act_embed")
+    fed_BTD = gated_mlp(norm(x_BTD, w["mlp_norm"], cfg), w, cfg)
+    if cfg.post_norms:
+        fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
+    return constrain(x_BTD + fed_BTD, "batch", "seq", "act_embed"), kv
 
 
 def attention(x_BTD, w, cfg: ModelConfig, view, kv, column):
     angles, mask_BTS = view
-    q_BTNH = rope(rms_norm(project(x_BTD, w["q"]), w["q_norm"], cfg.norm_eps), angles)
-    k_BTKH = rope(rms_norm(project(x_BTD, w["k"]), w["k_norm"], cfg.norm_eps), angles)
-    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), project(x_BTD, w["v"]).swapaxes(1, 2)
+    q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
+    if cfg.qkv_bias:
+        q_BTNH, k_BTKH, v_BTKH = (
+            x + w[f"{name}_bias"].astype(x.dtype) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
+        )
+    if cfg.qk_norm:
+        q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)
+    q_BTNH, k_BTKH = rope(q_BTNH, angles), rope(k_BTKH, angles)
+    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     if kv is not None:
         k_BKSH = jax.lax.dynamic_update_slice_in_dim(kv["k"], k_BKSH, column, axis=2)
         v_BKSH = jax.lax.dynamic_update_slice_in_dim(kv["v"], v_BKSH, column, axis=2)
         kv = {"k": k_BKSH, "v": v_BKSH}
-    out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cfg.query_scale**-0.5)
+    out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cfg.query_scale**-0.5, cfg.attn_softcap)
     return project(out_BTNH, w["o"], inputs=2), kv
 
 
-def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, scale: float):
+def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, scale: float, cap: float | None = None):
     """Softmax attention, scores and softmax in float32; each key head serves N / K query heads."""
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
@@ -208,20 +284,26 @@ def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, scale: float):
     # t before q in the scores: the matrix products then need no transposed copies (3x faster on a CPU)
     wide = at_least_float32(q_BTNH.dtype)
     scores = jnp.einsum("btkqh,bksh->bktqs", q_BTKQH, k_BKSH, preferred_element_type=wide)
-    probs = jax.nn.softmax(jnp.where(mask_BTS[:, None, :, None], scores, FAR_BELOW), axis=-1)
+    scores = jnp.where(mask_BTS[:, None, :, None], softcap(scores, cap), FAR_BELOW)
+    probs = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bktqs,bksh->btkqh", probs.astype(v_BKSH.dtype), v_BKSH).reshape(B, T, N, H)
 
 
-def gated_mlp(x_BTD, w):
-    gate_BTF = jax.nn.gelu(project(x_BTD, w["gate"]), approximate=True)
+ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
+
+
+def gated_mlp(x_BTD, w, cfg: ModelConfig):
+    gate_BTF = ACTIVATIONS[cfg.activation](project(x_BTD, w["gate"]))
     hidden_BTF = constrain(gate_BTF * project(x_BTD, w["up"]), "batch", "seq", "mlp")
     return project(hidden_BTF, w["down"])
 
 
-def rms_norm(x, scale, eps: float):
+def norm(x, scale, cfg: ModelConfig):
+    """x at a root mean square of 1, times its scale."""
     wide = x.astype(at_least_float32(x.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + cfg.norm_eps)
+    scale = scale.astype(wide.dtype)
+    return (normed * (1 + scale if cfg.norm_plus_one else scale)).astype(x.dtype)
 
 
 def at_least_float32(dtype):
@@ -229,12 +311,24 @@ def at_least_float32(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def rope_angles(cfg: ModelConfig, positions_BT, theta: float, factor: float):
+def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
     """sin and cos, [B, T, 1, H/2] each, float32."""
     half = cfg.head_dim // 2
-    inverse_timescale = theta ** -(np.arange(half) / half) / factor
-    angle = positions_BT[..., None, None] * jnp.asarray(inverse_timescale, jnp.float32)
+    frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(np.arange(half) / half)
+    if kind == "global" and cfg.rope_scaling is not None:
+        frequency = rescaled(frequency, cfg.rope_scaling)
+    angle = positions_BT[..., None, None] * jnp.asarray(frequency, jnp.float32)
     return jnp.sin(angle), jnp.cos(angle)
+
+
+def rescaled(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Frequencies (1 / tokens, times 2 pi) for longer sequences."""
+    if scaling.original_positions is None:
+        return frequency / scaling.factor
+    turns = scaling.original_positions * frequency / (2 * np.pi)  # within the original length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def rope(x_BTNH, angles):

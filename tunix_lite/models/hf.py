@@ -1,10 +1,13 @@
-"""Models on disk in Hugging Face layout: `config.json` and `model.safetensors`, in and out.
+"""Tensors on disk in Hugging Face layout: safetensors files, one or several with an index, in and out.
 
-Each process reads only the slices that its devices hold. What a config asks for and this decoder does not do is
-refused; nothing is dropped in silence.
+Reading goes one layer's tensor at a time, and of that only the slices that this process's devices hold: the host never
+has more than one tensor beside what is already on the devices. Nothing missing, unexpected or mis-shaped passes.
 """
 
 import json
+import struct
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,269 +15,278 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.weights import Weight, is_weight, shardings
+from tunix_lite.models.families import TOP_NAMES, Family
+from tunix_lite.models.quantize import quantize, stored
+from tunix_lite.models.weights import Weight, dense, is_quantized, is_weight, shardings, unstacked
+from tunix_lite.parallel.mesh import sharding
 from tunix_lite.types import Params
 
-TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-KINDS = {"sliding_attention": "local", "full_attention": "global"}
-
-
-# ---- config.json
-
-
-def read_config(folder: str | Path) -> ModelConfig:
-    """The architecture of the model in `folder`. Raises ValueError naming what is missing or not supported."""
-    file = Path(folder) / "config.json"
-    if not file.parent.is_dir():
-        raise ValueError(f"{folder} is not a folder")
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json; a model folder in Hugging Face layout has one")
-    try:
-        hf = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from error
-    if hf.get("model_type") != "gemma3_text":
-        raise ValueError(f"{file}: model_type is {hf.get('model_type')!r}; supported is 'gemma3_text'")
-    for key, wanted in {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "use_bidirectional_attention": False,
-        "tie_word_embeddings": True,
-    }.items():
-        if hf.get(key, wanted) not in (wanted, wanted or None):
-            raise ValueError(f"{file}: {key}={hf[key]!r} is not supported; supported is {wanted!r}")
-    try:
-        return _config_from(hf)
-    except KeyError as error:
-        raise ValueError(f"{file}: {error} is missing") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _config_from(hf: dict) -> ModelConfig:
-    local, whole = _rope(hf)
-    return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        num_layers=hf["num_hidden_layers"],
-        embed_dim=hf["hidden_size"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        mlp_dim=hf["intermediate_size"],
-        pattern=_pattern(hf),
-        window=hf["sliding_window"],
-        query_scale=hf["query_pre_attn_scalar"],
-        rope_theta_local=local["rope_theta"],
-        rope_theta_global=whole["rope_theta"],
-        rope_factor_global=whole.get("factor", 1.0),
-        norm_eps=hf["rms_norm_eps"],
-    )
-
-
-def _rope(hf: dict) -> tuple[dict, dict]:
-    """The rope settings of local and of global layers, from the newer spelling or the older one."""
-    if parameters := hf.get("rope_parameters"):
-        local, whole = parameters["sliding_attention"], parameters["full_attention"]
-    else:
-        local = {"rope_theta": hf["rope_local_base_freq"]}
-        whole = {"rope_theta": hf["rope_theta"], **(hf.get("rope_scaling") or {})}
-    for rope, supported in ((local, ("default",)), (whole, ("default", "linear"))):
-        if (kind := rope.get("rope_type", "default")) not in supported:
-            raise ValueError(f"rope_type {kind!r} is not supported; supported is {' or '.join(supported)}")
-    return local, whole
-
-
-def _pattern(hf: dict) -> tuple[str, ...]:
-    """The shortest pattern that repeats to the list of layers."""
-    count = hf["num_hidden_layers"]
-    if types := hf.get("layer_types"):
-        if len(types) != count or set(types) - set(KINDS):
-            raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
-        kinds = [KINDS[t] for t in types]
-    else:
-        every = hf.get("sliding_window_pattern", 6)
-        kinds = ["local" if (i + 1) % every else "global" for i in range(count)]
-    period = next(p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count)))
-    return tuple(kinds[:period])
-
-
-def config_json(cfg: ModelConfig, **more) -> dict:
-    """What `read_config` reads back; transformers reads it as a Gemma3ForCausalLM. `more` is added, token ids say."""
-    names = {kind: name for name, kind in KINDS.items()}
-    whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
-    if cfg.rope_factor_global != 1.0:
-        whole |= {"rope_type": "linear", "factor": cfg.rope_factor_global}
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": cfg.vocab_size,
-        "num_hidden_layers": cfg.num_layers,
-        "hidden_size": cfg.embed_dim,
-        "num_attention_heads": cfg.num_heads,
-        "num_key_value_heads": cfg.num_kv_heads,
-        "head_dim": cfg.head_dim,
-        "intermediate_size": cfg.mlp_dim,
-        "layer_types": [names[kind] for kind in cfg.kinds],
-        "sliding_window": cfg.window,
-        "query_pre_attn_scalar": cfg.query_scale,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": cfg.rope_theta_local},
-            "full_attention": whole,
-        },
-        "rms_norm_eps": cfg.norm_eps,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        **more,
-    }
-
-
-# ---- model.safetensors
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+SHARD_BYTES = 5_000_000_000  # of one file that we write, at most
 
 
 class Tensors:
-    """The tensors of a folder, by name, over one file or several; nothing is read until it is sliced."""
+    """The tensors of a folder by name, over one file or several. Only headers are read until a tensor is sliced."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, family: Family | None = None):
         folder = Path(folder)
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif single.is_file():
-            files = [single.name]
+        if (folder / INDEX).is_file():
+            try:
+                files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{folder / INDEX} is not an index of tensors ({error!r})") from error
+        elif (folder / SINGLE).is_file():
+            files = [SINGLE]
         else:
-            raise ValueError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
-        self.folder, self._file_of = folder, {}
+            raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
+        self.folder, self._place = folder, {}
         for file in files:
             if not (folder / file).is_file():
                 raise ValueError(f"{folder}: the index names {file}, which is not there")
-            try:
-                handle = safe_open(str(folder / file), framework="np")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{folder / file} is damaged or cut short ({error})") from error
-            self._file_of.update({name: handle for name in handle.keys()})  # noqa: SIM118 (not a dict)
+            for name, (shape, dtype) in header(folder / file).items():
+                ours = _without_prefix(name, family)
+                if ours is not None:
+                    self._place[ours] = (folder / file, name, shape, dtype)
 
-    def __iter__(self):
-        return iter(self._file_of)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
 
-    def __getitem__(self, name: str):
-        return self._file_of[name].get_slice(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._place[name][2]
 
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it: BF16, F16, F32 ..."""
+        return self._place[name][3]
 
-def check_weights(folder: str | Path, cfg: ModelConfig) -> None:
-    """Raises ValueError listing every tensor of `folder` that is missing, unexpected or of the wrong shape."""
-    tensors = Tensors(folder)
-    names = set(tensors)
-    wanted = {name: _hf_shape(weight) for name, weight in _hf_weights(cfg).items()}
-    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
-    problems += [f"unexpected: {name}" for name in sorted(names - wanted.keys() - {"lm_head.weight"})]  # tied copy
-    for name in names & wanted.keys():
-        if (found := tuple(tensors[name].get_shape())) != wanted[name]:
-            problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
-    if problems:
-        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
-        raise ValueError(f"the weights in {folder} do not fit its config.json:\n  {shown}")
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Part of a tensor. The file is opened for this only: what was mapped of it leaves the host's memory again."""
+        file, theirs, _, _ = self._place[name]
+        with safe_open(str(file), framework="np") as opened:
+            return opened.get_slice(theirs)[index]
 
 
-def load_params(folder: str | Path, cfg: ModelConfig, dtype=jnp.float32) -> Params:
-    """The weights in `folder`, placed on the current mesh. Raises ValueError as `check_weights` does."""
-    check_weights(folder, cfg)
-    tensors = Tensors(folder)
-    table = traverse_util.flatten_dict(decoder.weights(cfg), sep="/", is_leaf=lambda _, v: is_weight(v))
-    placed = traverse_util.flatten_dict(shardings(decoder.weights(cfg)), sep="/")
-
-    def load(path: str, weight: Weight):
-        names = hf_names(path, cfg)
-
-        def read(index):  # the part of the array that one device holds
-            if weight.axes[0] != "layers":
-                return _read_slice(tensors[names[0]], weight, index).astype(dtype)
-            one = Weight(weight.shape[1:], weight.axes[1:], inputs=weight.inputs)
-            parts = [_read_slice(tensors[name], one, index[1:]) for name in names[index[0]]]
-            return np.stack(parts).astype(dtype)
-
-        return jax.make_array_from_callback(weight.shape, placed[path], read)
-
-    return traverse_util.unflatten_dict({path: load(path, w) for path, w in table.items()}, sep="/")
+def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in a safetensors file. Raises ValueError if the file is damaged or cut short."""
+    try:
+        with safe_open(str(file), framework="np"):  # checks that the header and the length agree
+            pass
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            entries = json.loads(opened.read(size))
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error})") from error
+    return {name: (tuple(e["shape"]), e["dtype"]) for name, e in entries.items() if name != "__metadata__"}
 
 
-def save_params(params: Params, cfg: ModelConfig, folder: str | Path, dtype=jnp.bfloat16) -> None:
-    """Writes `model.safetensors` with the names and layouts that `load_params` and transformers read."""
-    flat = traverse_util.flatten_dict(params, sep="/")
-    table = traverse_util.flatten_dict(decoder.weights(cfg), sep="/", is_leaf=lambda _, v: is_weight(v))
-    tensors = {}
-    for path, weight in table.items():
-        value, names = np.asarray(flat[path]).astype(dtype), hf_names(path, cfg)
-        stacked = weight.axes[0] == "layers"
-        one = Weight(weight.shape[1:], weight.axes[1:], inputs=weight.inputs) if stacked else weight
-        for name, part in zip(names, value if stacked else [value]):
-            tensors[name] = np.ascontiguousarray(_to_hf(part, one))
-    save_file(tensors, str(Path(folder) / "model.safetensors"), metadata={"format": "pt"})
+def _without_prefix(name: str, family: Family | None) -> str | None:
+    """The name that a text model would have; None for tensors of other parts of the model."""
+    if family is None:
+        return name
+    if name.startswith(family.ignored):
+        return None
+    for prefix in family.prefixes:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.") if name == "language_model.lm_head.weight" else name
 
 
-def hf_names(path: str, cfg: ModelConfig) -> list[str]:
+# ---- names and layouts
+
+
+def hf_names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
     """The tensors that a weight of ours holds: one, or one per repeat of the layer pattern."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
     part, place, name = path.split("/")
     layers = [i for i, (where, _) in enumerate(decoder.layer_places(cfg)) if where == f"{part}/{place}"]
-    return [f"model.layers.{i}.{LAYER_NAMES[name]}" for i in layers]
+    return [f"model.layers.{i}.{family.names[name]}" for i in layers]
 
 
-def _hf_weights(cfg: ModelConfig) -> dict[str, Weight]:
-    table, layer = decoder.weights(cfg), decoder.layer_weights(cfg)
-    top = {name: table[ours] for ours, name in TOP_NAMES.items()}
-    layers = {
-        f"model.layers.{i}.{name}": layer[ours] for i in range(cfg.num_layers) for ours, name in LAYER_NAMES.items()
+def flat(tree) -> dict:
+    """A table or parameters by path, "groups/0/q" and the like; a leaf that is more than an array stays whole."""
+    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
+
+
+def hf_weights(cfg: ModelConfig, family: Family) -> dict[str, Weight]:
+    """Every tensor of the model, by its name on disk."""
+    return {
+        name: unstacked(weight)
+        for path, weight in flat(decoder.weights(cfg)).items()
+        for name in hf_names(path, cfg, family)
     }
-    return top | layers
 
 
-def _is_linear(weight: Weight) -> bool:
-    """Projections are stored transposed and flat, [outputs, inputs]; vectors and the embedding as they are."""
-    return len(weight.shape) > 1 and weight.axes[0] != "vocab"
-
-
-def _hf_shape(weight: Weight) -> tuple[int, ...]:
-    if not _is_linear(weight):
-        return weight.shape
-    return int(np.prod(weight.shape[weight.inputs :])), int(np.prod(weight.shape[: weight.inputs]))
+def hf_shape(weight: Weight) -> tuple[int, ...]:
+    """As stored: projections transposed and flat, [outputs, inputs]; biases flat; the rest as it is."""
+    if weight.inputs:
+        return int(np.prod(weight.shape[weight.inputs :])), int(np.prod(weight.shape[: weight.inputs]))
+    return weight.shape if weight.axes[0] == "vocab" else (int(np.prod(weight.shape)),)
 
 
 def _to_hf(value, weight: Weight):
-    return value.reshape(_hf_shape(weight)[::-1]).T if _is_linear(weight) else value
+    return value.reshape(hf_shape(weight)[::-1]).T if weight.inputs else value.reshape(hf_shape(weight))
 
 
-def _read_slice(tensor, weight: Weight, index: tuple[slice, ...]) -> np.ndarray:
-    """weight[index] read from its stored layout, and no more than that. Only leading dims of a group are divided."""
-    if not _is_linear(weight):
-        return tensor[index]
+def _read_slice(tensors: Tensors, name: str, weight: Weight, index: tuple[slice, ...]) -> np.ndarray:
+    """weight[index] from its stored layout, and no more than that. Only leading dims of a group are divided."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
     shape = [stop - start for start, stop in bounds]
 
-    def flat(first: int, last: int) -> slice:  # dims first..last-1 as one; all but the first of them are whole
+    def as_one(first: int, last: int) -> slice:  # dims first..last-1 in a row; all but the first of them are whole
         inner = int(np.prod(weight.shape[first + 1 : last]))
         return slice(bounds[first][0] * inner, bounds[first][1] * inner)
 
-    rows, columns = flat(weight.inputs, len(weight.shape)), flat(0, weight.inputs)
-    return tensor[rows, columns].T.reshape(shape)
+    dims = len(weight.shape)
+    if weight.inputs:
+        return tensors.read(name, (as_one(weight.inputs, dims), as_one(0, weight.inputs))).T.reshape(shape)
+    index = index if weight.axes[0] == "vocab" else (as_one(0, dims),)
+    return tensors.read(name, index).reshape(shape)
+
+
+# ---- in
+
+
+def check_weights(folder: str | Path, cfg: ModelConfig, family: Family) -> None:
+    """Raises ValueError listing every tensor of `folder` that is missing, unexpected, mis-shaped or of another type."""
+    tensors = Tensors(folder, family)
+    names = set(tensors)
+    wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
+    extra = names - wanted.keys() - ({TOP_NAMES["head"]} if cfg.tied else set())  # a copy of the embedding
+    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}  # older files store the constants
+    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
+    problems += [f"unexpected: {name} {list(tensors.shape(name))}" for name in sorted(extra)]
+    for name in sorted(names & wanted.keys()):
+        if (found := tensors.shape(name)) != wanted[name]:
+            problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
+        if tensors.dtype(name) not in DTYPES:
+            problems.append(f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}")
+    if problems:
+        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
+        raise ValueError(f"the weights in {folder} do not fit its config.json:\n  {shown}")
+
+
+def load_params(folder: str | Path, cfg: ModelConfig, family: Family, storage: str = "fp32") -> Params:
+    """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
+
+    Raises ValueError as `check_weights` does.
+    """
+    check_weights(folder, cfg, family)
+    tensors, plain = Tensors(folder, family), flat(decoder.weights(cfg))
+    loaded = {}
+    for path, leaf in flat(stored(decoder.weights(cfg), storage)).items():
+        weight, places = plain[path], shardings(leaf)
+        whole = jax.tree.map(lambda w, at: jnp.zeros(w.shape, w.dtype, device=at), leaf, places, is_leaf=is_weight)
+        for i, name in enumerate(hf_names(path, cfg, family)):
+            piece = _piece(tensors, name, unstacked(weight))
+            layer = jnp.int32(i) if weight.is_stacked else None
+            whole = _write(whole, piece, layer, weight.inputs, tuple(jax.tree.leaves(places)))
+            jax.block_until_ready(whole)  # else the pieces queue up, and the host holds them all
+        loaded[path] = whole
+    return traverse_util.unflatten_dict(loaded, sep="/")
+
+
+def _piece(tensors: Tensors, name: str, weight: Weight) -> jax.Array:
+    """One tensor on the mesh in its stored dtype; a slice that several devices hold is read once."""
+    read = {}
+
+    def part(index):
+        key = str(index)
+        if key not in read:
+            read[key] = np.ascontiguousarray(_read_slice(tensors, name, weight, index))
+        return read[key]
+
+    return jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
+
+
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def _write(whole, piece, layer, inputs: int, places: tuple):
+    """`whole` with a piece in its place, quantised if `whole` is; in place, so that two copies never exist."""
+    index = () if layer is None else layer
+    one = jax.tree.map(lambda x: x[index], whole)
+    value = quantize(piece, one, inputs) if is_quantized(whole) else piece.astype(whole.dtype)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x, v: x.at[index].set(v), whole, value))
+    return treedef.unflatten([jax.lax.with_sharding_constraint(x, at) for x, at in zip(leaves, places)])
+
+
+# ---- out
+
+
+def save_params(params: Params, cfg: ModelConfig, family: Family, folder: str | Path, dtype="BF16") -> None:
+    """Writes the weights with the names and layouts that `load_params` and transformers read.
+
+    `dtype` is BF16, F16 or F32, or a dict of them by tensor name. Adapters and quantised weights are written as the
+    plain weights that they amount to. Files hold up to 5 GB; more than one come with an index.
+    """
+    table, leaves = flat(decoder.weights(cfg)), flat(params)
+    where = {  # tensor name -> (path, layer), in the order of the layers
+        name: (path, i if table[path].is_stacked else None)
+        for path in table
+        for i, name in enumerate(hf_names(path, cfg, family))
+    }
+    as_written = {name: unstacked(table[path]) for name, (path, _) in where.items()}
+    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in where}
+
+    def tensor(name: str) -> np.ndarray:
+        path, layer = where[name]
+        leaf = leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        # through float32: the sum of a base and its adapter is rounded once
+        value = dense(leaf, as_written[name].inputs, jnp.float32)
+        return np.ascontiguousarray(_to_hf(np.asarray(value.astype(DTYPES[types[name]])), as_written[name]))
+
+    sizes = {name: int(np.prod(w.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize for name, w in as_written.items()}
+    write_shards(Path(folder), _in_order(sizes), tensor)
+
+
+def _in_order(sizes: dict[str, int]) -> dict[str, int]:
+    """Embedding first, then the layers by number, then the rest: what a reader of the files expects."""
+
+    def key(name: str):
+        parts = name.split(".")
+        return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
+
+    return dict(sorted(sizes.items(), key=lambda item: key(item[0])))
+
+
+def write_shards(folder: Path, sizes: dict[str, int], tensor, shard_bytes: int | None = None) -> None:
+    """Files of up to `shard_bytes`, with an index if there are several; holds one file's tensors at a time."""
+    limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(shards) > 1 else [SINGLE]
+    for file, names in zip(files, shards):
+        save_file({name: tensor(name) for name in names}, str(folder / file), metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}}
+        index["weight_map"] = {name: file for file, names in zip(files, shards) for name in names}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
+    """How each tensor of `folder` is stored: what `save_params` takes to write the same."""
+    tensors = Tensors(folder, family)
+    return {name: tensors.dtype(name) for name in tensors}
+
+
+# ---- other files of this kind
+
+
+def read_tensors(file: Path) -> dict[str, np.ndarray]:
+    """All tensors of a small file, such as an adapter's. Raises ValueError if it is damaged."""
+    header(file)
+    return load_file(str(file))
+
+
+def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(file), metadata={"format": "pt"})

@@ -1,26 +1,44 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2.sandbox
 import tokenizers
+
+from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
+
+# What in a folder belongs to the tokenizer; an export copies those that are there.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """What a folder in Hugging Face layout says about text. Make one with `Tokenizer.load`."""
 
+    folder: Path
     backend: tokenizers.Tokenizer
-    template: jinja2.Template  # the chat template
+    template: "ChatTemplate | None"  # a base model has none
     special: dict[str, str]  # bos_token, eos_token, pad_token ... as the template expects them
     eos_ids: tuple[int, ...]  # any of these ends a completion (Gemma 3: 1 and 106)
-    pad_id: int
+    pad_id: int  # filler only: masks decide what counts (Llama 3 names no pad_token)
+    start_ids: tuple[int, ...]  # what the tokenizer itself puts before a text: Gemma and Llama a BOS, Qwen nothing
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+        """Reads the FILES that matter of a folder, and generation_config.json.
 
         Raises ValueError naming the file that is missing or says too little.
         """
@@ -31,77 +49,160 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read ({error})") from error
+        backend.no_truncation()  # some files carry the settings of somebody's training
+        backend.no_padding()
         config = _json(folder / "tokenizer_config.json")
-        template_file = folder / "chat_template.jinja"
-        template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
-        if not isinstance(template, str):
-            raise ValueError(
-                f"{folder} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json"
-            )
-        special = {k: _token_text(v) for k, v in config.items() if k.endswith("_token") and v}
-        eos = _json(folder / "generation_config.json").get(
-            "eos_token_id", _json(folder / "config.json").get("eos_token_id")
-        )
-        if eos is None and "eos_token" in special:
-            eos = backend.token_to_id(special["eos_token"])
-        if eos is None or eos == []:
-            raise ValueError(f"{folder} names no end-of-sequence token in generation_config.json or config.json")
-        try:
-            compiled = _environment().from_string(template)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template in {folder} has an error in line {error.lineno}: {error}") from error
-        pad_id = backend.token_to_id(special["pad_token"]) if "pad_token" in special else 0
-        return cls(backend, compiled, special, tuple(eos) if isinstance(eos, list) else (eos,), pad_id)
+        special = _special_tokens(folder, config)
+        eos_ids = _eos_ids(folder, backend, special)
+        pad_id = backend.token_to_id(special.get("pad_token", "")) or 0
+        added = backend.encode("x", add_special_tokens=True)
+        text_at = added.special_tokens_mask.index(0) if 0 in added.special_tokens_mask else 0
+        return cls(folder, backend, _template(folder, config), special, eos_ids, pad_id, tuple(added.ids[:text_at]))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.template is not None
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens written out in it are recognised, none is added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids) -> str:
-        """The text of the tokens, special tokens left out."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of the tokens, special tokens left out unless they are asked for."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model was trained to see it."""
-        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+    def stream(self, skip_special: bool = True) -> "TextStream":
+        """A decoder for tokens that come one after the other."""
+        return TextStream(self, skip_special)
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens of one user message, ready for the model to answer. Raises ValueError if there is a second BOS."""
-        ids = self.encode(self.chat([{"role": "user", "content": text}]))
+    def chat(self, messages: list[dict], add_generation_prompt: bool = True, **variables) -> str:
+        """The conversation as the model was trained to see it; `variables` go to the template (tools, ...)."""
+        if self.template is None:
+            raise ValueError(
+                f"{self.folder} has no chat template (chat_template.jinja, or one in tokenizer_config.json or "
+                f"chat_template.json): this is a base model, which takes plain text and no messages"
+            )
+        if not messages:
+            raise ValueError("a conversation has at least one message; this one has none")
+        messages = [as_template_reads(message) for message in messages]
+        values = {"tools": None, "documents": None, **self.special, **plain(variables)}
+        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+
+    def prompt(self, asked: str | list[dict], **variables) -> list[int]:
+        """The tokens of a user message, or of a conversation, ready for the model to go on, with its BOS once.
+
+        Without a chat template a text is taken as it is, and goes on. Raises ValueError if there is a second BOS.
+        """
+        if isinstance(asked, str) and not self.has_chat_template:
+            ids = self.encode(asked)
+        else:
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            ids = self.encode(self.chat(messages, **variables))
+        if tuple(ids[: len(self.start_ids)]) != self.start_ids:  # the templates of some fine-tunes leave it out
+            ids = [*self.start_ids, *ids]
         bos = self.special.get("bos_token")
-        if bos is not None and ids.count(self.backend.token_to_id(bos)) > 1:
-            raise ValueError(f"the chat template and the message {text!r} together hold more than one {bos}")
+        bos_id = self.backend.token_to_id(bos) if bos else None
+        # A token that the tokenizer never adds may open every turn and be called BOS all the same (SmolLM).
+        twice = ids.count(bos_id) > 1 if bos_id in self.start_ids else ids[:2] == [bos_id] * 2
+        if twice:
+            raise ValueError(f"the chat template and the message {asked!r} together hold more than one {bos}")
         return ids
 
-    def demonstration(self, text: str, completion: str) -> list[int]:
+    def demonstration(self, text: str, completion: str, **variables) -> list[int]:
         """The tokens to say after `prompt(text)`: those of the completion and the one that ends the turn."""
-        asked = [{"role": "user", "content": text}]
-        before = self.chat(asked)
-        whole = self.chat([*asked, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if not whole.startswith(before):
-            raise ValueError("the chat template writes an answered conversation differently from its prompt")
-        ids = self.encode(whole[len(before) :])
+        if not self.has_chat_template:
+            ids = self.encode(completion)
+        else:
+            asked = [{"role": "user", "content": text}]
+            before = self.chat(asked, **variables)
+            answered = [*asked, {"role": "assistant", "content": completion}]
+            whole = self.chat(answered, add_generation_prompt=False, **variables)
+            if not whole.startswith(before):
+                raise ValueError("the chat template writes an answered conversation differently from its prompt")
+            ids = self.encode(whole[len(before) :])
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
+        if ends:
+            return ids[: ends[0] + 1]
+        named = self.backend.token_to_id(self.special.get("eos_token", ""))
+        return [*ids, named if named in self.eos_ids else self.eos_ids[0]]
 
 
-def _environment() -> jinja2.Environment:
-    """What chat templates expect to find, and no more: they come with weights from anywhere."""
+class TextStream:
+    """The text of tokens as they come, never half a character; all of it together is `decode` of all tokens."""
 
-    def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool):
+        self.tokenizer, self.skip_special = tokenizer, skip_special
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self.silent = {i for i, token in added.items() if token.special and skip_special}
+        self.ids, self.done, self.shown = [], 0, ""  # the last piece and what follows; its length; its text
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    return environment
+    def feed(self, ids: Iterable[int]) -> str:
+        """The text that the tokens so far decide and that was not given out before."""
+        self.ids += [int(i) for i in ids]
+        text = self.tokenizer.decode(self.ids, self.skip_special)
+        if self._may_change(text):
+            return ""
+        new = text[len(self.shown) :]
+        # Decoding starts at the last piece that has text, so that a long stream costs no more per token than a
+        # short one, and that a decoder that treats the first piece specially (drops its space) goes on as before.
+        tail = self.tokenizer.decode(self.ids[self.done :], self.skip_special)
+        self.ids, self.shown = (self.ids[self.done :], tail) if tail else (self.ids, text)
+        self.done = len(self.ids)
+        return new
+
+    def end(self) -> str:
+        """What is held back, when no more tokens come: if anything, bytes that are no character."""
+        text = self.tokenizer.decode(self.ids, self.skip_special)
+        new, self.ids, self.done, self.shown = text[len(self.shown) :], [], 0, ""
+        return new
+
+    def _may_change(self, text: str) -> bool:
+        # A run of byte tokens (Gemma's <0xE4>) is decoded as one: what looks whole may yet prove to be none.
+        said = next((i for i in reversed(self.ids) if i not in self.silent), None)
+        token = self.tokenizer.backend.id_to_token(said) if said is not None else None
+        return text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
+
+
+def _template(folder: Path, config: dict) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return ChatTemplate.compile(file.read_text(encoding="utf-8"), str(file))
+    # The second file was written for image processors, so where they differ a tokenizer goes by its own.
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        text = (config if name == "tokenizer_config.json" else _json(folder / name)).get("chat_template")
+        if isinstance(text, list):
+            named = {each.get("name"): each.get("template") for each in text}
+            if "default" not in named:
+                raise ValueError(f"{folder / name} names the chat templates {', '.join(map(str, named))}, no `default`")
+            text = named["default"]
+        if text is not None:
+            return ChatTemplate.compile(text, str(folder / name))
+    return None
+
+
+def _special_tokens(folder: Path, config: dict) -> dict[str, str]:
+    named = dict(config)
+    if "added_tokens_decoder" not in config:  # older folders keep them apart
+        named |= _json(folder / "special_tokens_map.json")
+    extra = named.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token") and v}
+    return {k: v for k, v in texts.items() if isinstance(v, str)}  # not add_bos_token: true
+
+
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        eos = _json(folder / name).get("eos_token_id")
+        if eos is not None and eos != []:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = backend.token_to_id(special.get("eos_token", ""))
+    if eos is None:
+        raise ValueError(f"{folder} names no end-of-sequence token in generation_config.json or config.json")
+    return (eos,)
 
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
-
-
-def _token_text(value) -> str:
-    return value["content"] if isinstance(value, dict) else value

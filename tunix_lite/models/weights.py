@@ -1,8 +1,17 @@
-"""A weight: its shape, where it lives, how it starts, and how it multiplies."""
+"""A weight: its shape, where it lives, how it starts, and how it multiplies.
+
+Besides plain arrays, `project` understands three leaves: `Int8` and `Nf4`, which store a frozen weight in one byte or
+half a byte an element, and `Lora`, which adds a trained product of two thin matrices to a frozen weight of any kind.
+It is the one place that does; the model only ever says `project(x, w["q"])`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +21,7 @@ from tunix_lite.parallel.mesh import RULES, sharding, spec
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
 
+@cache  # one object for one number: weights that start alike compile once
 def fan_in(inputs: int = 1) -> Initializer:
     """Truncated normal with variance 1 / (number of inputs), for a weight with `inputs` leading input dims."""
 
@@ -23,19 +33,27 @@ def fan_in(inputs: int = 1) -> Initializer:
 
 
 zeros = jax.nn.initializers.zeros
+ones = jax.nn.initializers.ones
 
 
 @dataclass(frozen=True)
 class Weight:
     """The one declaration of a parameter: init, sharding, Hugging Face names and counts are readings of it.
 
-    Dims run inputs first: `project` contracts the leading `inputs` of them.
+    Dims run inputs first: `project` contracts the leading `inputs` of them. 0 marks what is not projected with: norms,
+    biases and the embedding.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # logical axes, one per dim; parallel.mesh.RULES places them
-    init: Initializer = fan_in()
+    init: Initializer = fan_in()  # of one layer
     inputs: int = 1
+    dtype: Any = jnp.float32
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the first dim counts layers."""
+        return self.axes[0] == "layers"
 
 
 def is_weight(leaf) -> bool:
@@ -44,11 +62,83 @@ def is_weight(leaf) -> bool:
 
 def stacked(weight: Weight, count: int) -> Weight:
     """The same weight `count` times, under a leading `layers` axis for scan."""
+    return replace(weight, shape=(count, *weight.shape), axes=("layers", *weight.axes))
 
-    def init(key, shape, dtype):
-        return jax.vmap(lambda k: weight.init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))
 
-    return replace(weight, shape=(count, *weight.shape), axes=("layers", *weight.axes), init=init)
+def unstacked(weight: Weight) -> Weight:
+    """One of the layers of a stacked weight; another weight as it is."""
+    return replace(weight, shape=weight.shape[1:], axes=weight.axes[1:]) if weight.is_stacked else weight
+
+
+# ---- leaves that are more than an array
+
+
+@flax.struct.dataclass
+class Int8:
+    """A weight as round(w / scale) with one scale for each block of inputs of an output."""
+
+    codes: Any  # int8, the weight's shape
+    scales: Any  # float32, the weight's shape with the last input dim counted in blocks
+
+
+@flax.struct.dataclass
+class Nf4:
+    """A weight as the nearest of 16 levels times a block's scale (NormalFloat, arXiv:2305.14314 appendix E)."""
+
+    codes: Any  # uint8, two neighbours of the last dim in a byte, the first in the high half
+    scales: Any  # float32, as in Int8
+
+
+@flax.struct.dataclass
+class Lora:
+    """base + scale * a @ b (arXiv:2106.09685). `keys`, one per sequence of the batch, are there while dropout acts."""
+
+    base: Any  # frozen: an array, Int8 or Nf4
+    a: Any  # [*inputs, R]
+    b: Any  # [R, *outputs]
+    keys: Any = None  # [B]
+    scale: float = flax.struct.field(pytree_node=False, default=1.0)
+    dropout: float = flax.struct.field(pytree_node=False, default=0.0)
+
+
+def is_quantized(leaf) -> bool:
+    return isinstance(leaf, Int8 | Nf4)
+
+
+def nf4_levels() -> np.ndarray:
+    """The 16 levels: quantiles of a normal distribution, 8 above zero, 7 below and zero itself, scaled to [-1, 1]."""
+    outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2  # the paper's offset: the mean of both sides' outermost quantile
+    quantiles = lambda count: [NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, count + 1)[:-1]]  # noqa: E731
+    levels = np.array([*(-q for q in quantiles(7)), 0.0, *quantiles(8)[::-1]])
+    return (levels / levels.max()).astype(np.float32)
+
+
+NF4_LEVELS = nf4_levels()
+
+
+def dense(weight, inputs: int = 1, dtype=jnp.float32):
+    """Any leaf as a plain array of `dtype`: dequantised, adapters added."""
+    if isinstance(weight, Lora):
+        rank = weight.a.shape[-1]
+        product = weight.a.reshape(-1, rank) @ weight.b.reshape(rank, -1)
+        whole = dense(weight.base, inputs, jnp.promote_types(dtype, product.dtype))
+        return (whole + weight.scale * product.reshape(whole.shape)).astype(dtype)
+    if not is_quantized(weight):
+        return weight.astype(dtype)
+    if isinstance(weight, Nf4):
+        pairs = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1)
+        values = jnp.asarray(NF4_LEVELS)[pairs.reshape(*pairs.shape[:-2], -1)]
+    else:
+        values = weight.codes.astype(jnp.float32)
+    return (in_blocks(values, weight.scales.shape, inputs) * jnp.expand_dims(weight.scales, inputs)).reshape(
+        values.shape
+    ).astype(dtype)  # fmt: skip
+
+
+def in_blocks(values, scales_shape: tuple[int, ...], inputs: int):
+    """`values` with the last input dim split into (blocks, block)."""
+    dim = inputs - 1
+    return values.reshape(*values.shape[:dim], scales_shape[dim], -1, *values.shape[inputs:])
 
 
 def project(x, weight, inputs: int = 1):
@@ -57,9 +147,23 @@ def project(x, weight, inputs: int = 1):
     Written as a product of two matrices: of a contraction over more dims, XLA's CPU backend makes a gradient with
     transposed copies that takes twice as long.
     """
+    if isinstance(weight, Lora):
+        seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
+        adapted = project(project(seen, weight.a, inputs), weight.b)
+        return project(x, weight.base, inputs) + jnp.asarray(weight.scale, x.dtype) * adapted
+    weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
-    return (rows @ weight.astype(x.dtype).reshape(rows.shape[1], -1)).reshape(*batch, *outputs)
+    return (rows @ weight.reshape(rows.shape[1], -1)).reshape(*batch, *outputs)
+
+
+def drop(x, keys, rate: float):
+    """x with a share of its elements at zero and the rest scaled up; row b's come from keys[b] alone."""
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+
+
+# ---- readings of a table
 
 
 def shardings(table, rules=RULES):
@@ -67,11 +171,13 @@ def shardings(table, rules=RULES):
     return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table, is_leaf=is_weight)
 
 
-def shapes(table, dtype):
+def shapes(table, dtype=None):
     """The table as ShapeDtypeStructs, placed: what the parameters will be, without making them."""
-    return jax.tree.map(
-        lambda w: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding(w.axes, w.shape)), table, is_leaf=is_weight
-    )
+
+    def shape(w: Weight):
+        return jax.ShapeDtypeStruct(w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape))
+
+    return jax.tree.map(shape, table, is_leaf=is_weight)
 
 
 def check_divisible(table, mesh) -> None:
@@ -88,12 +194,27 @@ def num_params(table) -> int:
     return sum(int(np.prod(w.shape)) for w in jax.tree.leaves(table, is_leaf=is_weight))
 
 
-def init_params(table, key, dtype=jnp.float32):
+def num_bytes(table) -> int:
+    return sum(int(np.prod(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(shapes_only(table)))
+
+
+def shapes_only(table):
+    """The table as ShapeDtypeStructs without a place: needs no mesh."""
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight)
+
+
+def init_params(table, key):
     """Random parameters, each created directly on the devices that it will live on. The mesh does not change them."""
     leaves, treedef = jax.tree.flatten(table, is_leaf=is_weight)
+    keys = jax.random.split(key, len(leaves))
+    return treedef.unflatten([_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)])
 
+
+@cache
+def _creator(w: Weight, place):
     def create(key):
-        keys = jax.random.split(key, len(leaves))
-        return treedef.unflatten([w.init(k, w.shape, dtype) for w, k in zip(leaves, keys)])
+        if not w.is_stacked:
+            return w.init(key, w.shape, w.dtype)
+        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(jax.random.split(key, w.shape[0]))
 
-    return jax.jit(create, out_shardings=shardings(table))(key)
+    return jax.jit(create, out_shardings=place)

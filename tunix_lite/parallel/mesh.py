@@ -24,18 +24,19 @@ RULES: dict[str, str | None] = {
     "head_dim": None,
     "layers": None,
     "norm": None,  # a norm's scale is too small to be worth a gather
+    "rank": None,  # of adapters
+    "embed_blocks": "fsdp",  # a quantised weight's scales: dims that count blocks
+    "mlp_blocks": "tp",
+    "head_dim_blocks": None,
     # activations
     "batch": "fsdp",
     "seq": None,
     "act_embed": None,
 }
 
-# For sampling, weights are gathered over fsdp once per rollout instead of once per token.
-ROLLOUT_RULES = RULES | {"embed": None}
-
 # Dims that stay whole where the mesh axis does not divide them: key/value heads when there are fewer than tp
-# (small, and every tp shard needs them), and the prompts of a rollout (their completions divide).
-MAY_STAY_WHOLE = {"kv_heads", "batch"}
+# (small, and every tp shard needs them), the prompts of a rollout (their completions divide), and scales.
+MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
 
 
 def check_mesh_shape(mesh_shape: MeshShape) -> None:
@@ -113,6 +114,11 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 def axis_size(axis: str) -> int:
     """How many parts the current mesh's axis has; inside jit as outside."""
     return jax.sharding.get_abstract_mesh().shape[axis]
+
+
+def gathered(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
+    """The same place without a division over `axis`."""
+    return NamedSharding(place.mesh, P(*(None if entry == axis else entry for entry in place.spec)))
 
 
 def put(x, *axes: str) -> jax.Array:

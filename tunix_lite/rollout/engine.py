@@ -11,10 +11,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import ROLLOUT_RULES, constrain
+from tunix_lite.parallel.mesh import constrain, gathered
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.types import Prompts, Rollout
@@ -24,18 +26,22 @@ STEPS_PER_CHUNK = 16  # at most; the length is divided into chunks as equal as c
 
 @dataclass(frozen=True)
 class Generation:
-    """How completions are sampled while training."""
+    """How completions are sampled."""
 
     max_prompt_length: int = 32  # tokens; a longer prompt is an error
     max_new_tokens: int = 64  # tokens of a completion, the end-of-sequence token included
-    temperature: float = 1.0  # scores are divided by it, in sampling and in scoring alike
+    temperature: float = 1.0  # scores are divided by it, in sampling and in scoring alike; 0: the best token
+    top_k: int = 0  # draw from the k likeliest tokens; 0: from all. Not while training
+    top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability. Not while training
 
     def __post_init__(self):
         for name in ("max_prompt_length", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: a group needs completions that differ")
+        if self.temperature < 0 or self.top_k < 0:
+            raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
 
 @flax.struct.dataclass
@@ -59,16 +65,46 @@ def make_generate(cfg: ModelConfig, generation: Generation, eos_ids: tuple[int, 
     Row p * G + g is generation g of prompt p. The same key, prompt, g and position draw the same token, whatever
     the mesh, the number of other rows or their order.
     """
+    stream = make_stream(cfg, generation, eos_ids, pad_id, dtype)
+    end = generation.max_prompt_length + generation.max_new_tokens
+
+    @jax.jit
+    def as_rollout(state: Decoding) -> Rollout:
+        tokens, mask, logprobs = (x[:, :end] for x in (state.tokens, state.token_mask, state.logprobs))
+        completion = mask & (jnp.arange(end) >= generation.max_prompt_length)
+        return Rollout(*(constrain(x, "batch", "seq") for x in (tokens, mask, completion, logprobs)), state.finished)
+
+    def generate(params, prompts: Prompts, key, num_generations: int = 1, temperature: float = generation.temperature):
+        for state in stream(params, prompts, key, num_generations, temperature):
+            last = state
+        return as_rollout(last)
+
+    return generate
+
+
+def make_stream(
+    cfg: ModelConfig,
+    generation: Generation,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype=jnp.float32,
+    steps_per_chunk: int = STEPS_PER_CHUNK,
+):
+    """stream(params, prompts, key, num_generations=1, temperature=...) yields a Decoding after every chunk of steps.
+
+    What was yielded is gone with the next: look at it at once.
+    """
     width, new = generation.max_prompt_length, generation.max_new_tokens
-    num_chunks = max(1, -(-(new - 1) // STEPS_PER_CHUNK))
+    num_chunks = max(1, -(-(new - 1) // steps_per_chunk))
     chunk = -(-(new - 1) // num_chunks)  # the first token comes out of prefill
     columns = width + 1 + num_chunks * chunk
-    layered_shardings = _layered_shardings(cfg)
 
     def put_down(state: Decoding, scores_BV, temperature) -> Decoding:
         """Draw the token of the current column for every row, and write it down for those still running."""
         t = state.column
-        drawn_B, logprobs_B = sampling.draw(scores_BV, state.keys, t - width, temperature)
+        drawn_B, logprobs_B = sampling.draw(
+            scores_BV, state.keys, t - width, temperature, generation.top_k, generation.top_p
+        )
         live_B = state.running
         ended_B = live_B & jnp.isin(drawn_B, jnp.asarray(eos_ids))
         return state.replace(
@@ -101,7 +137,7 @@ def make_generate(cfg: ModelConfig, generation: Generation, eos_ids: tuple[int, 
             cache=kv_cache.repeat_rows(cache, num_generations),
             column=jnp.int32(width),
         )
-        return put_down(state, repeat(decoder.logits(layered, hidden[:, -1])), temperature)
+        return put_down(state, repeat(decoder.logits(layered, cfg, hidden[:, -1])), temperature)
 
     def decode_step(_, carry):
         state, layered, temperature = carry
@@ -111,37 +147,36 @@ def make_generate(cfg: ModelConfig, generation: Generation, eos_ids: tuple[int, 
         hidden, cache = decoder.forward_cached(
             layered, cfg, tokens_B1, positions_B1, state.token_mask, state.cache, newest
         )
-        scores_BV = constrain(decoder.logits(layered, hidden[:, 0]), "batch", "vocab")
+        scores_BV = constrain(decoder.logits(layered, cfg, hidden[:, 0]), "batch", "vocab")
         return put_down(state.replace(cache=cache), scores_BV, temperature), layered, temperature
 
     @partial(jax.jit, donate_argnums=0)
     def decode_chunk(state: Decoding, layered, temperature) -> Decoding:
         return jax.lax.fori_loop(0, chunk, decode_step, (state, layered, temperature))[0]
 
-    @jax.jit
-    def as_rollout(state: Decoding) -> Rollout:
-        tokens, mask, logprobs = (x[:, : width + new] for x in (state.tokens, state.token_mask, state.logprobs))
-        completion = mask & (jnp.arange(width + new) >= width)
-        return Rollout(*(constrain(x, "batch", "seq") for x in (tokens, mask, completion, logprobs)), state.finished)
+    compiled = {}
 
-    prepare = jax.jit(partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=layered_shardings)
+    def prepare(params):
+        """Weights as sampling wants them: by layer, and gathered over fsdp once instead of for every token."""
+        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
+        if (place := (treedef, *leaves)) not in compiled:
+            by_layer = decoder.by_layer(
+                treedef.unflatten(leaves), cfg, lambda s, _: NamedSharding(s.mesh, P(*s.spec[1:]))
+            )
+            compiled[place] = jax.jit(
+                partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=jax.tree.map(gathered, by_layer)
+            )
+        return compiled[place](params)
 
-    def generate(params, prompts: Prompts, key, num_generations: int = 1, temperature: float = generation.temperature):
+    def stream(params, prompts: Prompts, key, num_generations: int = 1, temperature: float = generation.temperature):
         layered = prepare(params)
         temperature = jnp.float32(temperature)
         state = prefill(layered, prompts, key, temperature, num_generations)
+        yield state
         for _ in range(num_chunks if chunk else 0):
             if not bool(state.running.any()):
                 break
             state = decode_chunk(state, layered, temperature)
-        return as_rollout(state)
+            yield state
 
-    return generate
-
-
-def _layered_shardings(cfg: ModelConfig):
-    """Where `per_layer` weights live while sampling: whole over fsdp, divided over tp."""
-    table = decoder.weights(cfg)
-    one_layer = weights.shardings(decoder.layer_weights(cfg), ROLLOUT_RULES)
-    rest = weights.shardings({name: table[name] for name in ("embed", "final_norm")}, ROLLOUT_RULES)
-    return rest | {"layers": [one_layer] * cfg.num_layers}
+    return stream

@@ -1,0 +1,299 @@
+"""LoRA and QLoRA: fresh adapters change nothing, only adapters learn, and bytes are what they should be."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_params, ragged_prompts, set_mesh
+
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, pairs
+from tunix_lite.models.quantize import init_stored, quantize, stored
+from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
+from tunix_lite.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
+from tunix_lite.parallel.mesh import put
+from tunix_lite.policy import make_policy, token_logprobs
+from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.step import make_train_step
+from tunix_lite.types import Batch, TrainState
+
+CFG = ModelConfig(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
+LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
+
+
+@functools.cache
+def base_in_numpy(storage: str):
+    """Random weights stored as a base would be."""
+    mesh = set_mesh(1, 1)
+    wanted = stored(decoder.weights(CFG), storage)
+
+    def pack(x, leaf):
+        if isinstance(leaf, Weight):
+            return x.astype(leaf.dtype)
+        one = functools.partial(quantize, like=jax.tree.map(weights.unstacked, leaf, is_leaf=weights.is_weight))
+        one = functools.partial(one, inputs=leaf.codes.inputs)
+        return jax.vmap(one)(x) if leaf.codes.is_stacked else one(x)
+
+    packed = jax.jit(lambda p: jax.tree.map(pack, p, wanted, is_leaf=lambda leaf: not isinstance(leaf, dict)))
+    with jax.set_mesh(mesh):
+        return jax.tree.map(np.asarray, packed(random_params(CFG, 0, 0.15)))
+
+
+def base_of(storage: str = "fp32"):
+    """The same on the current mesh."""
+    mesh = jax.sharding.get_mesh()
+    values = base_in_numpy(storage)
+    jax.set_mesh(mesh)
+    return jax.tree.map(jax.device_put, values, weights.shardings(stored(decoder.weights(CFG), storage)))
+
+
+def adapters_of(lora: LoraConfig = LORA, seed: int = 1, trained: bool = True):
+    table = adapter_weights(decoder.weights(CFG), lora)
+    if not trained:
+        return init_params(table, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    draw = lambda w: put(rng.normal(0, 0.1, w.shape).astype(np.float32), *w.axes)  # noqa: E731
+    return jax.tree.map(draw, table, is_leaf=weights.is_weight)
+
+
+def logits(params, tokens, dtype=jnp.float32):
+    @jax.jit
+    def run(params):
+        return decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, jnp.ones_like(tokens, bool), dtype))
+
+    return run(params)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12))
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8", "nf4"])
+def test_fresh_adapters_change_nothing_bit_for_bit(storage):
+    base = base_of(storage)
+    with_adapters = attach(base, adapters_of(trained=False), LORA)
+    np.testing.assert_array_equal(logits(with_adapters, TOKENS), logits(base, TOKENS))
+
+
+def test_an_adapter_adds_scale_times_a_b():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(3, 2, 6)), rng.normal(size=(2, 6, 4, 5))
+    a, b = rng.normal(size=(2, 6, 3)), rng.normal(size=(3, 4, 5))
+    expected = np.einsum("bij,ijkl->bkl", x, w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b))
+    leaf = Lora(*(jnp.asarray(v) for v in (w, a, b)), scale=0.5)
+    np.testing.assert_allclose(project(jnp.asarray(x), leaf, inputs=2), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        dense(leaf, 2), w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape, storage", [((4, 1), "nf4"), ((1, 4), "int8"), ((2, 2), "nf4"), ((2, 2), "fp32")])
+def test_the_mesh_does_not_change_what_adapters_say(shape, storage):
+    expected = np.asarray(logits(attach(base_of(storage), adapters_of(), LORA), TOKENS))
+    set_mesh(*shape)
+    np.testing.assert_allclose(logits(attach(base_of(storage), adapters_of(), LORA), TOKENS), expected, atol=2e-5)
+
+
+def test_adapters_lie_as_their_weights_do():
+    set_mesh(2, 2)
+    P = jax.sharding.PartitionSpec
+    placed = {path: (a.sharding.spec, b.sharding.spec) for path, (a, b) in pairs(adapters_of()).items()}
+    assert placed["groups/0/q"] == (P(None, "fsdp", None), P(None, None, "tp", None))
+    assert placed["tail/0/down"] == (P("tp", None), P(None, "fsdp"))
+    assert placed["groups/1/o"] == (P(None, "tp", None, None), P(None, None, "fsdp"))
+
+
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        ("attention/q", "matches no weight; paths look like groups/0/q, groups/0/k, groups/0/v"),
+        (".*", "matches embed, which is not a projection"),
+        (".*/(q|q_norm)", "which is not a projection"),
+    ],
+)
+def test_targets_that_are_no_projections_are_refused(targets, message):
+    with pytest.raises(ValueError, match=message):
+        adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=targets))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rank": -1}, "rank=-1 must not be negative"),
+        ({"rank": 4, "alpha": 0.0}, "alpha=0.0 must be above 0"),
+        ({"rank": 4, "dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"rank": 4, "base": "fp4"}, "base='fp4'; it is one of fp32, bf16, int8, nf4"),
+        ({"rank": 4, "targets": "("}, "is not a regular expression"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**settings)
+
+
+# ---- quantised bases
+
+
+def test_nf4_has_the_levels_that_were_published():
+    published = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+                 0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]  # fmt: skip
+    np.testing.assert_allclose(nf4_levels(), published, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage, levels", [("int8", 255), ("nf4", 16)])
+def test_every_element_is_the_nearest_level_of_its_block(storage, levels):
+    values = np.random.default_rng(0).normal(size=(256, 6)).astype(np.float32)
+    values[:64, 0] = 0.0  # a block without a scale
+    like = stored({"w": Weight(values.shape, ("embed", "mlp"))}, storage)["w"]
+    packed = quantize(jnp.asarray(values), like, 1)
+    block = {"int8": 128, "nf4": 64}[storage]
+    grid = np.arange(-127, 128) / 127 if storage == "int8" else np.asarray(nf4_levels(), np.float64)
+    assert len(grid) == levels
+    expected = np.empty_like(values)
+    for column in range(values.shape[1]):
+        for start in range(0, 256, block):
+            part = values[start : start + block, column].astype(np.float64)
+            largest = np.abs(part).max() or 1.0
+            nearest = np.abs(part[:, None] / largest - grid[None]).argmin(axis=1)
+            expected[start : start + block, column] = grid[nearest] * largest
+    np.testing.assert_allclose(dense(packed, 1), expected, atol=1e-5)
+    bits = packed.codes.nbytes * 8 / values.size
+    assert bits == {"int8": 8, "nf4": 4}[storage]
+
+
+def test_a_quantised_base_takes_the_bytes_that_it_should():
+    """Of all projections: 8 bits and a float32 for 128 elements, 4 bits and a float32 for 64; bfloat16 has 16."""
+    cfg = ModelConfig(64, 2, 256, 4, 2, 64, 512, pattern=("global",), window=None)
+    size = {}
+    for storage in ("bf16", "int8", "nf4"):
+        params = init_stored(decoder.weights(cfg), jax.random.key(0), storage)
+        projections = {name: leaf for name, leaf in params["groups"]["0"].items() if "norm" not in name}
+        size[storage] = sum(x.nbytes for x in jax.tree.leaves(projections))
+    assert size["nf4"] / size["bf16"] == pytest.approx((4 + 32 / 64) / 16, abs=1e-3)  # 0.281
+    # o's blocks end with the head: 64
+    assert size["int8"] / size["bf16"] == pytest.approx((8 + 32 / 128) / 16, abs=0.005)  # 0.516
+
+
+def test_random_bases_are_the_random_weights_quantised():
+    table = decoder.weights(CFG)
+    plain = init_params(table, jax.random.key(3))
+    packed = init_stored(table, jax.random.key(3), "int8")
+    np.testing.assert_allclose(
+        dense(jax.tree.map(lambda x: x[0], packed["groups"]["0"]["q"])), plain["groups"]["0"]["q"][0], atol=2e-3
+    )
+    assert packed["embed"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("storage, bound", [("int8", 0.03), ("nf4", 0.3)])
+def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
+    whole, packed = (np.asarray(logits(base_of(s), TOKENS)) for s in ("bf16", storage))
+    error = np.linalg.norm(packed - whole) / np.linalg.norm(whole)
+    assert 0 < error < bound
+
+
+# ---- training
+
+
+def batch() -> Batch:
+    mask = np.ones_like(TOKENS, bool)
+    weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
+    return jax.tree.map(lambda x: put(x, "batch", "seq"), Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))
+
+
+class Likelihood:
+    """The negative log-likelihood of the batch."""
+
+    def loss(self, logprobs, batch):
+        return -jnp.sum(batch.loss_weight * logprobs), {}
+
+
+def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1):
+    policy = make_policy(CFG, None, 1.0)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
+    params = adapters_of(lora)
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+    train_step = make_train_step(policy, Likelihood(), optimizer, micro_batches, lora, seed=5)
+    losses = []
+    for _ in range(steps):
+        state, metrics = train_step(state, frozen, batch())
+        losses.append(float(metrics["train/loss"]))
+    return state, losses
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8", "nf4"])
+def test_only_adapters_learn_and_the_base_stays(storage):
+    frozen = base_of(storage)
+    before = jax.tree.map(np.asarray, frozen)
+    state, losses = one_update(LORA, frozen, steps=3)
+    assert losses[2] < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, frozen, before)
+    for path, (a, b) in pairs(state.params).items():
+        first = pairs(adapters_of())[path]
+        assert not np.array_equal(a, first[0]) and not np.array_equal(b, first[1]), path
+    moments = [x for x in jax.tree.leaves(state.opt_state) if getattr(x, "ndim", 0)]
+    assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def test_gradients_of_adapters_are_those_of_the_merged_weight():
+    """dL/da = scale * dL/dW b^T and dL/db = scale * a^T dL/dW, by the chain rule from the gradient of plain weights."""
+    base, adapters = base_of(), adapters_of()
+    mask = np.ones_like(TOKENS, bool)
+
+    def loss(params):
+        return -jnp.sum(token_logprobs(params, TOKENS, mask, cfg=CFG))
+
+    merged = jax.tree.map(lambda leaf: leaf, base)
+    for path, (a, b) in pairs(adapters).items():
+        part, place, name = path.split("/")
+        inputs = decoder.layer_weights(CFG)[name].inputs
+        leaf = Lora(merged[part][place][name], a, b, scale=LORA.scale)
+        one = lambda x, i=inputs: dense(x, i)  # noqa: E731
+        merged[part][place][name] = jax.vmap(one)(leaf) if part == "groups" else one(leaf)
+    whole = jax.jit(jax.grad(loss))(merged)["tail"]["0"]["gate"]
+    ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, LORA))))(adapters)["tail"]["0"]["gate"]
+    a, b = pairs(adapters)["tail/0/gate"]
+    np.testing.assert_allclose(ours["a"], LORA.scale * whole @ b.T, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours["b"], LORA.scale * a.T @ whole, rtol=1e-3, atol=1e-3)
+
+
+def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():
+    dropping = LoraConfig(rank=4, alpha=8.0, base="fp32", dropout=0.5, targets=".*/(q|down)")
+    frozen = base_of()
+    whole, first = one_update(dropping, frozen, steps=2)
+    parts, second = one_update(dropping, frozen, micro_batches=2, steps=2)
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole.params, parts.params)
+    _, without = one_update(dataclasses.replace(dropping, dropout=0.0), frozen)
+    assert abs(first[0] - without[0]) > 1e-3
+
+
+def test_dropout_keeps_the_mean_and_drops_its_share():
+    x = jnp.ones((64, 8, 100))
+    dropped = weights.drop(x, jax.random.split(jax.random.key(0), 64), 0.25)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.max()) == pytest.approx(1 / 0.75)
+
+
+def test_sampling_and_scoring_agree_under_adapters():
+    acting = attach(base_of("nf4"), adapters_of(), LORA)
+    generate = make_generate(CFG, Generation(10, 8), (1,), 0)
+    rollout = generate(acting, ragged_prompts(3, 64), jax.random.key(0), 2)
+    scored = jax.jit(lambda p: token_logprobs(p, rollout.tokens, rollout.token_mask, cfg=CFG))(acting)
+    gap = jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0)
+    assert float(jnp.abs(gap).max()) < 1e-4
+
+
+def test_adapters_decay_and_biases_do_not():
+    assert all(jax.tree.leaves(is_matrix(adapters_of())))
+    assert is_matrix({"q_bias": 1, "q_norm": 1, "q": 1}) == {"q_bias": False, "q_norm": False, "q": True}
+
+
+def test_without_a_base_the_params_act_themselves():
+    params = {"w": 1}
+    assert attached(None, params, None) is params
+    assert isinstance(attached(base_of(), adapters_of(), LORA)["tail"]["0"]["q"], Lora)
+    assert isinstance(base_of("int8")["tail"]["0"]["q"], Int8) and isinstance(base_of("nf4")["tail"]["0"]["q"], Nf4)

@@ -1,0 +1,134 @@
+"""The sizes in conf/model/ are the published ones: parameter counts, shapes, and which meshes divide them."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.models import decoder, weights
+
+CONF = Path(__file__).parents[1] / "conf" / "model"
+NOT_A_SIZE = {"bundled", "random"}
+
+
+def vision_of_gemma3(embed_dim: int) -> int:
+    """Parameters of what the checkpoints from 4b on hold beside the text model: SigLIP, and the way into its stream.
+
+    A tower of 27 layers, 1152 wide, over 64 x 64 patches of 14 x 14 pixels, with biases everywhere; then a norm and a
+    projection without bias.
+    """
+    D, F = 1152, 4304
+    patches = 14 * 14 * 3 * D + D + 64 * 64 * D
+    layer = 4 * (D * D + D) + (D * F + F) + (F * D + D) + 2 * 2 * D
+    return patches + 27 * layer + 2 * D + D + D * embed_dim
+
+
+# What the hub counts in the safetensors of each size, a head that is the embedding counted once.
+PUBLISHED = {
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 4_300_079_472 - vision_of_gemma3(2560),
+    "gemma3_12b": 12_187_325_040 - vision_of_gemma3(3840),
+    "gemma3_27b": 27_432_406_640 - vision_of_gemma3(5376),
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_1.5b": 1_543_714_304,
+    "qwen2.5_3b": 3_085_938_688,
+    "qwen2.5_7b": 7_615_616_512,
+    "qwen2.5_14b": 14_770_033_664,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+    "qwen3_0.6b": 751_632_384 - 151_936 * 1024,  # the file holds the embedding a second time, as the head
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.1_70b": 70_553_706_496,
+    "llama3.2_1b": 1_235_814_400,
+    "llama3.2_3b": 3_212_749_824,
+    "llama3.3_70b": 70_553_706_496,
+}
+
+# Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads; feed-forward and vocabulary always divide.
+REFUSED = {
+    ("gemma3_270m", 8),  # 4 heads
+    ("gemma3_1b", 8),  # 4
+    ("qwen2.5_0.5b", 4),  # 14
+    ("qwen2.5_0.5b", 8),
+    ("qwen2.5_1.5b", 8),  # 12
+    ("qwen2.5_7b", 8),  # 28
+}
+
+
+@cache
+def model(name: str):
+    """The model's settings, its architecture included, with nothing to download."""
+    return compose([f"model={name}", "model.weights=random"]).model
+
+
+def test_every_size_has_a_published_count():
+    assert {file.stem for file in CONF.glob("*.yaml")} - NOT_A_SIZE == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_size_has_as_many_parameters_as_published(name):
+    assert weights.num_params(decoder.weights(model(name).architecture)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_size_runs_in_shape(name):
+    cfg = model(name).architecture
+
+    def run(params, tokens_BT, token_mask_BT):
+        hidden_BTD = decoder.forward(params, cfg, tokens_BT, token_mask_BT, jnp.bfloat16)
+        return hidden_BTD, decoder.logits(params, cfg, hidden_BTD)
+
+    params = weights.shapes(decoder.weights(cfg), jnp.bfloat16)
+    tokens_BT, token_mask_BT = (jax.ShapeDtypeStruct((2, 64), dtype) for dtype in (jnp.int32, bool))
+    hidden_BTD, logits_BTV = jax.eval_shape(run, params, tokens_BT, token_mask_BT)
+    assert (hidden_BTD.shape, hidden_BTD.dtype) == ((2, 64, cfg.embed_dim), jnp.bfloat16)
+    assert (logits_BTV.shape, logits_BTV.dtype) == ((2, 64, cfg.vocab_size), jnp.float32)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_mesh_is_refused_exactly_where_it_does_not_divide_and_the_dim_is_named(name, tp):
+    cfg = model(name).architecture
+    dims = {"heads": cfg.num_heads, "mlp": cfg.mlp_dim, "vocab": cfg.vocab_size}  # key/value heads may stay whole
+    undivided = [f"{dim}={size} is not a multiple of the mesh's tp={tp}" for dim, size in dims.items() if size % tp]
+    assert bool(undivided) == ((name, tp) in REFUSED)
+    table, mesh = decoder.weights(cfg), jax.sharding.AbstractMesh((1, tp), ("fsdp", "tp"))
+    if not undivided:
+        return weights.check_divisible(table, mesh)
+    with pytest.raises(ValueError, match="|".join(undivided)):
+        weights.check_divisible(table, mesh)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_size_has_as_many_parameters_as_transformers_gives_it(name):
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    cfg, family = model(name).architecture, model(name).family
+    settings = {"gemma3": "Gemma3TextConfig"}.get(family, f"{family.capitalize()}Config")
+    config = getattr(transformers, settings)(
+        vocab_size=cfg.vocab_size,
+        num_hidden_layers=cfg.num_layers,
+        hidden_size=cfg.embed_dim,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        intermediate_size=cfg.mlp_dim,
+        tie_word_embeddings=cfg.tied,
+    )
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
+    ours = weights.num_params(decoder.weights(cfg))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == ours

@@ -1,0 +1,600 @@
+"""Text to tokens and back: one BOS, the EOS set, streams of characters, and chat templates as transformers renders them."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tunix_lite.models import tokenizer as rooms
+from tunix_lite.models.tokenizer import Tokenizer
+
+TEXTS = ["Hello, world!", "Grüße, 你好!", "🦜🏴‍☠️ and é", "a\n\n  b\tc", "x" * 40, "\ufffd stays", ""]
+CORPUS = ["the user asks, the assistant answers: hello world 0123456789\n", *TEXTS]
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def byte_level(special: list[str], single: str | None = None) -> tokenizers.Tokenizer:
+    """Qwen's and Llama's kind; `single` is what the post-processor makes of a text."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens(special)
+    if single:
+        template = processors.TemplateProcessing(single, special_tokens=[(t, made.token_to_id(t)) for t in special])
+        made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return made
+
+
+def byte_fallback(special: list[str], single: str | None = None) -> tokenizers.Tokenizer:
+    """Gemma's kind: what has no piece of its own is written in byte tokens."""
+    pieces = [
+        *special,
+        "<unk>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *map(chr, range(33, 127)),
+        "▁",
+        "\n",
+        "▁t",
+        "he",
+        "▁the",
+    ]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
+    made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(special)
+    if single:
+        made.post_processor = processors.TemplateProcessing(single, special_tokens=[(t, vocab[t]) for t in special])
+    return made
+
+
+GEMMA = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write(folder, backend, template=None, *, bos=None, eos, pad=None, eos_ids=None, config=None):
+    """A model's folder, less the model."""
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+        **(config or {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    eos_ids = backend.token_to_id(eos) if eos_ids is None else eos_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
+    return folder
+
+
+def gemma(folder, template=None, single="<bos> $A", **more):
+    return write(
+        folder, byte_fallback(GEMMA, single), template, bos="<bos>", eos="<eos>", pad="<pad>", eos_ids=[1, 4], **more
+    )
+
+
+def llama(folder, template=None, single="<|begin_of_text|> $A", **more):
+    return write(folder, byte_level(LLAMA, single), template, bos=LLAMA[0], eos="<|eot_id|>", **more)
+
+
+def qwen(folder, template=None, **more):
+    return write(folder, byte_level(QWEN), template, eos="<|im_end|>", pad="<|endoftext|>", **more)
+
+
+# --- what a folder says
+
+
+def test_the_end_is_the_set_of_generation_config_and_else_the_eos_of_the_config(tmp_path):
+    folder = gemma(tmp_path / "g", CHATML)
+    assert Tokenizer.load(folder).eos_ids == (1, 4)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    assert Tokenizer.load(folder).eos_ids == (1,)
+    (folder / "config.json").unlink()
+    assert Tokenizer.load(folder).eos_ids == (1,)  # that is <eos>, by name
+
+
+def test_a_model_without_a_pad_token_fills_with_0(tmp_path):
+    assert Tokenizer.load(llama(tmp_path / "l", CHATML)).pad_id == 0
+    made = Tokenizer.load(qwen(tmp_path / "q", CHATML))
+    assert made.pad_id == made.backend.token_to_id("<|endoftext|>")
+
+
+def test_truncation_and_padding_that_a_file_carries_are_not_ours(tmp_path):
+    backend = byte_level(QWEN)
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    made = Tokenizer.load(write(tmp_path / "q", backend, CHATML, eos="<|im_end|>"))
+    assert made.decode(made.encode("hello hello hello hello")) == "hello hello hello hello"
+
+
+@pytest.mark.parametrize("where", ["jinja", "config", "list", "legacy", "config before legacy"])
+def test_a_template_is_found_in_each_of_its_places(tmp_path, where):
+    mine = "mine {{ messages[0].content }}"
+    config = {
+        "config": mine,
+        "config before legacy": mine,
+        "list": [{"name": "rag", "template": "no"}, {"name": "default", "template": mine}],
+    }
+    config |= {"jinja": "no"}
+    folder = qwen(tmp_path / "q", mine if where == "jinja" else None, config={"chat_template": config.get(where)})
+    if "legacy" in where:
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": mine if where == "legacy" else "no"}))
+    assert Tokenizer.load(folder).chat([{"role": "user", "content": "ü"}]) == "mine ü"
+
+
+def test_special_tokens_of_every_kind_reach_the_template(tmp_path):
+    config = {
+        "eos_token": {"content": "<|im_end|>"},
+        "add_bos_token": True,
+        "extra_special_tokens": {"image_token": "<img>"},
+    }
+    template = "{{ eos_token }} {{ image_token }} {{ bos_token is defined }} {{ add_bos_token is defined }}"
+    made = Tokenizer.load(qwen(tmp_path / "q", template, config=config))
+    assert made.chat([{"role": "user", "content": ""}]) == "<|im_end|> <img> False False"
+    folder = qwen(tmp_path / "r", template)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"image_token": "<old>"}))
+    assert "<old>" in Tokenizer.load(folder).chat([{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    "file, text, says",
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "rag", "template": ""}]}',
+            "names the chat templates rag, no `default`",
+        ),
+        ("generation_config.json", '{"eos_token_id": []}', "names no end-of-sequence token"),
+        ("chat_template.jinja", "{{ 1 }}\n{% if %}", "chat_template.jinja has an error in line 2"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "\\n\\n{% for %}"}',
+            "tokenizer_config.json has an error in line 3",
+        ),
+    ],
+)
+def test_a_file_that_says_too_little_is_named(tmp_path, file, text, says):
+    folder = write(tmp_path / "q", byte_level(["</s>"]), eos="</s>", config={"eos_token": None})
+    (folder / file).unlink(missing_ok=True)
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        Tokenizer.load(folder)
+
+
+def test_the_files_of_a_tokenizer_are_listed_for_an_export(tmp_path):
+    there = {file.name for file in qwen(tmp_path / "q", CHATML).iterdir()}
+    assert there - set(rooms.FILES) == {"generation_config.json"}
+
+
+# --- one BOS
+
+
+def test_a_bos_is_there_exactly_once_whoever_writes_it(tmp_path):
+    without, with_bos = CHATML, "{{ bos_token }}" + CHATML
+    for i, (template, single) in enumerate(
+        [(with_bos, "<|begin_of_text|> $A"), (without, "<|begin_of_text|> $A"), (with_bos, None)]
+    ):
+        made = Tokenizer.load(llama(tmp_path / str(i), template, single))
+        bos = made.backend.token_to_id("<|begin_of_text|>")
+        for asked in ("hello", [{"role": "user", "content": "hello"}]):
+            ids = made.prompt(asked)
+            assert ids[0] == bos and ids.count(bos) == 1
+    made = Tokenizer.load(qwen(tmp_path / "q", CHATML))
+    assert made.prompt("hi") == made.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_second_bos_is_refused_but_a_token_that_opens_every_turn_is_none(tmp_path):
+    for i, (template, text) in enumerate([("{{ bos_token }}{{ bos_token }}", "x"), (CHATML, "x <|begin_of_text|>")]):
+        for single in ("<|begin_of_text|> $A", None)[: 2 - i]:
+            with pytest.raises(ValueError, match=r"more than one <\|begin_of_text\|>"):
+                Tokenizer.load(llama(tmp_path / "l", template, single)).prompt(text)
+    made = Tokenizer.load(write(tmp_path / "s", byte_level(QWEN), CHATML, bos="<|im_start|>", eos="<|im_end|>"))
+    assert made.prompt("hi").count(made.backend.token_to_id("<|im_start|>")) == 2
+
+
+@pytest.mark.parametrize("single", ["<bos> $A", "<bos> $A <eos>", "$A <eos>", None])
+def test_a_model_without_a_template_goes_on_with_plain_text(tmp_path, single):
+    made = Tokenizer.load(gemma(tmp_path / "g", None, single))
+    assert not made.has_chat_template
+    start = [2] if single and single.startswith("<bos>") else []
+    assert made.prompt("the 你") == start + made.encode("the 你")
+    assert made.prompt("<bos>the") == made.encode("<bos>the")
+    assert made.demonstration("2 + 2 =", " 4") == [*made.encode(" 4"), 1]
+    assert made.demonstration("2 + 2 =", " 4<eos> 5") == [*made.encode(" 4"), 1]
+    for call in (made.chat, made.prompt):
+        with pytest.raises(ValueError, match="has no chat template .* base model"):
+            call([{"role": "user", "content": "hi"}])
+
+
+def test_a_demonstration_ends_as_the_template_ends_a_turn(tmp_path):
+    made = Tokenizer.load(qwen(tmp_path / "q", CHATML))
+    assert made.demonstration("hi", "ho") == made.encode("ho<|im_end|>")
+    open_end = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    made = Tokenizer.load(qwen(tmp_path / "r", open_end))
+    assert made.demonstration("hi", "ho") == made.encode("ho <|im_end|>")
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("kind", [gemma, llama])
+@pytest.mark.parametrize("skip_special", [True, False])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_stream_gives_whole_characters_that_add_up_to_the_text(tmp_path, kind, skip_special, step):
+    made = Tokenizer.load(kind(tmp_path / "m", CHATML))
+    end = "<end_of_turn>" if kind is gemma else "<|eot_id|>"
+    for text in [*TEXTS, f"你{end}好", " ".join(TEXTS) * 3]:
+        for cut in (0, 1, 2):  # the last tokens left off: a character may be broken for good
+            ids = made.encode(text + end)[: -1 - cut or None]
+            stream = made.stream(skip_special)
+            pieces = [stream.feed(ids[i : i + step]) for i in range(0, len(ids), step)]
+            if not cut and "\ufffd" not in text:
+                assert not any("\ufffd" in piece for piece in pieces)
+            assert "".join(pieces) + stream.end() == made.decode(ids, skip_special)
+
+
+def test_a_stream_of_bytes_that_are_no_character_is_what_decode_says(tmp_path):
+    made = Tokenizer.load(gemma(tmp_path / "g", CHATML))
+    bytes_ = [made.backend.token_to_id(f"<0x{b:02X}>") for b in (*"你".encode(), 0xE4, 0xBD)]
+    for tail in (made.encode("a"), []):
+        stream = made.stream()
+        pieces = [stream.feed([i]) for i in bytes_ + tail]
+        assert "".join(pieces) + stream.end() == made.decode(bytes_ + tail)
+
+
+def test_a_long_stream_decodes_only_its_end(tmp_path):
+    stream = Tokenizer.load(llama(tmp_path / "l", CHATML)).stream()
+    for token in stream.tokenizer.encode("hello world\n" * 200):
+        stream.feed([token])
+        assert len(stream.ids) < 8
+
+
+# --- templates are strangers' programs
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ dict.__call__.__self__.x }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__dict__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ namespace.__globals__.os }}",
+        "{{ self.__init__.__globals__.os }}",
+        "{{ range(10 ** 9) }}",
+        "{{ messages[0].content | attr('__class__') | attr('__mro__') + [] }}",
+    ],
+)
+def test_the_sandbox_lets_nothing_out(tmp_path, template):
+    with pytest.raises(ValueError, match="chat_template.jinja fails in line 2"):
+        Tokenizer.load(qwen(tmp_path / "q", "\n" + template)).chat([{"role": "user", "content": ""}])
+
+
+def test_an_object_that_can_act_does_not_reach_a_template(tmp_path):
+    made = Tokenizer.load(qwen(tmp_path / "q", "{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match="takes texts, numbers, lists and dicts; this is a PosixPath"):
+        made.chat([{"role": "user", "content": tmp_path}])
+    with pytest.raises(ValueError, match="a message is a dict of role and content; this one is 'h'"):
+        made.chat("hi")
+
+
+def test_a_template_that_refuses_says_so_with_its_file_and_line(tmp_path):
+    made = Tokenizer.load(qwen(tmp_path / "q", "a\n{{ raise_exception('users first') }}"))
+    with pytest.raises(ValueError, match=r"q/chat_template.jinja fails in line 2: users first"):
+        made.chat([{"role": "system", "content": ""}])
+    made = Tokenizer.load(qwen(tmp_path / "r", "\n\n{{ messages[0].text + '' }}"))
+    with pytest.raises(ValueError, match=r"r/chat_template.jinja fails in line 3: .*no attribute 'text'"):
+        made.chat([{"role": "user", "content": ""}])
+    with pytest.raises(ValueError, match="at least one message"):
+        made.chat([])
+
+
+def test_templates_get_tools_the_day_and_variables_of_the_caller(tmp_path, monkeypatch):
+    class Clock:
+        @staticmethod
+        def now():
+            return __import__("datetime").datetime(2024, 7, 26)
+
+    monkeypatch.setattr(rooms, "datetime", Clock)
+    template = (
+        "{{ strftime_now('%d %b %Y') }}{{ tools | tojson }}{{ documents }}{{ thinking }}{{ add_generation_prompt }}"
+    )
+    made = Tokenizer.load(qwen(tmp_path / "q", template))
+    asked = [{"role": "user", "content": "hi"}]
+    said = made.chat(asked, tools=[{"b": "<é>", "a": (1, None)}], thinking=False)
+    assert said == '26 Jul 2024[{"b": "<é>", "a": [1, null]}]NoneFalseTrue'
+    assert made.chat(asked, add_generation_prompt=False) == "26 Jul 2024nullNoneFalse"
+    assert made.prompt("hi", thinking=1) == made.encode("26 Jul 2024nullNone1True")
+
+
+# --- byte for byte what transformers says: templates written here in the manner of each family
+
+GEMMA_TEMPLATE = r"""{{ bos_token }}
+{%- set turns = messages -%}
+{%- set opening = '' -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set turns = messages[1:] -%}
+    {%- set opening = messages[0]['content'] if messages[0]['content'] is string else messages[0]['content'][0]['text'] -%}
+    {%- set opening = opening + '\n\n' -%}
+{%- endif -%}
+{%- for turn in turns -%}
+    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('user and model take turns') }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + ('model' if turn['role'] == 'assistant' else turn['role']) + '\n' + (opening if loop.first else '') }}
+    {%- if turn['content'] is string -%}
+        {{ turn['content'] | trim }}
+    {%- elif turn['content'] is iterable -%}
+        {%- for part in turn['content'] -%}{{ part['text'] | trim if part['type'] == 'text' else '<image>' }}{%- endfor -%}
+    {%- else -%}
+        {{ raise_exception('neither text nor parts') }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\n' }}
+{%- endif -%}
+"""
+QWEN_25_TEMPLATE = r"""{%- set first = messages[0]['content'] if messages[0]['role'] == 'system' else 'You help.' %}
+{{- '<|im_start|>system\n' + first }}
+{%- if tools %}
+    {{- "\n\n# Tools\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools> {\"name\": <name>, \"arguments\": <args>}" }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+QWEN_3_TEMPLATE = r"""{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- if tools %}{%- for tool in tools %}{{- tool | tojson(indent=2, sort_keys=true) }}{%- endfor %}{%- endif %}
+{%- set ns = namespace(looking=true, last_asked=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if ns.looking and message.role == "user" and message.content is string and not message.content.startswith('<tool_response>') %}
+        {%- set ns.looking = false %}
+        {%- set ns.last_asked = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" %}
+        {%- set thought = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last_asked and (loop.last or thought) %}
+            {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
+        {%- endif %}
+        {%- generation %}{{- content.lstrip('\n') + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\n' }}
+    {%- elif message.role in ('user', 'tool') or not loop.first %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- else %}
+        {%- continue %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA_TEMPLATE = r"""{{- bos_token }}
+{%- if not tools_in_user_message is defined %}
+    {%- set tools_in_user_message = true %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+
+{#- the system's words go to the front #}
+{%- set system = '' %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if builtin_tools is defined or tools is not none %}
+    {{- "Environment: ipython\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\n\n" }}
+{%- if tools is not none and not tools_in_user_message %}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}
+{%- endif %}
+{{- system + "<|eot_id|>" }}
+{%- if tools_in_user_message and not tools is none %}
+    {%- if messages | length == 0 %}{{- raise_exception("there is no user message to put tools in") }}{%- endif %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+    {{- (messages[0]['content'] | trim) + "<|eot_id|>" }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
+        {{- message.content | tojson if message.content is mapping else message.content }}
+        {{- "<|eot_id|>" }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}{{- raise_exception("one call at a time") }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}
+        {{- "}<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+FAMILIES = {
+    "gemma": (gemma, GEMMA_TEMPLATE),
+    "qwen2.5": (qwen, QWEN_25_TEMPLATE),
+    "qwen3": (qwen, QWEN_3_TEMPLATE),
+    "llama3": (llama, LLAMA_TEMPLATE),
+    "marked": (
+        qwen,
+        "{% for m in messages %}{% set x = 1 %}{% generation %}{% set x = 2 %}{{ m.role }}{% endgeneration %}{{ x }}\n\n{% if loop.index == 2 %}\n{% break %}{% endif %}{% endfor %}\n{{ dict(a=1) }}{{ dict.fromkeys('ab') }}{{ namespace(self=3).self }}",
+    ),
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "<b>'sum' & more — é</b>",
+        "parameters": {"z": 1, "a": [1.5, None, True]},
+    },
+}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": "ü<"}}}],
+}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def model(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CONVERSATIONS = {
+    "one": [user("What is 2 + 2?")],
+    "system": [
+        {"role": "system", "content": " Be brief.\n"},
+        user("  Hi \n"),
+        model("\n Hello.  "),
+        user("Grüße, 你好 🦜?"),
+    ],
+    "lines": [user("a\n\n  b\r\n\tc\n"), model("<think>\nhm\n</think>\n\nyes"), user(""), model("<think>so</think>no")],
+    "marks": [user("{{ 7 * 7 }} {% if %} <b>&amp;</b> \\n"), model('it\'s "quoted"')],
+    "parts": [user([{"type": "text", "text": " one "}, {"type": "image"}, {"type": "text", "text": "two"}])],
+    "reasoning": [
+        user("x"),
+        model("y", reasoning="why\n", name=None),
+        user("<tool_response>z</tool_response>"),
+        model("w", thinking="v"),
+    ],
+    "tools": [user("add"), CALL, {"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}, model("7")],
+    "wrong": [model("I speak first"), user("no")],
+}
+VARIABLES = [
+    {},
+    {"tools": [TOOL]},
+    {"tools": [TOOL], "tools_in_user_message": False, "date_string": "1 Jan 2020"},
+    {"enable_thinking": False, "documents": [{"title": "t", "text": "x"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """family -> ours and theirs, loaded from one folder."""
+    transformers = pytest.importorskip("transformers")
+    loaded = {}
+    for name, (make, template) in FAMILIES.items():
+        folder = make(tmp_path_factory.mktemp("families") / name, template)
+        loaded[name] = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    return loaded
+
+
+def outcome(call):
+    """What comes out, or that nothing does."""
+    try:
+        return call()
+    except Exception:
+        return "refused"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_templates_say_byte_for_byte_what_they_say_in_transformers(both, family, messages):
+    ours, theirs = both[family]
+    for variables in VARIABLES:
+        for more in (True, False):
+            values = {"add_generation_prompt": more, **variables}
+            mine = outcome(lambda: ours.chat(messages, **values))  # noqa: B023
+            assert mine == outcome(lambda: theirs.apply_chat_template(messages, tokenize=False, **values))  # noqa: B023
+            if mine == "refused":
+                continue
+            ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **values)
+            assert ours.encode(mine) == ids
+            if more and family != "marked":
+                assert ours.prompt(messages, **variables) == ids
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+            assert ours.decode(ids, skip_special=False) == theirs.decode(ids)
+
+
+@pytest.mark.parity
+def test_the_conversations_are_refused_only_where_a_template_means_to(both):
+    refused = {
+        (family, name)
+        for family, (ours, _) in both.items()
+        for name, messages in CONVERSATIONS.items()
+        if outcome(lambda: ours.chat(messages)) == "refused"  # noqa: B023
+    }
+    assert refused == {("gemma", "tools"), ("gemma", "wrong"), ("qwen2.5", "parts")}
+
+
+@pytest.mark.parity
+def test_special_tokens_and_plain_texts_are_those_of_transformers(both):
+    for ours, theirs in both.values():
+        assert {k: ours.special[k] for k in theirs.special_tokens_map} == theirs.special_tokens_map
+        for text in TEXTS:
+            assert [*ours.start_ids, *ours.encode(text)] == theirs(text)["input_ids"]

@@ -1,0 +1,345 @@
+"""How each family of models writes itself in Hugging Face layout: `config.json`, and the names of its tensors.
+
+A family is a `Family`: which flags of `ModelConfig` its models share, how fields map to keys of config.json, and what
+its tensors are called. What a config.json asks for and the decoder does not do is refused, never dropped in silence.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tunix_lite.models.decoder import ModelConfig, RopeScaling, layer_weights
+
+KINDS = {"sliding_attention": "local", "full_attention": "global"}
+KEYS = {  # ModelConfig field -> key of config.json
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+}
+TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+NAMES = {  # within model.layers.<i>.
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+QK_NORMS = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+QKV_BIASES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
+POST_NORMS = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+
+
+def local_by_list(hf: dict) -> list[str]:
+    """The kind of every layer: `layer_types` if given; else Qwen's way; else all global."""
+    count = hf["num_hidden_layers"]
+    if types := hf.get("layer_types"):
+        if len(types) != count or set(types) - set(KINDS):
+            raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
+        return [KINDS[t] for t in types]
+    first_local = hf.get("max_window_layers", count) if hf.get("use_sliding_window") else count
+    return ["global" if i < first_local else "local" for i in range(count)]
+
+
+def every_nth_global(n: int) -> Callable[[dict], list[str]]:
+    """As `local_by_list`, but without a list every nth layer is global, or as `sliding_window_pattern` says."""
+
+    def kinds(hf: dict) -> list[str]:
+        every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
+        count = hf["num_hidden_layers"]
+        listed = "layer_types" in hf and hf["layer_types"]
+        return local_by_list(hf) if listed else ["local" if (i + 1) % every else "global" for i in range(count)]
+
+    return kinds
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One family's layout. A new one of the same shape is an object of this class and nothing else."""
+
+    name: str
+    model_type: str  # in config.json
+    architecture: str  # the class in transformers
+    flags: dict[str, Any]  # fields of ModelConfig that all its models share
+    names: dict[str, str]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
+    keys: dict[str, str] = field(default_factory=lambda: KEYS)
+    fixed: dict[str, Any] = field(default_factory=dict)  # key -> the value that it must have if it is there
+    absent: dict[str, Any] = field(default_factory=dict)  # key -> its value where config.json leaves it out
+    kinds: Callable[[dict], list[str]] = local_by_list  # config.json -> the kind of every layer
+    has_windows: bool = True  # config.json lists the kinds of layers
+    rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
+    wrapper: str | None = None  # model_type of models that hold one of this family as their text part
+    prefixes: tuple[str, ...] = ()  # what such models put where our names begin with "model."
+    ignored: tuple[str, ...] = ()  # beginnings of tensor names that belong to their other parts
+
+
+GEMMA = {
+    "activation": "gelu",
+    "embed_scale": True,
+    "norm_plus_one": True,
+    "post_norms": True,
+    "qkv_bias": False,
+}
+LLAMA_LIKE = {
+    "activation": "silu",
+    "embed_scale": False,
+    "norm_plus_one": False,
+    "post_norms": False,
+    "attn_softcap": None,
+    "final_softcap": None,
+}
+GEMMA2 = Family(
+    name="gemma2",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    flags=GEMMA | {"qk_norm": False, "rope_scaling": None},
+    names=NAMES | POST_NORMS,
+    keys=KEYS
+    | {
+        "window": "sliding_window",
+        "query_scale": "query_pre_attn_scalar",
+        "attn_softcap": "attn_logit_softcapping",
+        "final_softcap": "final_logit_softcapping",
+    },
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
+    absent={"tie_word_embeddings": True, "rope_theta": 10_000.0},
+    kinds=every_nth_global(2),
+)
+GEMMA3 = Family(
+    name="gemma3",
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    flags=GEMMA | {"qk_norm": True, "attn_softcap": None, "final_softcap": None},
+    names=NAMES | POST_NORMS | QK_NORMS,
+    keys=KEYS | {"window": "sliding_window", "query_scale": "query_pre_attn_scalar"},
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    absent={  # the text part of published 4B to 27B models says only what differs from these
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    kinds=every_nth_global(6),
+    rope_by_kind=True,
+    wrapper="gemma3",
+    prefixes=("language_model.model.", "model.language_model."),
+    ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+QWEN2 = Family(
+    name="qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    flags=LLAMA_LIKE | {"qkv_bias": True, "qk_norm": False, "rope_scaling": None},
+    names=NAMES | QKV_BIASES,
+    keys=KEYS | {"window": "sliding_window"},
+    fixed={"hidden_act": "silu"},
+    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+)
+QWEN3 = Family(
+    name="qwen3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": True, "rope_scaling": None},
+    names=NAMES | QK_NORMS,
+    keys=KEYS | {"window": "sliding_window"},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+)
+LLAMA = Family(
+    name="llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False, "pattern": ("global",), "window": None},
+    names=NAMES,
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    has_windows=False,
+)
+FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3)}
+
+
+def find_family(name: str) -> Family:
+    """A family by its name here, or by the dotted path of a `Family` of the user's own. Raises ValueError."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    module, _, attribute = name.rpartition(".")
+    try:
+        family = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} is neither one of {', '.join(FAMILIES)} nor importable ({error})") from error
+    if not isinstance(family, Family):
+        raise ValueError(f"{name} is not a Family (docs/extend/model)")
+    return family
+
+
+# ---- config.json
+
+
+def read_config(folder: str | Path, family: Family | None = None) -> tuple[ModelConfig, Family]:
+    """The architecture of the model in `folder`, and its family: the one given, or by model_type.
+
+    Raises ValueError naming what is missing, not supported, or not of that family.
+    """
+    file = Path(folder) / "config.json"
+    if not file.parent.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json; a model folder in Hugging Face layout has one")
+    try:
+        hf = json.loads(file.read_text())
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"{file} is not JSON ({error})") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"{file} does not hold an object")
+    kind = hf.get("model_type")
+    known = [family] if family else FAMILIES.values()
+    found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
+    if found is None:
+        supported = ", ".join(str(f.model_type) for f in known)
+        raise ValueError(
+            f"{file}: model_type is {kind!r}; supported is {supported} (docs/extend/model says how to add)"
+        )
+    if kind == found.wrapper:
+        hf = hf.get("text_config") or {}
+    try:
+        return config_from(hf, found), found
+    except KeyError as error:
+        raise ValueError(f"{file}: {error} is missing") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def config_from(hf: dict, family: Family) -> ModelConfig:
+    """The architecture that a config.json describes."""
+    for key, wanted in family.fixed.items():
+        if hf.get(key, wanted) not in (wanted, wanted or None):
+            raise ValueError(f"{key}={hf[key]!r} is not supported; supported is {wanted!r}")
+    if hf.get("quantization_config"):
+        raise ValueError("quantization_config: weights stored quantised are not read; model.lora.base quantises others")
+    hf = family.absent | hf
+    hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+    if hf.get("head_dim") is None:
+        hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
+    values = {name: hf[key] for name, key in family.keys.items()}
+    values.setdefault("query_scale", hf["head_dim"])
+    kinds = family.kinds(hf)
+    values["pattern"] = shortest_pattern(kinds)
+    if "local" not in kinds:
+        values["window"] = None
+    return ModelConfig(**(values | _rope(hf, kinds) | family.flags))
+
+
+def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
+    """The shortest pattern that repeats to the list of layers."""
+    count = len(kinds)
+    period = next(p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count)))
+    return tuple(kinds[:period])
+
+
+def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
+    """The rope settings of local and of global layers, from the newer spelling or the older one."""
+    if given := hf.get("rope_parameters"):
+        by_kind = "full_attention" in given
+        local, whole = (given["sliding_attention"], given["full_attention"]) if by_kind else (given, given)
+    else:
+        whole = {"rope_theta": hf["rope_theta"], **(hf.get("rope_scaling") or {})}
+        local = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else whole
+    scaling = _scaling(whole)
+    if "local" in kinds and _scaling(local) is not None:
+        raise ValueError("rope scaling of layers with sliding attention is not supported")
+    return {
+        "rope_theta_local": float(local["rope_theta"]),
+        "rope_theta_global": float(whole["rope_theta"]),
+        "rope_scaling": scaling,
+    }
+
+
+def _scaling(rope: dict) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(float(rope["factor"]))
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return RopeScaling(float(rope["factor"]), low, high, rope["original_max_position_embeddings"])
+    raise ValueError(f"rope_type {kind!r} is not supported; supported is default, linear or llama3")
+
+
+def check_flags(cfg: ModelConfig, family: Family) -> None:
+    """Raises ValueError if `cfg` is not of the family: its config.json could not say so."""
+    for name, value in family.flags.items():
+        if getattr(cfg, name) != value:
+            raise ValueError(f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}")
+    if (expected := set(family.names)) != (found := set(layer_weights(cfg))):
+        raise ValueError(f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}")
+
+
+def config_json(cfg: ModelConfig, family: Family, **more) -> dict:
+    """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises ValueError."""
+    check_flags(cfg, family)
+    hf = {"architectures": [family.architecture], "model_type": family.model_type}
+    hf |= {key: getattr(cfg, name) for name, key in family.keys.items()}
+    hf |= {key: value for key, value in family.fixed.items() if value is not None}
+    if family.has_windows:
+        names = {kind: name for name, kind in KINDS.items()}
+        hf["layer_types"] = [names[kind] for kind in cfg.kinds]
+        if "use_sliding_window" not in family.fixed and family.kinds is local_by_list:
+            hf["use_sliding_window"] = "local" in cfg.kinds
+    whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global} | _scaling_json(cfg.rope_scaling)
+    local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
+    hf["rope_parameters"] = {"sliding_attention": local, "full_attention": whole} if family.rope_by_kind else whole
+    return hf | more
+
+
+def _scaling_json(scaling: RopeScaling | None) -> dict:
+    if scaling is None:
+        return {}
+    if scaling.original_positions is None:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_positions,
+    }
+
+
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """The fields in which two architectures differ, as text."""
+    return [
+        f"{f.name}={getattr(ours, f.name)!r} against {getattr(theirs, f.name)!r}"
+        for f in fields(ModelConfig)
+        if getattr(ours, f.name) != getattr(theirs, f.name)
+    ]

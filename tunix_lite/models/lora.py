@@ -1,0 +1,127 @@
+"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, take them off again.
+
+Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA the only thing that trains. The base
+beside them is frozen and never copied; it is also the reference of the KL term.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from tunix_lite.models.quantize import STORAGE
+from tunix_lite.models.weights import Lora, Weight, stacked, unstacked, zeros
+from tunix_lite.types import Params
+
+ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which weights get an adapter, of what size, and how the frozen base is stored."""
+
+    rank: int = 0  # of the adapters, the only weights that then train; 0: no adapters, all weights train
+    alpha: float = 32.0  # what adapters say is scaled by alpha / rank
+    targets: str = ".*/(q|k|v|o|gate|up|down)"  # regular expression over paths of weights, such as groups/0/q
+    dropout: float = 0.0  # share of an adapter's inputs that an update does not see
+    base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
+    adapter: str | None = None  # a folder in PEFT format to start from; null: fresh adapters, which change nothing
+
+    def __post_init__(self):
+        if self.rank < 0:
+            raise ValueError(f"rank={self.rank} must not be negative; 0 trains all weights")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha={self.alpha} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.base not in STORAGE:
+            raise ValueError(f"base={self.base!r}; it is one of {', '.join(STORAGE)}")
+        try:
+            re.compile(self.targets)
+        except re.error as error:
+            raise ValueError(f"targets={self.targets!r} is not a regular expression ({error})") from error
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@cache
+def uniform_fan_in(inputs: int):
+    """Uniform within 1 / sqrt(number of inputs), as PEFT begins."""
+
+    def init(key, shape, dtype):
+        bound = math.prod(shape[:inputs]) ** -0.5
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+def adapter_weights(table, lora: LoraConfig) -> dict:
+    """The a and b of each weight whose path matches. They lie on the mesh as the dims that they share with it do.
+
+    Raises ValueError if no projection matches, or something that is none.
+    """
+    flat = traverse_util.flatten_dict(table, sep="/")
+    matched = [path for path in flat if re.fullmatch(lora.targets, path)]
+    if not matched:
+        raise ValueError(f"targets={lora.targets!r} matches no weight; paths look like {', '.join(_some(flat))}")
+    adapters = {}
+    for path in matched:
+        if not flat[path].inputs:
+            raise ValueError(f"targets={lora.targets!r} matches {path}, which is not a projection")
+        a, b = _pair(flat[path], lora.rank)
+        adapters |= {f"{path}/a": a, f"{path}/b": b}
+    return traverse_util.unflatten_dict(adapters, sep="/")
+
+
+def _some(flat: dict) -> list[str]:
+    return [path for path in flat if flat[path].inputs][:3]
+
+
+def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
+    one = unstacked(w)
+    a = Weight(
+        (*one.shape[: w.inputs], rank), (*one.axes[: w.inputs], "rank"), uniform_fan_in(w.inputs), inputs=w.inputs
+    )
+    b = Weight((rank, *one.shape[w.inputs :]), ("rank", *one.axes[w.inputs :]), zeros)
+    return (stacked(a, w.shape[0]), stacked(b, w.shape[0])) if w.is_stacked else (a, b)
+
+
+def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Params:
+    """The params that a policy acts with: the base, with a `Lora` leaf wherever there is an adapter. Copies nothing.
+
+    keys: one per sequence of the batch, [B], if dropout is to act.
+    """
+    leaves = flat_leaves(base)
+    for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
+        here = None if keys is None else _keys(keys, i, a.shape[0] if path.startswith("groups/") else None)
+        leaves[path] = Lora(leaves[path], a, b, here, lora.scale, lora.dropout)
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def _keys(keys_B, place: int, num_layers: int | None):
+    """Keys of one weight: [B], or [L, B] for a stacked one."""
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    here = fold(keys_B, place)
+    return here if num_layers is None else jax.vmap(fold, in_axes=(None, 0))(here, jnp.arange(num_layers))
+
+
+def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None) -> Params:
+    """What the policy acts with: all weights if all train, else the frozen base with its adapters."""
+    return params if frozen is None else attach(frozen, params, lora, keys)
+
+
+def pairs(adapters: Params) -> dict:
+    """path of the weight -> (a, b)"""
+    flat = traverse_util.flatten_dict(adapters, sep="/")
+    return {path.removesuffix("/a"): (flat[path], flat[f"{path[:-1]}b"]) for path in flat if path.endswith("/a")}
+
+
+def flat_leaves(tree) -> dict:
+    """A tree by path, where a leaf that is more than an array stays whole."""
+    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))

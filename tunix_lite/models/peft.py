@@ -1,0 +1,151 @@
+"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from flax import traverse_util
+
+from tunix_lite.models import decoder, hf
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.families import Family
+from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
+from tunix_lite.models.weights import unstacked
+from tunix_lite.parallel.mesh import put
+from tunix_lite.types import Params
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # what PEFT puts before the name of a module
+UNSUPPORTED = {  # key -> the values that mean it is not used
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": ([], None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": ([], None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "trainable_token_indices": ([], None),
+}
+
+
+def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> LoraConfig:
+    """`lora` with the rank, alpha and targets of the adapter that it names.
+
+    Raises ValueError naming what is missing, not supported, or not as the settings say.
+    """
+    if family is None:
+        raise ValueError("adapter: a PEFT adapter names tensors, so model.family must be given for random weights")
+    folder = Path(lora.adapter).expanduser()
+    for file in (CONFIG, TENSORS):
+        if not (folder / file).is_file():
+            raise ValueError(f"adapter: {folder} has no {file}; a folder in PEFT format has one")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        kind, rank, alpha = config["peft_type"], config["r"], config["lora_alpha"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"adapter: {folder / CONFIG} cannot be read as a LoRA configuration ({error!r})") from error
+    if kind != "LORA":
+        raise ValueError(f"adapter: {folder / CONFIG}: peft_type is {kind!r}; supported is 'LORA'")
+    for key, unused in UNSUPPORTED.items():
+        if config.get(key) not in unused:
+            raise ValueError(f"adapter: {folder / CONFIG}: {key}={config[key]!r} is not supported")
+    if lora.rank not in (0, rank):
+        raise ValueError(f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0")
+    if config.get("use_rslora"):
+        alpha = alpha * rank**0.5
+    found = replace(lora, rank=rank, alpha=float(alpha), targets=_targets(folder, cfg, family), adapter=str(folder))
+    _check_tensors(folder, cfg, family, found)
+    return found
+
+
+def load_adapters(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> Params:
+    """The adapters in `folder`, in float32 on the current mesh."""
+    tensors, loaded = hf.read_tensors(folder / TENSORS), {}
+    for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
+        one = unstacked(weight)
+        parts = [np.asarray(tensors[name], np.float32).T.reshape(one.shape) for name in _names(path, cfg, family)]
+        loaded[path] = put(np.stack(parts) if weight.is_stacked else parts[0], *weight.axes)
+    return traverse_util.unflatten_dict(loaded, sep="/")
+
+
+def save_adapters(
+    adapters: Params, cfg: ModelConfig, family: Family, lora: LoraConfig, folder: Path, base: str
+) -> None:
+    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`."""
+    tensors, modules = {}, set()
+    for path, (a, b) in pairs(adapters).items():
+        for side, value in (("a", a), ("b", b)):
+            names = _names(f"{path}/{side}", cfg, family)
+            value = np.asarray(value, np.float32)
+            flat = (-1, lora.rank) if side == "a" else (lora.rank, -1)
+            for name, part in zip(names, value if path.startswith("groups/") else [value]):
+                tensors[name] = part.reshape(flat).T
+            modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
+    hf.write_tensors(folder / TENSORS, tensors)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": _shortest(modules, cfg, family),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
+    """The tensors of an adapter's side: groups/0/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
+    weight, side = path.rsplit("/", 1)
+    modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
+    return [f"{PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
+
+
+def _shortest(modules: set[str], cfg: ModelConfig, family: Family) -> list[str]:
+    """q_proj and the like, if every layer has them; else the full names."""
+    every = {name.removesuffix(".weight") for name, w in hf.hf_weights(cfg, family).items() if w.inputs}
+    short = {name.rsplit(".", 1)[1] for name in modules}
+    same = {name for name in every if name.rsplit(".", 1)[1] in short} == modules
+    return sorted(short if same else modules)
+
+
+def _modules(folder: Path) -> set[str]:
+    names = hf.header(folder / TENSORS)
+    return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
+
+
+def _targets(folder: Path, cfg: ModelConfig, family: Family) -> str:
+    """The paths of ours that the adapter covers, as a regular expression."""
+    present, paths = _modules(folder), []
+    for path, weight in hf.flat(decoder.weights(cfg)).items():
+        modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
+        if weight.inputs and modules & present:
+            if missing := sorted(modules - present):
+                raise ValueError(f"adapter: {folder} covers only some layers; {missing[0]} has no adapter there")
+            paths.append(path)
+    if not paths:
+        raise ValueError(f"adapter: {folder / TENSORS} has no adapter of a projection of this model")
+    return "|".join(paths)
+
+
+def _check_tensors(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> None:
+    found, wanted = hf.header(folder / TENSORS), {}
+    for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
+        one = unstacked(weight)
+        rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
+        columns = one.shape[: one.inputs]
+        shape = int(np.prod(rows)), int(np.prod(columns))
+        wanted |= dict.fromkeys(_names(path, cfg, family), shape)
+    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
+    problems += [f"unexpected: {name} {list(found[name][0])}" for name in sorted(found.keys() - wanted.keys())]
+    problems += [
+        f"shape: {name} is {list(found[name][0])}, and should be {list(wanted[name])}"
+        for name in sorted(found.keys() & wanted.keys())
+        if found[name][0] != wanted[name]
+    ]
+    if problems:
+        raise ValueError("\n  ".join([f"adapter: the tensors in {folder} do not fit:", *problems[:20]]))

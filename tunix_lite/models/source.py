@@ -1,0 +1,123 @@
+"""Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
+
+`find` looks at everything that can be wrong before a weight is read; `load` then makes the parameters.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tunix_lite.models import decoder, families, hf, hub, peft, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.families import Family
+from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
+from tunix_lite.models.quantize import init_stored, stored
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
+from tunix_lite.types import Params
+
+BUNDLED = Path(__file__).parent / "bundled"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model, how it is divided over the devices, and which part of it trains."""
+
+    weights: str = "bundled"  # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
+    mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))  # [[sizes], [axes]]; one size may be -1, the rest
+    family: str | None = None  # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
+    architecture: ModelConfig | None = None  # of random weights; others must agree with it; null: their config.json
+    tokenizer: str = "bundled"  # of random weights: bundled, a folder or a hub name; other weights bring their own
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self):
+        check_mesh_shape(self.mesh_shape)
+        if self.weights == "random" and self.architecture is None:
+            raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that has been found and looked at, and not yet loaded."""
+
+    cfg: ModelConfig
+    family: Family | None  # None: random weights of no named family
+    folder: Path | None  # None: random weights
+    tokenizer: Tokenizer
+    lora: LoraConfig | None  # None: all weights train
+    name: str  # as the user said it
+
+
+def find(model: Model) -> Source:
+    """Everything about a model short of its weights. Raises ValueError, beginning with the setting, if it cannot be."""
+    with _setting("model.family"):
+        family = None if model.family is None else families.find_family(model.family)
+    cfg, folder = model.architecture, None
+    with _setting("model.weights"):
+        if model.weights != "random":
+            small = _folder(model.weights, small=True)
+            cfg, family = families.read_config(small, family)
+            if model.architecture is not None and (differ := families.differences(model.architecture, cfg)):
+                raise ValueError(
+                    f"the config.json of {model.weights} is not the chosen model.architecture: {'; '.join(differ)} "
+                    "(there). Choose another model=, or model.architecture=null to take what is there"
+                )
+            folder = small if hub.is_hub_name(model.weights) is False else _folder(model.weights)
+            hf.check_weights(folder, cfg, family)
+    with _setting("model.tokenizer" if folder is None else "model.weights"):
+        tokenizer = Tokenizer.load(folder or _folder(model.tokenizer, small=True))
+        if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
+            raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
+    with _setting("model.lora"):
+        lora = model.lora
+        if lora.adapter is not None:
+            lora = peft.read_config(lora, cfg, family)
+        if lora.rank:
+            adapter_weights(decoder.weights(cfg), lora)
+            stored(decoder.weights(cfg), lora.base)
+    return Source(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
+
+
+@contextlib.contextmanager
+def _setting(name: str):
+    """Says which setting a ValueError is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def tables(source: Source) -> tuple[Any, Any]:
+    """The weights of the frozen base (None: nothing is frozen), and of what trains."""
+    table = decoder.weights(source.cfg)
+    if source.lora is None:
+        return None, table
+    return stored(table, source.lora.base), adapter_weights(table, source.lora)
+
+
+def load(source: Source, seed: int = 0) -> tuple[Params | None, Params]:
+    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises ValueError."""
+    storage = "fp32" if source.lora is None else source.lora.base
+    key = jax.random.key(seed)
+    if source.folder is None:
+        base = init_stored(decoder.weights(source.cfg), key, storage)
+    else:
+        base = hf.load_params(source.folder, source.cfg, source.family, storage)
+    if source.lora is None:
+        return None, base
+    if source.lora.adapter is not None:
+        return base, peft.load_adapters(Path(source.lora.adapter), source.cfg, source.family, source.lora)
+    table = adapter_weights(decoder.weights(source.cfg), source.lora)
+    return base, weights.init_params(table, jax.random.fold_in(key, ADAPTER_SEED))
+
+
+def _folder(name: str, small: bool = False) -> Path:
+    """The folder that a setting names. From the hub: only what is small, if that will do."""
+    if name == "bundled":
+        return BUNDLED
+    if hub.is_hub_name(name):
+        return hub.small_files(name) if small else hub.snapshot(name)
+    return Path(name).expanduser()
