@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_params, ragged_prompts, set_mesh
+from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
@@ -85,9 +85,7 @@ def test_an_adapter_adds_scale_times_a_b():
     expected = np.einsum("bij,ijkl->bkl", x, w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b))
     leaf = Lora(*(jnp.asarray(v) for v in (w, a, b)), scale=0.5)
     np.testing.assert_allclose(project(jnp.asarray(x), leaf, inputs=2), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        dense(leaf, 2), w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(dense(leaf, 2), w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape, storage", [((4, 1), "nf4"), ((1, 4), "int8"), ((2, 2), "nf4"), ((2, 2), "fp32")])
@@ -200,7 +198,9 @@ def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
 def batch() -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
-    return jax.tree.map(lambda x: put(x, "batch", "seq"), Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))
+    return jax.tree.map(
+        lambda x: put(x, "batch", "seq"), Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32))
+    )
 
 
 class Likelihood:

@@ -3,7 +3,12 @@
 import importlib
 import sys
 
-COMMANDS = {"train": "train a model; takes the same overrides as run_training.py"}
+COMMANDS = {
+    "train": "train a model; takes the same overrides as run_training.py",
+    "generate": "complete a prompt, or a file of prompts",
+    "chat": "talk to a model",
+    "export": "write a model as a Hugging Face folder or a PEFT adapter",
+}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from tunix_lite.types import TrainState
+from tunix_lite.types import Params, TrainState
 
 
 class Checkpoints:
@@ -44,6 +44,27 @@ class Checkpoints:
             raise ValueError(f"{self.folder} holds no checkpoint")
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+    def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
+        """(step, params) of a checkpoint, the newest if `step` is None, without the optimizer's state.
+
+        `like` are ShapeDtypeStructs that say shapes and places. Raises ValueError if there is no such checkpoint, or
+        if it holds something else.
+        """
+        steps = self._manager.all_steps() if self.folder.is_dir() else []
+        if not steps or step not in (None, *steps):
+            there = f"; there is {', '.join(map(str, steps))}" if steps else ""
+            raise ValueError(f"{self.folder} holds no checkpoint{'' if step is None else f' of step {step}'}{there}")
+        step = max(steps) if step is None else step
+        wanted = {"params": like}
+        restore = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted)
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
+        with ocp.CheckpointManager(self.folder, item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
+            try:
+                return step, manager.restore(step, args=args)["params"]
+            except (ValueError, TypeError, KeyError) as error:
+                first_line = str(error).strip().splitlines()[0][:300]
+                raise ValueError(f"{self.folder} does not hold weights of this model: {first_line}") from error
 
     def close(self) -> None:
         """Waits until everything is on disk."""

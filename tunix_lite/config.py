@@ -181,7 +181,7 @@ def at(where: str):
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -232,7 +232,7 @@ def _build_dataclass(kind, values, where):
     ]
     if missing:
         raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
-    with at(where or "config"):
+    with at(where):
         return kind(**{name: build(hints[name], value, _join(where, name)) for name, value in values.items()})
 
 

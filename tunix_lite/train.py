@@ -98,6 +98,7 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     run_dir.make()
+    run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
     status = Status(run_dir, _provenance(run, parts))
     console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
     try:

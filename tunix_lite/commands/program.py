@@ -1,11 +1,13 @@
 """Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves nothing behind."""
 
 import argparse
+import dataclasses
 import itertools
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import tunix_lite
 from tunix_lite.config import ConfigError, RunConfig, build, unknown_key
+from tunix_lite.language_model import run_settings
 from tunix_lite.parallel.host import keep_freed_memory
 
 PACKAGE = Path(tunix_lite.__file__).parent
@@ -34,23 +37,23 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
     return build(RunConfig, composed(overrides, more_conf))
 
 
-def composed(overrides: list[str], more_conf: str | None = None) -> dict:
-    """The settings as plain values. Raises ConfigError for what Hydra refuses."""
+def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> dict:
+    """The settings as plain values; `of` are overrides that a program begins with. Raises ConfigError."""
     search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            return plain(hydra.compose("config", [*search, *overrides]))
+            return plain(hydra.compose("config", [*search, *of, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(explain(error, overrides, more_conf)) from error
+            raise ConfigError(explain(error, overrides, more_conf, of)) from error
 
 
 def plain(settings: DictConfig) -> dict:
     return OmegaConf.to_container(settings, resolve=True)
 
 
-def explain(error: Exception, overrides: list[str], more_conf: str | None = None) -> str:
+def explain(error: Exception, overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> str:
     """One message for what Hydra refused, with the nearest right spelling. Call it inside initialize_config_dir."""
-    known = [str(key) for key in _leaves(OmegaConf.to_container(hydra.compose("config"), resolve=True))]
+    known = [str(key) for key in _leaves(plain(hydra.compose("config", list(of))))]
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
     for text in overrides:
         try:
@@ -96,6 +99,57 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     job()
 
 
+def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
+    """Runs a program beside training: settings of its own, built as `kind`, and all those of a run.
+
+    It makes no folder of its own. With checkpoint=RUN, `model` is what that run trained, where nothing else is given.
+    """
+    keep_freed_memory()
+    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    known = parser.parse_intermixed_args()
+    if known.help:
+        print(f"usage: tunix-lite {name} [key=value ...] [--cfg job] [--config-dir DIR]\n")
+        print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
+        return
+
+    def act() -> None:
+        values = composed(known.overrides, known.config_dir, (f"+command={name}",))
+        if values.get("checkpoint") is not None:
+            values["model"] = _of_run(values, known.overrides)
+        if known.cfg:
+            print(OmegaConf.to_yaml(values), end="")
+            return
+        own = {f.name: values.pop(f.name) for f in dataclasses.fields(kind)}
+        settings = build(kind, own)
+        action(build(RunConfig, values), settings)
+
+    _or_exit(act, interrupted="")
+
+
+def _of_run(values: dict, overrides: list[str]) -> dict:
+    """The model of the run in values["checkpoint"], with what the command line says of `model` put over it.
+
+    The mesh is that of the command line alone: it belongs to the machine.
+    """
+    model, _ = run_settings(Path(values["checkpoint"]).expanduser())
+    model["mesh_shape"] = values["model"]["mesh_shape"]
+    keys = [OverridesParser.create().parse_override(text).get_key_element().lstrip("+~") for text in overrides]
+    if "model" in keys:
+        raise ConfigError(
+            "model: the run in checkpoint= says which model it is; give single settings such as model.weights="
+        )
+    for path in (key.split(".")[1:] for key in keys if key.startswith("model.")):
+        there, given = model, values["model"]
+        for part in path[:-1]:
+            there, given = there[part], given[part]
+        there[path[-1]] = given[path[-1]]
+    return model
+
+
 def _check(check: Callable[[RunConfig, Path], object], arguments: list[str]) -> None:
     """Looks at the run, or at every run of a sweep. Flags that only show something are Hydra's own business."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
@@ -129,11 +183,14 @@ def _run_dir(overrides: list[str]) -> Path:
     return Path(given[-1]) if given else Path("outputs/not-made-yet")
 
 
-def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None) -> None:
+GOES_ON = "; the same command with hydra.run.dir=FOLDER goes on from its checkpoint"
+
+
+def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, interrupted: str = GOES_ON) -> None:
     try:
         action()
     except KeyboardInterrupt:
-        print("interrupted; the same command with hydra.run.dir=FOLDER goes on from its checkpoint", file=sys.stderr)
+        print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except ConfigError as error:
         if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:

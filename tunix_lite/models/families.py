@@ -7,7 +7,7 @@ its tensors are called. What a config.json asks for and the decoder does not do 
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +256,13 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
     values["pattern"] = shortest_pattern(kinds)
     if "local" not in kinds:
         values["window"] = None
-    return ModelConfig(**(values | _rope(hf, kinds) | family.flags))
+    values |= _rope(hf, kinds)
+    for name in sorted(values.keys() & family.flags.keys()):
+        if values[name] != family.flags[name]:
+            raise ValueError(
+                f"{name}={values[name]!r} is not supported; the family {family.name} has {family.flags[name]!r}"
+            )
+    return ModelConfig(**(values | family.flags))
 
 
 def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
@@ -303,11 +309,25 @@ def check_flags(cfg: ModelConfig, family: Family) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}")
     if (expected := set(family.names)) != (found := set(layer_weights(cfg))):
         raise ValueError(f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}")
+    read_back = config_from(_as_json(cfg, family), family)
+    if lost := differences(_acting(cfg), _acting(read_back)):
+        raise ValueError(f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)")
+
+
+def _acting(cfg: ModelConfig) -> ModelConfig:
+    """The same architecture with what no layer uses at one value, so that two which compute the same are equal."""
+    pattern = shortest_pattern(list(cfg.kinds))
+    unused = {} if "local" in pattern else {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    return replace(cfg, pattern=pattern, **unused)
 
 
 def config_json(cfg: ModelConfig, family: Family, **more) -> dict:
     """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises ValueError."""
     check_flags(cfg, family)
+    return _as_json(cfg, family) | more
+
+
+def _as_json(cfg: ModelConfig, family: Family) -> dict:
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= {key: getattr(cfg, name) for name, key in family.keys.items()}
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
@@ -319,7 +339,7 @@ def config_json(cfg: ModelConfig, family: Family, **more) -> dict:
     whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global} | _scaling_json(cfg.rope_scaling)
     local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
     hf["rope_parameters"] = {"sliding_attention": local, "full_attention": whole} if family.rope_by_kind else whole
-    return hf | more
+    return hf
 
 
 def _scaling_json(scaling: RopeScaling | None) -> dict:

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +100,34 @@ def tables(source: Source) -> tuple[Any, Any]:
 
 def load(source: Source, seed: int = 0) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises ValueError."""
-    storage = "fp32" if source.lora is None else source.lora.base
-    key = jax.random.key(seed)
-    if source.folder is None:
-        base = init_stored(decoder.weights(source.cfg), key, storage)
-    else:
-        base = hf.load_params(source.folder, source.cfg, source.family, storage)
     if source.lora is None:
-        return None, base
+        return None, load_base(source, seed, "fp32")
+    base = load_base(source, seed, source.lora.base)
+    key = jax.random.key(seed)
     if source.lora.adapter is not None:
         return base, peft.load_adapters(Path(source.lora.adapter), source.cfg, source.family, source.lora)
     table = adapter_weights(decoder.weights(source.cfg), source.lora)
     return base, weights.init_params(table, jax.random.fold_in(key, ADAPTER_SEED))
+
+
+def load_base(source: Source, seed: int, storage: str) -> Params:
+    """The model without adapters, stored as fp32, bf16, int8 or nf4."""
+    if source.folder is None:
+        return init_stored(decoder.weights(source.cfg), jax.random.key(seed), storage)
+    return hf.load_params(source.folder, source.cfg, source.family, storage)
+
+
+def settings_to_keep(model: Model, found: Source, seed: int) -> dict:
+    """Plain values, enough to load what a run trains from wherever a program is started."""
+
+    def whole(name: str) -> str:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.is_dir() else name
+
+    lora = replace(found.lora, adapter=None) if found.lora else LoraConfig()
+    model = replace(model, architecture=found.cfg, lora=lora)
+    model = replace(model, weights=whole(model.weights), tokenizer=whole(model.tokenizer))
+    return {"model": asdict(model), "seed": seed}
 
 
 def _folder(name: str, small: bool = False) -> Path:

@@ -60,10 +60,11 @@ class Decoding:
 
 
 def make_generate(cfg: ModelConfig, generation: Generation, eos_ids: tuple[int, ...], pad_id: int, dtype=jnp.float32):
-    """generate(params, prompts, key, num_generations=1, temperature=...) -> Rollout of P * G rows.
+    """generate(params, prompts, key, num_generations=1, temperature=..., first=0) -> Rollout of P * G rows.
 
     Row p * G + g is generation g of prompt p. The same key, prompt, g and position draw the same token, whatever
-    the mesh, the number of other rows or their order.
+    the mesh, the number of other rows or their order. `first` is the index of the first prompt, where the prompts are
+    part of more.
     """
     stream = make_stream(cfg, generation, eos_ids, pad_id, dtype)
     end = generation.max_prompt_length + generation.max_new_tokens
@@ -74,8 +75,8 @@ def make_generate(cfg: ModelConfig, generation: Generation, eos_ids: tuple[int, 
         completion = mask & (jnp.arange(end) >= generation.max_prompt_length)
         return Rollout(*(constrain(x, "batch", "seq") for x in (tokens, mask, completion, logprobs)), state.finished)
 
-    def generate(params, prompts: Prompts, key, num_generations: int = 1, temperature: float = generation.temperature):
-        for state in stream(params, prompts, key, num_generations, temperature):
+    def generate(params, prompts: Prompts, key, num_generations=1, temperature=generation.temperature, first=0):
+        for state in stream(params, prompts, key, num_generations, temperature, first):
             last = state
         return as_rollout(last)
 
@@ -118,7 +119,7 @@ def make_stream(
         )
 
     @partial(jax.jit, static_argnames="num_generations")
-    def prefill(layered, prompts: Prompts, key, temperature, num_generations):
+    def prefill(layered, prompts: Prompts, key, temperature, num_generations, first):
         P = prompts.tokens.shape[0]
         mask_PS = jnp.pad(prompts.token_mask, ((0, 0), (0, columns - width)))
         positions = jnp.maximum(jnp.cumsum(prompts.token_mask, axis=1) - 1, 0)
@@ -133,7 +134,7 @@ def make_stream(
             lengths=repeat(prompts.token_mask.sum(axis=1)),
             running=jnp.ones(B, bool),
             finished=jnp.zeros(B, bool),
-            keys=sampling.row_keys(key, P, num_generations),
+            keys=sampling.row_keys(key, P, num_generations, first),
             cache=kv_cache.repeat_rows(cache, num_generations),
             column=jnp.int32(width),
         )
@@ -168,10 +169,10 @@ def make_stream(
             )
         return compiled[place](params)
 
-    def stream(params, prompts: Prompts, key, num_generations: int = 1, temperature: float = generation.temperature):
+    def stream(params, prompts: Prompts, key, num_generations=1, temperature=generation.temperature, first=0):
         layered = prepare(params)
         temperature = jnp.float32(temperature)
-        state = prefill(layered, prompts, key, temperature, num_generations)
+        state = prefill(layered, prompts, key, temperature, num_generations, first)
         yield state
         for _ in range(num_chunks if chunk else 0):
             if not bool(state.running.any()):

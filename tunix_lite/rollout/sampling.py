@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 
-def row_keys(key, num_prompts: int, num_generations: int):
-    """One key per completion, [P * G], folded from its prompt's and its own index.
+def row_keys(key, num_prompts: int, num_generations: int, first=0):
+    """One key per completion, [P * G], folded from its prompt's and its own index. `first` is the first prompt's.
 
     Folding, not splitting: how the rows are batched, ordered or sharded cannot change a key.
     """
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    prompt_keys = fold(key, jnp.arange(num_prompts))
+    prompt_keys = fold(key, first + jnp.arange(num_prompts))
     return jax.vmap(lambda k: fold(k, jnp.arange(num_generations)))(prompt_keys).reshape(-1)
 
 

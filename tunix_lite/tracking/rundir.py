@@ -11,6 +11,8 @@ from pathlib import Path
 class RunDir:
     """outputs/<project_name>/<date>/<time>/ and the names of what is in it."""
 
+    MODEL = "model.json"  # the model's settings: what generate, chat and export read
+
     path: Path
 
     @property
@@ -43,6 +45,11 @@ class RunDir:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(whole.relative_to(outputs), target_is_directory=True)
             fresh.replace(outputs / "latest")
+
+    def write_model(self, settings: dict) -> None:
+        """model.json, once; a run that goes on keeps what it began with."""
+        if not (self.path / self.MODEL).is_file():
+            (self.path / self.MODEL).write_text(json.dumps(settings, indent=2) + "\n")
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
         """samples/step_000010.jsonl: one completion a line."""

@@ -1,0 +1,256 @@
+"""docs/extend/model.md to the letter: its commands, its code and its tables, and Mistral against transformers."""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_params
+from test_docs import EXAMPLE, ROOT, blocks, commands
+
+from tunix_lite.commands.program import compose
+from tunix_lite.config import RunConfig
+from tunix_lite.models import decoder, hf, source
+from tunix_lite.models.families import KEYS, LLAMA, QWEN2, config_json, find_family, read_config
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.train import train
+from tunix_lite.types import Prompts
+
+PAGE = ROOT / "docs" / "extend" / "model.md"
+SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_THE_FAMILY = commands(PAGE)
+QUICK = [
+    "training.max_steps=1",
+    "training.prompts_per_step=4",
+    "training.save_interval_steps=0",
+    "evaluation.num_examples=0",
+    "tracking.tensorboard=false",
+]
+VOCAB, PROMPT, NEW = 97, 24, 8
+
+
+@pytest.fixture(autouse=True)
+def a_checkout(monkeypatch):
+    """Commands are given where run_training.py is, and Python finds what is in docs/extend/example."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(EXAMPLE)
+
+
+def run_of(command: str, *more: str, folder: Path | None = None) -> RunConfig:
+    """The run that a command of the page describes; `folder` is where it says /path/to/..."""
+    on_path, words = re.fullmatch(r"(PYTHONPATH=docs/extend/example )?python run_training\.py (.*)", command).groups()
+    assert bool(on_path) == ("mistral" in words), "only there Python needs the example's folder"
+    words = shlex.split(re.sub(r"/path/to/a/\w+", str(folder), words))
+    conf = words[1] if words[0] == "--config-dir" else None
+    return compose([*(words[2:] if conf else words), *more], conf)
+
+
+def table(head: str) -> list[list[str]]:
+    """What stands in backticks in each row of the page's table that begins with this head."""
+    rows = PAGE.read_text().split(f"\n| {head} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [re.findall(r"`([^`]*)`", row) for row in rows]
+
+
+def architecture(option: str) -> decoder.ModelConfig:
+    return compose([f"model={option}"], "docs/extend/example/conf").model.architecture
+
+
+def write_model(folder: Path, cfg, family) -> Path:
+    """A random model in Hugging Face layout, with the bundled tokenizer."""
+    shutil.copytree(BUNDLED, folder, dirs_exist_ok=True)
+    hf.save_params(random_params(cfg), cfg, family, folder, "F32")
+    (folder / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    return folder
+
+
+def check_found(run: RunConfig, cfg, family) -> None:
+    """The run's model is the one that write_model wrote."""
+    found = source.find(run.model)
+    assert (found.cfg, found.family) == (cfg, family)
+    jax.tree.map(np.testing.assert_array_equal, source.load(found)[1], random_params(cfg))
+
+
+# ---- a size
+
+
+def test_the_table_of_names_is_the_one_of_the_code():
+    assert {field: key for field, key, *_ in table("`model.architecture`")} == KEYS
+
+
+@pytest.mark.parametrize("command", [SIZE, SIZE_OF_THE_FAMILY], ids=["llama", "mistral"])
+def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
+    state = train(run_of(command, *QUICK), tmp_path)
+    assert int(state.step) == 1
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+    shapes = {path: x.shape for path, x in hf.flat(state.params).items()}
+    assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["groups/0/q"] == (2, 64, 4, 16)
+
+
+def test_the_count_that_the_page_prints_is_the_count_by_hand(capsys):
+    attention, fed, norms = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 128, 2 * 64
+    by_hand = 2 * 512 * 64 + 64 + 2 * (attention + fed + norms)  # embedding and head, last norm, two layers
+    (code,) = [body for language, _, body in blocks(PAGE) if language == "python"]
+    exec(code, {})
+    assert capsys.readouterr().out == f"{by_hand}\n"
+    assert f"prints {by_hand}:" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("command", [SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML])
+def test_a_folder_of_that_size_is_taken(command, tmp_path):
+    cfg = architecture("llama_tiny")
+    check_found(run_of(command, folder=write_model(tmp_path, cfg, LLAMA)), cfg, LLAMA)
+
+
+def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
+    cfg = replace(architecture("llama_tiny"), num_layers=3)
+    write_model(tmp_path, cfg, LLAMA)
+    (words,) = [body for language, _, body in blocks(PAGE) if language == "text"]
+    with pytest.raises(ValueError) as error:
+        source.find(run_of(SIZE_OF_A_FOLDER, folder=tmp_path).model)
+    assert str(error.value) == words.replace("\n", " ").replace("/path/to/a/llama", str(tmp_path))
+    for command in (WHATEVER_IS_THERE, NO_YAML):
+        check_found(run_of(command, folder=tmp_path), cfg, LLAMA)
+
+
+# ---- a family
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_a_mistral_is_written_and_read_back(window, tmp_path):
+    mistral = find_family("mistral.MISTRAL")
+    cfg = replace(architecture("mistral_tiny"), pattern=("local" if window else "global",), window=window)
+    write_model(tmp_path, cfg, mistral)
+    check_found(run_of(FAMILY_OF_A_FOLDER, folder=tmp_path), cfg, mistral)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["sliding_window"] == window and "layer_types" not in written
+
+
+def test_a_family_that_is_not_named_or_not_there_is_said(tmp_path):
+    write_model(tmp_path, architecture("mistral_tiny"), find_family("mistral.MISTRAL"))
+    with pytest.raises(ValueError, match=r"model_type is 'mistral'; supported is .*docs/extend/model says how to add"):
+        source.find(run_of(NO_YAML, folder=tmp_path).model)
+    with pytest.raises(ValueError, match=r"model\.family: 'mistral\.NONE' is neither one of .* nor importable"):
+        source.find(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.NONE", folder=tmp_path).model)
+    with pytest.raises(ValueError, match=r"model\.family: mistral\.one_kind is not a Family"):
+        source.find(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.one_kind", folder=tmp_path).model)
+
+
+@pytest.mark.parity
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    defaults = pytest.importorskip("transformers", reason="needs the parity extra").MistralConfig()
+    theirs = defaults.to_dict() | defaults.rope_parameters
+    absent = find_family("mistral.MISTRAL").absent
+    assert absent == {key: theirs[key] for key in absent}
+
+
+# ---- a family against transformers
+
+
+def random_mistral(window: int | None):
+    """A tiny model with opinions, of transformers' own class."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=40,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        sliding_window=window,
+    )
+    model = transformers.MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.15) + ("norm" in name))
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
+    return model
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("window", [5, None])
+def test_a_mistral_equals_that_of_transformers(window, tmp_path):
+    model = random_mistral(window)
+    import torch  # it is there: else the line above skips
+
+    model.save_pretrained(tmp_path / "theirs")
+    cfg, family = read_config(tmp_path / "theirs", find_family("mistral.MISTRAL"))
+    assert (cfg.window, cfg.kinds) == (window, ("local" if window else "global",) * 3)
+    params = hf.load_params(tmp_path / "theirs", cfg, family)
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (2, PROMPT))
+    asked, mask = torch.tensor(tokens), np.ones_like(tokens, bool)
+    with torch.no_grad():
+        theirs = model(asked).logits.numpy()
+    ours = jax.jit(lambda params: decoder.logits(params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), mask)))
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
+
+    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
+    greedy = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0).tokens
+    continued = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
+    np.testing.assert_array_equal(np.asarray(greedy), continued.numpy())
+
+    (tmp_path / "ours").mkdir()
+    hf.save_params(params, cfg, family, tmp_path / "ours", hf.stored_dtypes(tmp_path / "theirs", family))
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32)
+    for (name, before), (_, after) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(before, after), name
+    with torch.no_grad():
+        np.testing.assert_array_equal(again.eval()(asked).logits.numpy(), theirs)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("row", table("in config.json"), ids=lambda row: f"{row[1]}: {row[0]}")
+def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
+    change, family = json.loads(row[0]), find_family(row[1])
+    layers = (
+        {"pattern": ("local",), "window": 5}
+        if row[1] == "mistral.MISTRAL"
+        else {"pattern": ("global",), "window": None}
+    )
+    cfg = decoder.ModelConfig(
+        32, 2, 16, 4, 2, 8, 24, query_scale=8, **(layers | {"rope_theta_global": 1e4} | family.flags)
+    )
+    values = config_json(cfg, family) | {"rope_theta": 1e4}
+    del values["rope_parameters"]  # the older spelling, which the page uses
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path, family) == (cfg, family)
+    (tmp_path / "config.json").write_text(json.dumps(values | change))
+    (key,) = change
+    with pytest.raises(ValueError, match=rf"config\.json: (rope_type|{key.replace('_', '[_ ]')})"):
+        read_config(tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "lost"),
+    [
+        ("llama", {"query_scale": 7}, "query_scale=7 against 16"),
+        ("llama", {"qkv_bias": True}, "qkv_bias=True, but in the family llama it is False"),
+        ("mistral.MISTRAL", {"rope_theta_local": 500.0}, "rope_theta_local=500.0 against 10000.0"),
+        ("mistral.MISTRAL", {"pattern": ("local", "global")}, r"pattern=\('local', 'global'\) against"),
+    ],
+)
+def test_what_a_config_json_cannot_say_is_not_written(family, change, lost):
+    cfg = architecture("llama_tiny" if family == "llama" else "mistral_tiny")
+    config_json(cfg, find_family(family))
+    with pytest.raises(ValueError, match=lost):
+        config_json(replace(cfg, **change), find_family(family))
+
+
+def test_what_no_layer_uses_need_not_be_said():
+    """Without a local layer, a window and the wavelengths of local layers change nothing."""
+    cfg = replace(architecture("llama_tiny"), pattern=("global", "global"), rope_theta_local=1.0, rope_scaling=None)
+    config_json(replace(cfg, qkv_bias=True, window=7), QWEN2)

@@ -1,0 +1,318 @@
+"""A model in the hand says the same however it is asked; commands and export say no before they write."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import set_mesh
+
+from tunix_lite import export as exporting
+from tunix_lite.api import Generation, compose, export, load, train
+from tunix_lite.commands import chat as chat_command
+from tunix_lite.commands import generate as generate_command
+from tunix_lite.config import ConfigError
+from tunix_lite.models import hf
+from tunix_lite.models.families import read_config
+from tunix_lite.models.lora import LoraConfig, pairs
+from tunix_lite.models.source import BUNDLED, Model, find
+from tunix_lite.policy import token_logprobs
+
+ROOT = Path(__file__).parents[1]
+SHORT = Generation(64, 12)
+QUESTIONS = ["What is 1 + 2?", "What is 12 + 7 - 3 + 5?", "What is 9 - 4?"]
+TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.num_generations=2",
+            "generation.max_new_tokens=4", "evaluation.num_examples=0", "tracking.tensorboard=false",
+            "optimizer.learning_rate=1e-2", "model.mesh_shape=[[2,1],[fsdp,tp]]",
+            "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}"]  # fmt: skip
+ONE = [[1, 1], ["fsdp", "tp"]]
+
+
+@pytest.fixture(autouse=True)
+def few_devices(monkeypatch):
+    """A mesh over two of the pretend devices where settings say [[2,1],...]."""
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *a: devices[:2])
+
+
+def one(model="bundled", **more):
+    return load(model, mesh_shape=[[-1, 1], ["fsdp", "tp"]], **more)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("bundled", mesh_shape=[[4, 1], ["fsdp", "tp"]])
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run that trained adapters on a base in nf4, and its last state."""
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    devices = jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *a: devices[:2])
+        return folder, train(
+            compose([*TRAINING, "model.lora.rank=4", "model.lora.base=nf4", "model.lora.targets=groups/./(q|down)"]),
+            folder,
+        )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that trained all weights."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    devices = jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *a: devices[:2])
+        return folder, train(compose(TRAINING), folder)
+
+
+def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
+    together = model.generate(QUESTIONS, SHORT, num_generations=2, seed=3)
+    in_parts = model.generate(QUESTIONS, SHORT, num_generations=2, seed=3, batch_size=4)
+    assert [c.tokens for c in together] == [c.tokens for c in in_parts]
+    assert [c.prompt for c in together] == [0, 0, 1, 1, 2, 2]
+    assert [c.tokens for c in model.generate(QUESTIONS[0], SHORT, 2, seed=3)] == [c.tokens for c in together[:2]]
+    assert len({tuple(c.tokens) for c in together}) > 3
+
+
+def test_a_stream_is_the_completion_in_pieces(model):
+    pieces = list(model.stream(QUESTIONS[1], SHORT, seed=3))
+    assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
+
+
+def test_a_conversation_is_one_prompt(model):
+    talk = [{"role": "user", "content": QUESTIONS[0]}]
+    assert model.generate(talk, SHORT, seed=1)[0].tokens == model.generate(QUESTIONS[0], SHORT, seed=1)[0].tokens
+    assert len(model.generate([talk, talk], SHORT)) == 2
+
+
+def test_scores_are_those_of_the_tokens_that_were_said(model):
+    greedy = Generation(64, 24, temperature=0.0)
+    said = model.generate(QUESTIONS[0], greedy)[0]
+    assert said.finished
+    (scored,) = model.score(QUESTIONS[0], said.text)
+    np.testing.assert_allclose(scored, said.logprobs, atol=1e-4)
+    first, second = model.score(QUESTIONS[:2], [said.text, "7"])
+    np.testing.assert_allclose(first, scored, atol=1e-5)
+    assert first.dtype == np.float32 and second.shape == (2,)  # the digit and the end of the turn
+
+
+def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
+    folder, state = adapted
+    loaded = one(folder)
+    assert loaded.step == 1 and loaded.source.lora.rank == 4 and loaded.source.lora.base == "nf4"
+    there = {path: leaf for path, leaf in hf.flat(loaded.params).items() if path in pairs(state.params)}
+    for path, (a, b) in pairs(state.params).items():
+        np.testing.assert_array_equal(there[path].a, a)
+        np.testing.assert_array_equal(there[path].b, b)
+    folder, state = finished
+    jax.tree.map(np.testing.assert_array_equal, one(folder).params, state.params)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model": "/nowhere"}, "model.weights: /nowhere is not a folder"),
+        ({"model": "bundled", "step": 3}, "step=3: only a run has checkpoints"),
+        ({"dtype": "fp8"}, "dtype='fp8'; it is one of fp32, bf16"),
+    ],
+)
+def test_what_cannot_be_loaded(change, message):
+    with pytest.raises(ConfigError, match=message):
+        load(**change)
+
+
+def test_a_step_that_was_not_saved_is_named_with_those_that_were(adapted):
+    with pytest.raises(ConfigError, match=r"checkpoint: .* holds no checkpoint of step 7; there is 1"):
+        load(adapted[0], step=7)
+
+
+def test_prompts_that_do_not_fit(model):
+    with pytest.raises(
+        ValueError, match=r"prompt 2 of 2 has \d+ tokens; it takes 1 to generation.max_prompt_length=20"
+    ):
+        model.generate(["1", "What is this very long question about?"], Generation(20, 4))
+    with pytest.raises(ValueError, match="2 prompts and 1 completions"):
+        model.score(["1", "2"], ["3"])
+
+
+# ---- export
+
+
+def logits(model):
+    tokens = np.random.default_rng(0).integers(4, 400, (2, 20))
+    with jax.set_mesh(model.mesh):
+        run = jax.jit(lambda p: token_logprobs(p, tokens, np.ones_like(tokens, bool), cfg=model.cfg))
+        return np.asarray(run(model.params))
+
+
+@pytest.mark.parametrize("kind, tolerance", [("merged", 0.02), ("adapter", 1e-5)])
+def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolerance):
+    ours = one(adapted[0])
+    written = export(ours, tmp_path / "out", kind, dtype="fp32" if kind == "merged" else None)
+    assert written.kind == kind and "vllm serve" in written.serve
+    if kind == "merged":
+        again, tolerance = one(tmp_path / "out"), 1e-4
+    else:
+        assert "--enable-lora --max-lora-rank 4" in written.serve
+        lora = LoraConfig(adapter=str(tmp_path / "out"), base="nf4")
+        again = one(Model(lora=lora))
+        assert again.source.lora.rank == 4 and again.source.lora.alpha == 32.0
+    np.testing.assert_allclose(logits(again), logits(ours), atol=tolerance)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "rank 4" in card and "step 1" in card
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "tunix_lite.json"} <= names
+
+
+def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
+    export(one(), tmp_path / "out")
+    cfg, family = read_config(BUNDLED)
+    assert read_config(tmp_path / "out") == (cfg, family)
+    before, after = hf.Tensors(BUNDLED), hf.Tensors(tmp_path / "out")
+    for name in before:
+        whole = tuple(slice(None) for _ in before.shape(name))
+        assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes()
+    asked = find(Model(weights=str(tmp_path / "out"))).tokenizer
+    assert asked.prompt("1 + 1") == one().tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
+
+
+def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 300_000)
+    export(one(), tmp_path / "out")
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    np.testing.assert_array_equal(logits(one(tmp_path / "out")), logits(one()))
+
+
+def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):
+    original = hf.save_params
+
+    def damaged(params, *rest):
+        original(jax.tree.map(lambda x: x[::-1] if x.ndim == 2 else x, params), *rest)
+
+    monkeypatch.setattr(exporting.hf, "save_params", damaged)
+    with pytest.raises(ConfigError, match="read back, gives other scores.*Nothing was kept"):
+        export(one(), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"kind": "lora"}, "kind='lora'; it is auto, full, merged, adapter"),
+        ({"kind": "adapter"}, "kind=adapter: the model has no adapters; give full"),
+        ({"dtype": "int8"}, "dtype='int8'; it is one of bf16, fp16, fp32"),
+        ({"out": "full"}, "exists and is not empty; give another folder, or overwrite=true"),
+        ({"out": "full", "overwrite": True}, "was not written by export .*so it is not replaced"),
+        ({"out": "full/a_file/out"}, "a_file is a file; give a folder"),
+    ],
+)
+def test_exports_that_cannot_be(tmp_path, settings, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a_file").write_text("mine")
+    settings["out"] = tmp_path / settings.get("out", "new")
+    with pytest.raises(ConfigError, match=message):
+        export(one(), **settings)
+    assert (tmp_path / "full" / "a_file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_overwriting_replaces_only_what_export_wrote(tmp_path):
+    export(one(), tmp_path / "out")
+    (tmp_path / "out" / "left_over").touch()
+    export(one(), tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "left_over").exists()
+
+
+# ---- commands
+
+
+def run_command(module, overrides, monkeypatch):
+    arguments = ["tunix-lite", "generation.max_new_tokens=8", "model.mesh_shape=[[2,1],[fsdp,tp]]", *overrides]
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+
+
+def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
+    lines = [{"prompt": QUESTIONS[0]}, {"messages": [{"role": "user", "content": QUESTIONS[1]}]}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    overrides = [f"prompts={tmp_path}/asked.jsonl", "num_generations=2", f"out={tmp_path}/said.jsonl"]
+    run_command(generate_command, overrides, monkeypatch)
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in said] == [QUESTIONS[0]] * 2 + [lines[1]["messages"]] * 2
+    assert all(row["text"] and len(row["tokens"]) == len(row["logprobs"]) <= 8 for row in said)
+    with pytest.raises(SystemExit):
+        run_command(generate_command, overrides, monkeypatch)
+    assert "exists; give another file, or overwrite=true" in capsys.readouterr().err
+
+
+def test_generate_streams_one_prompt_of_a_run(adapted, monkeypatch, capsys):
+    overrides = [f"checkpoint={adapted[0]}", f"prompt='{QUESTIONS[0]}'", "generation.temperature=0"]
+    run_command(generate_command, overrides, monkeypatch)
+    expected = one(adapted[0]).generate(QUESTIONS[0], Generation(64, 8, temperature=0.0))[0].text
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_chat_remembers_what_was_said(monkeypatch, capsys):
+    import io
+
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\n/nonsense\n")
+    )
+    run_command(chat_command, ["generation.temperature=0"], monkeypatch)
+    captured = capsys.readouterr()
+    first, second, third = captured.out.splitlines()
+    assert first == third
+    model = one()
+    talk = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": first},
+            {"role": "user", "content": QUESTIONS[0]}]  # fmt: skip
+    assert second == model.generate(talk, Generation(64, 8, temperature=0.0))[0].text
+    assert captured.err.count("/reset") == 2
+
+
+@pytest.mark.parametrize(
+    "command, overrides, message",
+    [
+        ("generate", [], "error: give prompt='...' or prompts=FILE, one of the two"),
+        ("generate", ["prompt=a", "prompts=b"], "one of the two"),
+        ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
+        ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: it has no model.json"),
+        ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'prompt'?"),
+        ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
+        ("export", [], "error: give checkpoint=RUN, or say with out=FOLDER"),
+        ("export", ["out=x", "kind=lora"], "kind='lora'; it is auto, full, merged, adapter"),
+        ("chat", ["step=3"], "error: step= is of a run"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_message_and_leave_nothing(tmp_path, command, overrides, message):
+    call = [sys.executable, "-m", "tunix_lite", command, *overrides]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def environment() -> dict:
+    import os
+
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def test_every_command_shows_its_settings(capsys, monkeypatch):
+    for name in ("generate", "chat", "export"):
+        monkeypatch.setattr(sys, "argv", ["tunix-lite", "--help"])
+        __import__(f"tunix_lite.commands.{name}", fromlist=["main"]).main()
+        assert "checkpoint: null" in capsys.readouterr().out
+
+
+def test_random_weights_of_a_named_family_can_be_exported(tmp_path):
+    run = compose(["model=random"])
+    set_mesh(1, 1)
+    model = load(run)
+    assert export(model, tmp_path / "out", dtype="fp32").difference < 1e-6
+    np.testing.assert_allclose(logits(load(tmp_path / "out")), logits(model), atol=1e-5)

@@ -1,0 +1,9 @@
+"""What a notebook imports: settings, training, a model in the hand, export. examples/notebook.py shows it."""
+
+from tunix_lite.commands.program import compose
+from tunix_lite.export import export
+from tunix_lite.language_model import Completion, LanguageModel, load
+from tunix_lite.rollout.engine import Generation
+from tunix_lite.train import train
+
+__all__ = ["Completion", "Generation", "LanguageModel", "compose", "export", "load", "train"]

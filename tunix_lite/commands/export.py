@@ -1,0 +1,45 @@
+"""`tunix-lite export checkpoint=outputs/latest`: what a run trained, as a folder that vLLM and transformers read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite import export as exporting
+from tunix_lite.commands import program
+from tunix_lite.commands.generate import opened
+from tunix_lite.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write, and where."""
+
+    checkpoint: str | None = None  # the folder of a run, whose newest weights are written; null: model.weights as is
+    step: int | None = None  # of an older checkpoint of that run; null: the newest
+    out: str | None = None  # the folder to write; null: export/<kind> in the folder of the run
+    kind: str = "auto"  # full, merged (adapters added to their base), adapter (PEFT); auto: adapter if any, else full
+    dtype: str | None = None  # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
+    overwrite: bool = False  # replace a folder that export wrote before
+
+    def __post_init__(self):
+        if self.out is None and self.checkpoint is None:
+            raise ValueError("give checkpoint=RUN, or say with out=FOLDER where to write model.weights")
+        if self.step is not None and self.checkpoint is None:
+            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+
+
+def main() -> None:
+    program.command("export", Export, export)
+
+
+def export(run: RunConfig, settings: Export) -> None:
+    """Loads, writes, reads back, compares, and says how to serve it."""
+    lora = run.model.lora
+    has_adapters = bool(lora.rank or lora.adapter)
+    guess = ("adapter" if has_adapters else "full") if settings.kind == "auto" else settings.kind
+    out = Path(settings.out or Path(settings.checkpoint) / "export" / guess).expanduser()
+    kind = exporting.check(has_adapters, out, settings.kind, settings.dtype, settings.overwrite)
+    written = exporting.export(opened(run, settings), out, kind, settings.dtype, settings.overwrite)
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    print(f"{written.kind}: {size:,.1f} MB in {written.folder}")
+    print(f"read back: scores differ by {written.difference:.2g} of their size")
+    print(written.serve)

@@ -1,0 +1,98 @@
+"""`tunix-lite generate prompt="..."`, or `prompts=FILE`: completions of a run's model or of any other."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tunix_lite.commands import program
+from tunix_lite.config import ConfigError, RunConfig, at
+from tunix_lite.language_model import Asked, LanguageModel, open_model
+
+
+@dataclass(frozen=True)
+class Generate:
+    """What to answer, and where to put it."""
+
+    checkpoint: str | None = None  # the folder of a run, whose newest weights speak; null: model.weights as they are
+    step: int | None = None  # of an older checkpoint of that run; null: the newest
+    prompt: str | None = None  # one prompt, answered on the terminal as it is drawn
+    prompts: str | None = None  # or a file: .jsonl with "prompt" or "messages" in each line, or text, a prompt a line
+    num_generations: int = 1  # completions of each prompt
+    batch_size: int = 64  # sequences drawn together; changes memory and speed, not what is said
+    out: str | None = None  # a .jsonl file for the completions; null: the terminal
+    overwrite: bool = False  # replace `out` if it exists
+
+    def __post_init__(self):
+        if (self.prompt is None) == (self.prompts is None):
+            raise ValueError("give prompt='...' or prompts=FILE, one of the two")
+        if self.num_generations < 1 or self.batch_size < self.num_generations:
+            raise ValueError(
+                f"num_generations={self.num_generations} must be at least 1, and batch_size={self.batch_size} at "
+                "least that"
+            )
+        if self.step is not None and self.checkpoint is None:
+            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+
+
+def main() -> None:
+    program.command("generate", Generate, generate)
+
+
+def generate(run: RunConfig, settings: Generate) -> None:
+    """Reads the prompts, loads the model and writes what it says."""
+    asked = [settings.prompt] if settings.prompt is not None else read_prompts(Path(settings.prompts))
+    out = None if settings.out is None else Path(settings.out)
+    if out is not None:
+        if out.exists() and not settings.overwrite:
+            raise ConfigError(f"out={out} exists; give another file, or overwrite=true to replace it")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
+    model = opened(run, settings)
+    with at("generate"):
+        if settings.prompt is not None and settings.num_generations == 1 and out is None:
+            for text in model.stream(settings.prompt, run.generation, run.seed):
+                print(text, end="", flush=True)
+            print()
+            return
+        said = model.generate(asked, run.generation, settings.num_generations, run.seed, settings.batch_size)
+    rows = [{**asdict(completion), "prompt": asked[completion.prompt]} for completion in said]
+    if out is not None:
+        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{len(rows)} completions of {len(asked)} prompts are in {out}", file=sys.stderr)
+        return
+    for row in rows:
+        question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        print(f"> {question}\n{row['text']}{'' if row['finished'] else ' [cut]'}\n")
+
+
+def opened(run: RunConfig, settings) -> LanguageModel:
+    """The model that `model` and `checkpoint` name, on its mesh."""
+    folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
+    seed = run.seed if folder is None else program.run_settings(folder)[1]
+    return open_model(run.model, folder, settings.step, run.training.mixed_precision, seed)
+
+
+def read_prompts(file: Path) -> list[Asked]:
+    """The prompts of a file: "prompt" or "messages" of each line of .jsonl, else each line. Raises ConfigError."""
+    if not file.is_file():
+        raise ConfigError(f"prompts={file} is not a file")
+    try:
+        lines = [(i, line) for i, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts={file} is not text ({error})") from error
+    if not lines:
+        raise ConfigError(f"prompts={file} holds no prompt")
+    return [_prompt(file, i, line) for i, line in lines] if file.suffix == ".jsonl" else [line for _, line in lines]
+
+
+def _prompt(file: Path, number: int, line: str) -> Asked:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"prompts={file}, line {number}: not JSON ({error})") from error
+    asked = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+    is_conversation = isinstance(asked, list) and asked and all(isinstance(message, dict) for message in asked)
+    if not (isinstance(asked, str) and asked) and not is_conversation:
+        raise ConfigError(f'prompts={file}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
+    return asked

@@ -1,0 +1,242 @@
+"""A model out of the house: a folder in Hugging Face layout that transformers and vLLM read, or a PEFT adapter.
+
+What is written is read back, and its scores are compared with the model's, before the folder gets its name: a folder
+that exists is whole and says what the model says.
+"""
+
+import json
+import platform
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite import __version__
+from tunix_lite.config import ConfigError, at
+from tunix_lite.language_model import LanguageModel
+from tunix_lite.models import decoder, families, hf, peft, tokenizer
+from tunix_lite.models.families import config_json
+from tunix_lite.models.lora import attach
+from tunix_lite.models.weights import Lora
+from tunix_lite.types import Params
+
+KINDS = ("full", "merged", "adapter")
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+PROVENANCE = "tunix_lite.json"  # marks a folder as ours, so that overwrite=true cannot destroy anything else
+# how far scores may move, relative to their size, when trained float32 weights are rounded to what is written
+TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    kind: str  # full, merged or adapter
+    difference: float  # of the scores over the vocabulary after reading back, relative to their size
+    serve: str  # the command that serves it
+
+
+def check(model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool) -> str:
+    """The kind that will be written. Raises ConfigError for what cannot be, before anything is loaded or written."""
+    kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
+    if (kind == "full") == model_has_adapters:
+        right = "merged or adapter" if model_has_adapters else "full"
+        raise ConfigError(f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give {right}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, or null for that of the original")
+    if dtype is not None and kind == "adapter":
+        raise ConfigError(f"dtype={dtype}: adapters are written in float32, as they train; leave it out")
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"out={out}: {there} is a file; give a folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not overwrite:
+            raise ConfigError(
+                f"out={out} exists and is not empty; give another folder, or overwrite=true to replace it"
+            )
+        if not (out / PROVENANCE).is_file():
+            raise ConfigError(f"out={out} was not written by export (it has no {PROVENANCE}), so it is not replaced")
+    if jax.process_count() > 1:
+        raise ConfigError("export runs in one process; start it on one host with the run's folder at hand")
+    return kind
+
+
+def export(
+    model: LanguageModel, out: str | Path, kind: str = "auto", dtype: str | None = None, overwrite: bool = False
+) -> Exported:
+    """Writes the model to the folder `out`, reads it back and compares. Raises ConfigError.
+
+    kind: full (all weights, of a model without adapters), merged (adapters added to their base), adapter (PEFT), or
+    auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original stores each tensor,
+    bf16 for a model born here.
+    """
+    out = Path(out).expanduser()
+    source = model.source
+    kind = check(source.lora is not None, out, kind, dtype, overwrite)
+    if source.family is None:
+        raise ConfigError("model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES))
+    with at("model.family"):
+        families.check_flags(source.cfg, source.family)
+    partial = out.parent / f".{out.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with jax.set_mesh(model.mesh):
+            if kind == "adapter":
+                difference = _write_adapter(model, partial)
+            else:
+                difference = _write_model(model, partial, dtype)
+        served = _finish(model, partial, out, kind, difference)
+        if out.is_dir():
+            shutil.rmtree(out)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(out, kind, difference, served)
+
+
+def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float:
+    """config.json, weights and tokenizer; returns the difference after reading back."""
+    source, cfg, family = model.source, model.cfg, model.source.family
+    if dtype is None and source.folder is not None:
+        stored = hf.stored_dtypes(source.folder, family)
+    else:
+        stored = dict.fromkeys(hf.hf_weights(cfg, family), DTYPES[dtype or "bf16"])
+    hf.save_params(model.params, cfg, family, folder, stored)
+    coarsest = max((stored[name] for name in hf.hf_weights(cfg, family)), key=lambda name: TOLERANCE[name])
+    config = _config(model, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _copy_tokenizer(model, folder)
+    again, family_again = families.read_config(folder, family)
+    assert again == cfg and family_again is family, families.differences(again, cfg)
+    return _compare(model, hf.load_params(folder, cfg, family), TOLERANCE[coarsest])
+
+
+def _write_adapter(model: LanguageModel, folder: Path) -> float:
+    source = model.source
+    leaves = {path: leaf for path, leaf in hf.flat(model.params).items() if isinstance(leaf, Lora)}
+    adapters: dict = {}
+    for path, leaf in leaves.items():
+        part, place, name = path.split("/")
+        adapters.setdefault(part, {}).setdefault(place, {})[name] = {"a": leaf.a, "b": leaf.b}
+    peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model))
+    _copy_tokenizer(model, folder)
+    with at("what was written"):
+        read = peft.read_config(replace(source.lora, adapter=str(folder)), model.cfg, source.family)
+        again = peft.load_adapters(folder, model.cfg, source.family, read)
+    base = jax.tree.map(
+        lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf, model.params, is_leaf=lambda x: isinstance(x, Lora)
+    )
+    return _compare(model, attach(base, again, read), 1e-5)
+
+
+def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
+    """How far the scores of `params` are from the model's, relative to their size, over two rows of tokens.
+
+    Raises ConfigError if that is more than rounding explains.
+    """
+    cfg = model.cfg
+    tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, min(32, cfg.max_positions)))
+
+    @jax.jit
+    def scores(params):
+        hidden = decoder.forward(params, cfg, tokens, jnp.ones_like(tokens, bool))
+        return decoder.logits(params, cfg, hidden)
+
+    ours, theirs = scores(model.params), scores(params)
+    difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(ours))
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"what was written, read back, gives other scores: they differ by {difference:.2g} of their size, and "
+            f"rounding explains {tolerance:g}. Nothing was kept; dtype=fp32 writes the weights as they are"
+        )
+    return difference
+
+
+# ---- what goes with the weights
+
+
+def _config(model: LanguageModel, dtype: str) -> dict:
+    """The original's config.json as far as it is that of a text model, or one made from the architecture."""
+    source = model.source
+    ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
+    if source.folder is None:
+        return config_json(model.cfg, source.family, dtype=dtype, **ids)
+    original = json.loads((source.folder / "config.json").read_text())
+    if original["model_type"] != source.family.model_type:  # the text part of a model with more
+        keep = {key: original[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in original}
+        return config_json(model.cfg, source.family, dtype=dtype, **(ids | keep))
+    return original | ({"torch_dtype": dtype} if "torch_dtype" in original else {"dtype": dtype})
+
+
+def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
+    source = model.source
+    for name in (*tokenizer.FILES, "generation_config.json"):
+        if (source.tokenizer.folder / name).is_file():
+            shutil.copyfile(source.tokenizer.folder / name, folder / name)
+    if not (folder / "generation_config.json").is_file():
+        ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
+        (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def _base_name(model: LanguageModel) -> str:
+    """What vLLM and PEFT load an adapter onto: the hub name as it was given, else the folder."""
+    named = model.source.name
+    return str(model.source.folder or named) if named in ("bundled", "random") else named
+
+
+def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
+    """The model card and where it all comes from; returns the command that serves the model."""
+    about = {
+        "kind": kind,
+        "base": _base_name(model),
+        "run": None if model.run is None else model.run.resolve().name,
+        "step": model.step,
+        "difference_after_reading_back": difference,
+        "metrics": _metrics(model),
+        "lora": None
+        if model.source.lora is None
+        else {name: getattr(model.source.lora, name) for name in ("rank", "alpha", "targets", "base")},
+        "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
+    }
+    (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
+    served = f"vllm serve {out}"
+    if kind == "adapter":
+        rank = model.source.lora.rank
+        served = f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules {out.name}={out}"
+    (folder / "README.md").write_text(_card(about, served, out.name))
+    return served
+
+
+def _metrics(model: LanguageModel) -> dict:
+    """What the run says of itself: first and last evaluation."""
+    if model.run is None or not (model.run / "status.json").is_file():
+        return {}
+    status = json.loads((model.run / "status.json").read_text())
+    return {key: status[key] for key in ("eval", "seed", "steps", "parameters") if key in status}
+
+
+def _card(about: dict, served: str, name: str) -> str:
+    is_adapter = about["kind"] == "adapter"
+    front = {"base_model": about["base"], "library_name": "peft" if is_adapter else "transformers"}
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())]
+    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
+    what = {"full": "All weights", "merged": "Adapters merged into their base", "adapter": "LoRA adapters"}
+    trained = "trained with" if about["run"] else "exported, without training, by"
+    lines += [f"{what[about['kind']]} of a model {trained} tunix_lite {about['versions']['tunix_lite']}.", ""]
+    lines += [f"- base: `{about['base']}`"]
+    if about["run"]:
+        lines += [f"- run: `{about['run']}`, step {about['step']}"]
+    if about["lora"]:
+        lines += ["- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())]
+    if evaluated := about["metrics"].get("eval"):
+        lines += ["", "| evaluation | accuracy on held-out prompts |", "|---|---|"]
+        lines += [f"| {when} | {said['accuracy']:.1%} |" for when, said in evaluated.items()]
+    lines += ["", "```", served, "```", ""]
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""A model in the hand: load it, let it generate and score, export it. What notebooks and the commands use.
+
+model = load("outputs/latest")            # or "bundled", a folder in Hugging Face layout, a name on the hub
+print(model.generate("What is 12 + 7?")[0].text)
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import ConfigError, RunConfig, at, build
+from tunix_lite.models import source, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.lora import attached
+from tunix_lite.models.source import Model, Source
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
+from tunix_lite.policy import token_logprobs
+from tunix_lite.rollout.engine import Generation, make_generate, make_stream
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import Params, Prompts
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+WIDTH = 64  # prompts are padded to a multiple of it, so that few lengths compile
+STEPS_PER_LOOK = 4  # tokens between two looks at a completion that streams to somebody
+
+LONG = Generation(max_prompt_length=2048, max_new_tokens=512)
+
+Asked = str | list[dict]  # a user message, or a conversation of {"role": ..., "content": ...}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model said to one prompt."""
+
+    prompt: int  # index of the prompt that it answers
+    text: str
+    tokens: list[int]
+    logprobs: list[float]  # of each token, under the distribution that it was drawn from
+    finished: bool  # ended by itself, not by max_new_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A loaded model on its mesh. Made by `load`."""
+
+    source: Source
+    params: Params  # what acts: all weights, or a base with its adapters attached
+    mesh: jax.sharding.Mesh
+    dtype: type  # of the computation
+    run: Path | None = None  # the run that trained it
+    step: int | None = None  # and the checkpoint of that run
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.source.cfg
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    def generate(
+        self,
+        prompts: Asked | Sequence[Asked],
+        generation: Generation = LONG,
+        num_generations: int = 1,
+        seed: int = 0,
+        batch_size: int = 64,
+    ) -> list[Completion]:
+        """Completions of each prompt, num_generations of the first, then of the second, and so on.
+
+        `batch_size` sequences go at a time; it changes nothing but memory and speed. A completion ends when the model
+        ends it, after generation.max_new_tokens, or where the longest prompt and it fill cfg.max_positions. Raises
+        ValueError for a prompt that is empty or longer than generation.max_prompt_length.
+        """
+        asked = _listed(prompts)
+        ids = self._tokens(asked, generation)
+        together = max(1, min(len(ids), batch_size // num_generations))
+        width, engine = self._engine(ids, generation)
+        run = _generate(*engine)
+        said: list[Completion] = []
+        with jax.set_mesh(self.mesh):
+            for first in range(0, len(ids), together):
+                part = ids[first : first + together]
+                filled = _padded(part + [part[0]] * (together - len(part)), width)
+                rollout = run(self.params, filled, jax.random.key(seed), num_generations, first=first)
+                rows = zip(*(np.asarray(x) for x in (rollout.tokens, rollout.completion_mask, rollout.logprobs)))
+                finished = np.asarray(rollout.finished)
+                for i, (tokens, mask, logprobs) in enumerate(list(rows)[: len(part) * num_generations]):
+                    new = tokens[mask].tolist()
+                    text = self.tokenizer.decode(new)
+                    place = first + i // num_generations
+                    said.append(Completion(place, text, new, logprobs[mask].tolist(), bool(finished[i])))
+        return said
+
+    def stream(self, prompt: Asked, generation: Generation = LONG, seed: int = 0) -> Iterator[str]:
+        """The text of one completion, piece by piece as it is drawn; together the text that `generate` returns."""
+        (ids,) = self._tokens([prompt], generation)
+        width, engine = self._engine([ids], generation)
+        run = _stream(*engine)
+        text, seen = self.tokenizer.stream(), 0
+        with jax.set_mesh(self.mesh):
+            for state in run(self.params, _padded([ids], width), jax.random.key(seed)):
+                drawn = np.asarray(state.tokens)[0][width:][np.asarray(state.token_mask)[0][width:]]
+                yield text.feed(drawn[seen:])
+                seen = len(drawn)
+        yield text.end()
+
+    def score(self, prompts: Asked | Sequence[Asked], completions: str | Sequence[str]) -> list[np.ndarray]:
+        """log p of each token of each completion, the end of the turn included, at temperature 1; float32 [T] each."""
+        asked, answers = _listed(prompts), [completions] if isinstance(completions, str) else list(completions)
+        if len(asked) != len(answers):
+            raise ValueError(f"{len(asked)} prompts and {len(answers)} completions; there must be as many")
+        before = [self.tokenizer.prompt(prompt) for prompt in asked]
+        after = [self.tokenizer.demonstration(prompt, text) for prompt, text in zip(asked, answers)]
+        whole = [b + a for b, a in zip(before, after)]
+        self._check_length(max(map(len, whole), default=0))
+        width = -(-max(map(len, whole), default=1) // WIDTH) * WIDTH
+        scores = []
+        with jax.set_mesh(self.mesh):
+            for ids, start, count in zip(whole, map(len, before), map(len, after)):
+                row = _padded([ids], width)
+                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask))[0]
+                scores.append(logprobs[width - len(ids) :][start : start + count])
+        return scores
+
+    def _tokens(self, asked: list[Asked], generation: Generation) -> list[list[int]]:
+        tokens = [self.tokenizer.prompt(prompt) for prompt in asked]
+        for i, ids in enumerate(tokens):
+            if not 0 < len(ids) <= generation.max_prompt_length:
+                raise ValueError(
+                    f"prompt {i + 1} of {len(tokens)} has {len(ids)} tokens; it takes 1 to "
+                    f"generation.max_prompt_length={generation.max_prompt_length}"
+                )
+        self._check_length(max(map(len, tokens), default=0) + 1)
+        return tokens
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.cfg.max_positions:
+            raise ValueError(
+                f"a sequence of {tokens} tokens is more than the model was made for: {self.cfg.max_positions}"
+            )
+
+    def _engine(self, prompts: list[list[int]], generation: Generation) -> tuple[int, tuple]:
+        """The width that these prompts are padded to, and what makes the functions that sample after them."""
+        longest = max(map(len, prompts), default=1)
+        width = -(-longest // WIDTH) * WIDTH
+        new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
+        settings = replace(generation, max_prompt_length=width, max_new_tokens=new)
+        return width, (self.cfg, settings, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype)
+
+
+_generate = cache(make_generate)  # compiled code is kept with the function that it belongs to
+_stream = cache(partial(make_stream, steps_per_chunk=STEPS_PER_LOOK))
+
+
+@cache
+def _score(cfg: ModelConfig, dtype):
+    return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
+
+
+def _listed(prompts: Asked | Sequence[Asked]) -> list[Asked]:
+    """One prompt or several as a list; a conversation, a list of dicts, is one."""
+    is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict))
+    return [prompts] if is_one else list(prompts)
+
+
+def _padded(rows: list[list[int]], width: int) -> Prompts:
+    tokens = np.zeros((len(rows), width), np.int32)
+    mask = np.zeros((len(rows), width), bool)
+    for i, ids in enumerate(rows):
+        tokens[i, width - len(ids) :], mask[i, width - len(ids) :] = ids, True
+    return Prompts(put(tokens, "batch", "seq"), put(mask, "batch", "seq"))
+
+
+# ---- loading
+
+
+def load(
+    model: str | Path | Model | RunConfig = "bundled",
+    *,
+    step: int | None = None,
+    mesh_shape: MeshShape | None = None,
+    dtype: str = "fp32",
+) -> LanguageModel:
+    """A model to talk to: "bundled", a run's folder, a folder in Hugging Face layout, a hub name, or settings.
+
+    Of a run: what it trained, as of checkpoint `step` (the newest if None). mesh_shape: [[fsdp, tp], ["fsdp", "tp"]];
+    None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16, of the computation. Raises ConfigError.
+    """
+    run, seed = None, 0
+    if isinstance(model, RunConfig):
+        model, seed = model.model, model.seed
+    elif not isinstance(model, Model):
+        if (Path(model).expanduser() / RunDir.MODEL).is_file():
+            run = Path(model).expanduser()
+            settings, seed = run_settings(run)
+            model = build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+        else:
+            model = Model(weights=str(model))
+    if step is not None and run is None:
+        raise ConfigError(f"step={step}: only a run has checkpoints; give a run's folder")
+    if mesh_shape is not None:
+        model = replace(model, mesh_shape=tuple(tuple(part) for part in mesh_shape))
+    return open_model(model, run, step, dtype, seed)
+
+
+def open_model(model: Model, run: Path | None, step: int | None, dtype: str, seed: int) -> LanguageModel:
+    """The model of these settings; with `run`, its trained weights from that run's checkpoint. Raises ConfigError."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
+    try:
+        found = source.find(model)
+    except ValueError as error:  # it begins with the setting
+        raise ConfigError(str(error)) from error
+    with at("model.mesh_shape"):
+        mesh = make_mesh(model.mesh_shape)
+        weights.check_divisible(source.tables(found), mesh)
+    with jax.set_mesh(mesh):
+        if run is None:
+            with at("model.weights"):
+                if found.lora is None:
+                    frozen, params = None, source.load_base(found, seed, dtype)
+                else:
+                    frozen, params = source.load(found, seed)
+        else:
+            trained = source.tables(found)[1]
+            with at("checkpoint"):
+                step, params = Checkpoints(RunDir(run).checkpoints).restore_params(weights.shapes(trained), step)
+            with at("model.weights"):
+                frozen = None if found.lora is None else source.load_base(found, seed, found.lora.base)
+        acting = attached(frozen, params, found.lora)
+    return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
+
+
+def run_settings(run: Path) -> tuple[dict, int]:
+    """The `model` settings of a run, and its seed. Raises ConfigError if the folder is not that of a run."""
+    file = run / RunDir.MODEL
+    try:
+        said = json.loads(file.read_text())
+        return said["model"], said["seed"]
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint: {run} is not the folder of a run: it has no {RunDir.MODEL}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"checkpoint: {file} cannot be read ({error!r})") from error
