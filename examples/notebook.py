@@ -4,6 +4,7 @@ python examples/notebook.py [key=value ...]          # settings of the training,
 """
 
 import sys
+import time
 from pathlib import Path
 
 from tunix_lite.api import Generation, compose, export, load, train
@@ -14,7 +15,7 @@ for completion in model.generate(question, Generation(32, 48), num_generations=2
     print(completion.text)
 print("log p of an answer:", model.score(question, "The answer is 16.")[0].sum())
 
-outputs = Path("outputs/notebook")
+outputs = Path(f"outputs/notebook/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
 train(compose(["model.lora.rank=8", "optimizer.learning_rate=2e-3", *sys.argv[1:]]), outputs)
 trained = load(outputs)
 print("".join(trained.stream(question, Generation(32, 48, temperature=0.0))))

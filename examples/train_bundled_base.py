@@ -12,12 +12,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tunix_lite.commands.program import compose
 from tunix_lite.models import hf
+from tunix_lite.models.families import GEMMA3, config_json
 from tunix_lite.parallel.host import keep_freed_memory
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.train import train
@@ -97,11 +97,11 @@ def main() -> None:
     outputs = Path("outputs/bundled_base")
     shutil.rmtree(outputs, ignore_errors=True)
     state = train(run, outputs)
-    hf.save_params(state.params, run.model.architecture, folder, jnp.bfloat16)
+    hf.save_params(state.params, run.model.architecture, GEMMA3, folder, "BF16")
     ids = {"bos_token_id": 2, "eos_token_id": [1, SPECIAL.index("<end_of_turn>")], "pad_token_id": 0}
     _write(
         folder / "config.json",
-        hf.config_json(run.model.architecture, dtype="bfloat16", max_position_embeddings=512, **ids),
+        config_json(run.model.architecture, GEMMA3, dtype="bfloat16", **ids),
     )
 
 

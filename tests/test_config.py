@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
+from tunix_lite.commands.chat import Chat
+from tunix_lite.commands.export import Export
+from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.config import (
     ConfigError,
@@ -38,6 +41,9 @@ KINDS = {
     "algorithm/dr_grpo": GRPO,
     "algorithm/sft": SFT,
     "task": TaskConfig,
+    "command/chat": Chat,
+    "command/export": Export,
+    "command/generate": Generate,
     "generation": Generation,
     "training": Training,
     "optimizer": OptimizerConfig,
@@ -73,6 +79,7 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
         groups = {next(iter(entry)) for entry in values.pop("defaults") if isinstance(entry, dict)}
         values.pop("hydra")
         fields -= groups
+    values.pop("defaults", None)
     assert set(values) - {"_target_"} == fields
     if source := values.get("source"):
         assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(Arithmetic)}
@@ -105,6 +112,12 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
     assert run.evaluation == Evaluation()
     assert run.tracking == Tracking()
     assert run.task.source == Arithmetic()
+    for name, kind in KINDS.items():
+        if name.startswith("command/"):
+            values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+            assert {f.name: f.default for f in dataclasses.fields(kind)} == {
+                k: values[k] for k in values if k != "defaults"
+            }
 
 
 def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def adapted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a: devices[:2])
         return folder, train(
-            compose([*TRAINING, "model.lora.rank=4", "model.lora.base=nf4", "model.lora.targets=groups/./(q|down)"]),
+            compose([*TRAINING, "model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="groups/./(q|down)"']),
             folder,
         )
 

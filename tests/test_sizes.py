@@ -1,5 +1,6 @@
 """The sizes in conf/model/ are the published ones: parameter counts, shapes, and which meshes divide them."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tunix_lite.commands.program import compose
 from tunix_lite.models import decoder, weights
+from tunix_lite.models.families import as_computed, read_config
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 NOT_A_SIZE = {"bundled", "random"}
@@ -132,3 +134,61 @@ def test_a_size_has_as_many_parameters_as_transformers_gives_it(name):
         theirs = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
     ours = weights.num_params(decoder.weights(cfg))
     assert sum(parameter.numel() for parameter in theirs.parameters()) == ours
+
+
+GEMMA3_4B_TEXT = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in the spelling of the day
+    "gemma2_2b": {
+        "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    },
+    "gemma3_1b": {
+        "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+    "gemma3_4b": {"model_type": "gemma3", "text_config": GEMMA3_4B_TEXT, "vision_config": {"hidden_size": 1152}},
+    "qwen2.5_0.5b": {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 21, "num_attention_heads": 14, "num_hidden_layers": 24,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen3_0.6b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "llama3.2_1b": {
+        "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+        "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "rope_type": "llama3"} | LLAMA3_ROPE, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "vocab_size": 128256,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_a_published_config_json_is_the_size_that_the_yaml_says(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(AS_PUBLISHED[name]))
+    cfg, family = read_config(tmp_path)
+    run = compose([f"model={name}"])
+    assert family.name == run.model.family
+    assert as_computed(cfg) == as_computed(run.model.architecture)

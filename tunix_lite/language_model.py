@@ -216,13 +216,14 @@ def open_model(model: Model, run: Path | None, step: int | None, dtype: str, see
     """The model of these settings; with `run`, its trained weights from that run's checkpoint. Raises ConfigError."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
-    try:
+    with at(""):  # the messages begin with the setting
         found = source.find(model)
-    except ValueError as error:  # it begins with the setting
-        raise ConfigError(str(error)) from error
     with at("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
-        weights.check_divisible(source.tables(found), mesh)
+        source.check_mesh(found, mesh)
+    if run is None or found.lora is not None:  # else the checkpoint has all the weights
+        with at(""):
+            found = source.fetch(found)
     with jax.set_mesh(mesh):
         if run is None:
             with at("model.weights"):

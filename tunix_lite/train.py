@@ -44,10 +44,11 @@ class Parts:
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
-    model = find_model(run)
+    with at(""):  # the messages begin with the setting
+        model = source.find(run.model)
     with at("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape)
-        weights.check_divisible(source.tables(model), mesh)
+        source.check_mesh(model, mesh)
     with at("generation"):
         check_generation(run, model)
     batch = plan_batch(run, mesh.shape["fsdp"])
@@ -61,15 +62,9 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
             raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
-    return Parts(model, mesh, batch, task, _resume_from(run, run_dir))
-
-
-def find_model(run: RunConfig) -> Source:
-    """The model, found and looked at. Raises ConfigError."""
-    try:
-        return source.find(run.model)
-    except ValueError as error:  # it begins with the setting
-        raise ConfigError(str(error)) from error
+    resume_from = _resume_from(run, run_dir)
+    with at(""):
+        return Parts(source.fetch(model), mesh, batch, task, resume_from)
 
 
 def check_generation(run: RunConfig, model: Source) -> None:

@@ -224,6 +224,8 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
     kind = hf.get("model_type")
     known = [family] if family else FAMILIES.values()
     found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
+    if found is None and family is not None:
+        raise ValueError(f"{file}: model_type is {kind!r}; the family {family.name} has {family.model_type!r}")
     if found is None:
         supported = ", ".join(str(f.model_type) for f in known)
         raise ValueError(
@@ -310,11 +312,11 @@ def check_flags(cfg: ModelConfig, family: Family) -> None:
     if (expected := set(family.names)) != (found := set(layer_weights(cfg))):
         raise ValueError(f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}")
     read_back = config_from(_as_json(cfg, family), family)
-    if lost := differences(_acting(cfg), _acting(read_back)):
+    if lost := differences(as_computed(cfg), as_computed(read_back)):
         raise ValueError(f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)")
 
 
-def _acting(cfg: ModelConfig) -> ModelConfig:
+def as_computed(cfg: ModelConfig) -> ModelConfig:
     """The same architecture with what no layer uses at one value, so that two which compute the same are equal."""
     pattern = shortest_pattern(list(cfg.kinds))
     unused = {} if "local" in pattern else {"window": None, "rope_theta_local": cfg.rope_theta_global}

@@ -180,14 +180,20 @@ def load_params(folder: str | Path, cfg: ModelConfig, family: Family, storage: s
     loaded = {}
     for path, leaf in flat(stored(decoder.weights(cfg), storage)).items():
         weight, places = plain[path], shardings(leaf)
-        whole = jax.tree.map(lambda w, at: jnp.zeros(w.shape, w.dtype, device=at), leaf, places, is_leaf=is_weight)
+        whole = _room(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
             piece = _piece(tensors, name, unstacked(weight))
-            layer = jnp.int32(i) if weight.is_stacked else None
-            whole = _write(whole, piece, layer, weight.inputs, tuple(jax.tree.leaves(places)))
+            whole = _write(whole, piece, jnp.int32(i), leaf, weight.inputs, tuple(jax.tree.leaves(places)))
             jax.block_until_ready(whole)  # else the pieces queue up, and the host holds them all
         loaded[path] = whole
     return traverse_util.unflatten_dict(loaded, sep="/")
+
+
+def _room(leaf):
+    """Zeros where a leaf of the table will be, each device's made there: jnp.zeros(device=...) makes one device's and
+    copies it to the others, by way of temporaries as large."""
+    make = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)  # noqa: E731
+    return jax.jit(make, out_shardings=shardings(leaf))()
 
 
 def _piece(tensors: Tensors, name: str, weight: Weight) -> jax.Array:
@@ -197,19 +203,21 @@ def _piece(tensors: Tensors, name: str, weight: Weight) -> jax.Array:
     def part(index):
         key = str(index)
         if key not in read:
-            read[key] = np.ascontiguousarray(_read_slice(tensors, name, weight, index))
+            read[key] = _read_slice(tensors, name, weight, index)  # a view: jax transposes while it copies
         return read[key]
 
     return jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
 
 
-@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _write(whole, piece, layer, inputs: int, places: tuple):
-    """`whole` with a piece in its place, quantised if `whole` is; in place, so that two copies never exist."""
-    index = () if layer is None else layer
-    one = jax.tree.map(lambda x: x[index], whole)
-    value = quantize(piece, one, inputs) if is_quantized(whole) else piece.astype(whole.dtype)
-    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x, v: x.at[index].set(v), whole, value))
+@partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
+def _write(whole, piece, layer, leaf, inputs: int, places: tuple):
+    """A piece as `leaf` of the table stores it, in its layer of `whole`: in place, so that two copies never exist."""
+    one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
+    value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
+    if whole is not None:
+        # x.at[layer].set(v) is a scatter: in bfloat16, XLA's CPU backend makes a copy of all layers for each
+        value = jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), whole, value)
+    leaves, treedef = jax.tree.flatten(value)
     return treedef.unflatten([jax.lax.with_sharding_constraint(x, at) for x, at in zip(leaves, places)])
 
 

@@ -1,6 +1,6 @@
 """Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
-`find` looks at everything that can be wrong before a weight is read; `load` then makes the parameters.
+`find` looks at everything but the weights, `fetch` gets them and looks at their headers, `load` makes the parameters.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Source:
 
     cfg: ModelConfig
     family: Family | None  # None: random weights of no named family
-    folder: Path | None  # None: random weights
+    folder: Path | None  # None: random weights. Of a hub model, what `find` needed; after `fetch` the weights too
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
     name: str  # as the user said it
@@ -58,17 +58,20 @@ def find(model: Model) -> Source:
     cfg, folder = model.architecture, None
     with _setting("model.weights"):
         if model.weights != "random":
-            small = _folder(model.weights, small=True)
-            cfg, family = families.read_config(small, family)
-            if model.architecture is not None and (differ := families.differences(model.architecture, cfg)):
+            folder = _folder(model.weights)
+            cfg, family = families.read_config(folder, family)
+            computed = families.as_computed(cfg)
+            ours = computed if model.architecture is None else families.as_computed(model.architecture)
+            if differ := families.differences(ours, computed):
                 raise ValueError(
                     f"the config.json of {model.weights} is not the chosen model.architecture: {'; '.join(differ)} "
                     "(there). Choose another model=, or model.architecture=null to take what is there"
                 )
-            folder = small if hub.is_hub_name(model.weights) is False else _folder(model.weights)
-            hf.check_weights(folder, cfg, family)
+    if folder is None and family is not None:
+        with _setting("model.architecture"):
+            families.check_flags(cfg, family)
     with _setting("model.tokenizer" if folder is None else "model.weights"):
-        tokenizer = Tokenizer.load(folder or _folder(model.tokenizer, small=True))
+        tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
         if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
             raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
     with _setting("model.lora"):
@@ -90,12 +93,32 @@ def _setting(name: str):
         raise ValueError(f"{name}: {error}") from error
 
 
+def fetch(source: Source) -> Source:
+    """The source with its weights at hand, downloaded if need be, and looked at. Raises ValueError as `find` does.
+
+    Apart from `find`, so that whatever else can be wrong is found before gigabytes come.
+    """
+    if source.folder is None:
+        return source
+    with _setting("model.weights"):
+        folder = hub.snapshot(source.name) if hub.is_hub_name(source.name) else source.folder
+        hf.check_weights(folder, source.cfg, source.family)
+    return replace(source, folder=folder)
+
+
 def tables(source: Source) -> tuple[Any, Any]:
     """The weights of the frozen base (None: nothing is frozen), and of what trains."""
     table = decoder.weights(source.cfg)
     if source.lora is None:
         return None, table
     return stored(table, source.lora.base), adapter_weights(table, source.lora)
+
+
+def check_mesh(source: Source, mesh) -> None:
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters."""
+    for table in tables(source):
+        if table is not None:
+            weights.check_divisible(table, mesh)
 
 
 def load(source: Source, seed: int = 0) -> tuple[Params | None, Params]:
@@ -130,10 +153,10 @@ def settings_to_keep(model: Model, found: Source, seed: int) -> dict:
     return {"model": asdict(model), "seed": seed}
 
 
-def _folder(name: str, small: bool = False) -> Path:
-    """The folder that a setting names. From the hub: only what is small, if that will do."""
+def _folder(name: str) -> Path:
+    """The folder that a setting names; of a hub model, without its weights."""
     if name == "bundled":
         return BUNDLED
     if hub.is_hub_name(name):
-        return hub.small_files(name) if small else hub.snapshot(name)
+        return hub.small_files(name)
     return Path(name).expanduser()
