@@ -13,6 +13,7 @@ largest tensor as float32. `GB_per_s` counts bytes of the files, which are in th
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -97,10 +98,8 @@ def measure(folder: Path, storage: str, mesh: tuple[int, int], reuse: bool) -> d
     child = subprocess.Popen([sys.executable, __file__, "--case", case], env=env, stdout=subprocess.PIPE, text=True)
     samples = []
     while child.poll() is None:
-        try:
+        with contextlib.suppress(OSError, KeyError):  # it has just ended, or not quite begun
             samples.append((time.monotonic(), *memory(child.pid, "RssAnon")))
-        except (OSError, KeyError):  # it has just ended, or not quite begun
-            pass
         time.sleep(0.005)
     if child.returncode:
         raise SystemExit(f"{case} failed")

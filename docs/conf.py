@@ -14,6 +14,7 @@ sys.path.insert(0, str(HERE))
 
 import config_reference
 import docstrings
+import model_table
 
 import tunix_lite
 
@@ -36,6 +37,17 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "exclude-members": "replace"}
 
 
+GENERATED = (config_reference, model_table)  # pages with a part that is made of code
+
+
+def fill(app, page, source):
+    """Puts what is generated where its marker stands."""
+    for made in GENERATED:
+        if page == made.PAGE:
+            assert made.MARKER in source[0], f"{page} has lost its marker"
+            source[0] = source[0].replace(made.MARKER, made.render())
+
+
 def drop_empty_globs(app, page, source):
     """The log and the decisions come as they are written, and a pattern that matches nothing is a warning."""
     if page == "index":
@@ -49,8 +61,8 @@ def skip_defaults(app, what, name, obj, skip, options):
 
 
 def setup(app):
-    app.connect("source-read", config_reference.fill)
+    app.connect("source-read", fill)
     app.connect("source-read", drop_empty_globs)
     app.connect("autodoc-skip-member", skip_defaults)
-    app.connect("env-get-outdated", lambda *_: [config_reference.PAGE])  # it is made of code, so read it every time
+    app.connect("env-get-outdated", lambda *_: [made.PAGE for made in GENERATED])  # so read them every time
     app.connect("autodoc-process-docstring", docstrings.as_rst)

@@ -13,8 +13,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite import config
 from tunix_lite.algorithms import advantages, grpo, sft, weighting
+from tunix_lite.commands.chat import Chat
+from tunix_lite.commands.export import Export
+from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.program import compose, conf_dir
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import ModelConfig, RopeScaling
+from tunix_lite.models.lora import LoraConfig
+from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import MeshShape, as_text
 from tunix_lite.rewards import math, text
@@ -37,8 +42,10 @@ class Group:
 
 GROUPS = (
     Group("The run", "", config.RunConfig, lambda run: run),
-    Group("Model", "model.", config.Model, lambda run: run.model),
-    Group("Architecture, of random weights", "model.architecture.", ModelConfig, None),
+    Group("Model", "model.", Model, lambda run: run.model),
+    Group("Adapters and their base", "model.lora.", LoraConfig, lambda run: run.model.lora),
+    Group("Architecture", "model.architecture.", ModelConfig, None),
+    Group("Rope scaling", "model.architecture.rope_scaling.", RopeScaling, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
     Group("Task", "task.", task.TaskConfig, lambda run: run.task),
@@ -50,7 +57,11 @@ GROUPS = (
     Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
     Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),
     Group("Tracking", "tracking.", config.Tracking, lambda run: run.tracking),
+    Group("The command generate", "", Generate, None),
+    Group("The command chat", "", Chat, None),
+    Group("The command export", "", Export, None),
 )
+OF_PROGRAMS = {"command"}  # groups of which nobody chooses an option: a program begins with its own
 # What YAML may name where, the modules to look in, and the arguments that the caller passes: the rest are settings.
 FUNCTIONS = (
     ("Rewards to advantages: `algorithm.advantages`", (advantages,), ("rewards_PG",)),
@@ -60,13 +71,6 @@ FUNCTIONS = (
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")
-
-
-def fill(app, page: str, source: list[str]) -> None:
-    """Sphinx's source-read event: puts the tables where the marker stands."""
-    if page == PAGE:
-        assert MARKER in source[0], f"{PAGE} has lost its marker"
-        source[0] = source[0].replace(MARKER, render())
 
 
 def render() -> str:
@@ -79,9 +83,9 @@ def _options() -> str:
     rows = []
     for file in sorted(conf_dir().glob("*/*.yaml")):
         first = file.read_text().splitlines()[0]
-        if first.startswith("#"):  # the others are the only file of their group
+        if first.startswith("#") and file.parent.name not in OF_PROGRAMS:  # the others are the only file of their group
             rows.append((f"`{file.parent.name}={file.stem}`", _text(first.lstrip("# "))))
-    return "## Options of groups\n\n" + _table(("choose with", "what it is"), rows)
+    return "## Options of groups\n\n" + as_table(("choose with", "what it is"), rows)
 
 
 def _group(group: Group, run: config.RunConfig) -> str:
@@ -93,7 +97,7 @@ def _group(group: Group, run: config.RunConfig) -> str:
         rows.append((f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning)))
     path = f"`{group.kind.__module__}.{group.kind.__qualname__}`"
     said = _text(_first_paragraph(group.kind))
-    return f"## {group.title}\n\n{said} Class: {path}.\n\n" + _table(("key", "type", "default", "meaning"), rows)
+    return f"## {group.title}\n\n{said} Class: {path}.\n\n" + as_table(("key", "type", "default", "meaning"), rows)
 
 
 def _functions() -> str:
@@ -106,7 +110,7 @@ def _functions() -> str:
                 settings = [str(p.replace(annotation=p.empty)) for p in parameters.values() if p.name not in passed]
                 shown = ", ".join(f"`{text}`" for text in settings)
                 rows.append((f"`{_path(function)}`", shown, _text(_first_paragraph(function))))
-        parts += [f"### {title}", _table(("`_target_`", "settings", "what it does"), rows)]
+        parts += [f"### {title}", as_table(("`_target_`", "settings", "what it does"), rows)]
     return "\n\n".join(parts)
 
 
@@ -182,6 +186,6 @@ def _text(plain: str) -> str:
     return "".join(p if i % 2 else re.sub(r"([\\*_<>\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     cells = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)

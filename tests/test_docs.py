@@ -18,15 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from test_sizes import PUBLISHED, REFUSED
 
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
+from tunix_lite.commands.chat import Chat
+from tunix_lite.commands.export import Export
+from tunix_lite.commands.generate import Generate
 from tunix_lite.config import RunConfig, build, plan_batch
+from tunix_lite.export import KINDS
 from tunix_lite.models import decoder, weights
+from tunix_lite.models.lora import adapter_weights
+from tunix_lite.models.quantize import stored
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.train import check_generation
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -41,8 +49,10 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-RUN_OPTIONS = {"--multirun": 0, "--help": 0, "--cfg": 1}  # of Hydra, and how many words follow each
-VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"}
+PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export}  # and their own settings
+OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
+RUN_OPTIONS = OPTIONS | {"--multirun": 0}
+VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
 ALLOWED = {
@@ -76,12 +86,13 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks, and the `make`, `pip install` and `python run_training.py` in its text."""
+    """The lines of a page's shell blocks, and what in its text is a command of ours, `make` or `pip install`."""
     bodies = [body for language, _, body in blocks(page) if language in SHELL]
     lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
     prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`((?:make|pip install|python run_training\.py) [^`|]+)`", prose)
+    inline += re.findall(r"`((?:tunix-lite|python -m tunix_lite) \w+ [^`|]*=[^`|]*)`", prose)  # others only name them
     return [line for line in lines + inline if line and not line.startswith("#")]
 
 
@@ -111,10 +122,14 @@ def test_every_command_in_the_docs_can_be_given(page, command, with_the_example)
     assert given.keys() <= VARIABLES, f"unknown variable in: {command}"
     words = words[len(given) :]
     overrides = of_a_run(words)
+    asked = of_a_program(words) if overrides is None else None
+    simulated = re.search(r"--xla_force_host_platform_device_count=(\d+)", given.get("XLA_FLAGS", ""))
+    devices = int(simulated[1]) if simulated else None
     if overrides is not None:
-        devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", given.get("XLA_FLAGS", ""))
         for combination in combinations(overrides):
-            check_run(program.compose(combination), int(devices[1]) if devices else None)
+            check_run(program.compose(combination), devices)
+    elif asked is not None:
+        check_program(*asked, devices)
     elif words[0] == "make":
         check_make(words[1:])
     elif words[:2] == ["pip", "install"] and command not in ALLOWED:
@@ -125,16 +140,30 @@ def test_every_command_in_the_docs_can_be_given(page, command, with_the_example)
 
 def of_a_run(words: list[str]) -> list[str] | None:
     """The overrides of a command that trains, its options taken out; None for any other command."""
-    starts = (["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"])
+    starts = [["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"]]
+    starts += [["python", str(script.relative_to(ROOT))] for script in (ROOT / "examples").glob("*.py")]
     start = next((s for s in starts if words[: len(s)] == s), None)
+    return None if start is None else without_options(words[len(start) :], RUN_OPTIONS)
+
+
+def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
+    """(name, overrides) of a command beside training; None for any other. Overrides None: it only shows its help."""
+    start = next((s for s in (["tunix-lite"], ["python", "-m", "tunix_lite"]) if words[: len(s)] == s), None)
     if start is None:
         return None
-    assert "train" in COMMANDS
-    overrides, rest = [], iter(words[len(start) :])
+    name, *rest = words[len(start) :]
+    assert name in PROGRAMS, f"there is no command {name}"
+    overrides = without_options(rest, OPTIONS)
+    return name, None if "--help" in rest else overrides
+
+
+def without_options(words: list[str], options: dict[str, int]) -> list[str]:
+    overrides, rest = [], iter(words)
     for word in rest:
         if word.startswith("-"):
-            assert word in RUN_OPTIONS, f"unknown option {word}"
-            list(itertools.islice(rest, RUN_OPTIONS[word]))
+            assert word in options, f"unknown option {word}"
+            values = list(itertools.islice(rest, options[word]))
+            assert word != "--config-dir" or (ROOT / values[0]).is_dir(), f"{values} is not a folder of the checkout"
         else:
             overrides.append(word)
     return overrides
@@ -151,16 +180,51 @@ def combinations(overrides: list[str]) -> list[list[str]]:
 
 
 def check_run(run: RunConfig, devices: int | None) -> None:
-    """The mesh fits the devices, the batch divides, and the mesh divides the bundled model."""
-    sizes = [size for size in run.model.mesh_shape[0] if size != -1]
-    mesh = resolve_mesh_shape(run.model.mesh_shape, devices or int(np.prod(sizes)))
+    """The mesh fits the devices, the batch divides, the mesh divides the model, and prompts and lengths fit."""
+    mesh = check_model(run, devices)
     plan_batch(run, mesh["fsdp"])
+    if (cfg := architecture(run)) is not None:
+        check_generation(run, SimpleNamespace(cfg=cfg))
     if run.model.weights in ("bundled", "random"):
-        bundled = program.compose(["model=random"]).model.architecture
-        weights.check_divisible(decoder.weights(bundled), SimpleNamespace(shape=mesh))
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(4, run.seed))]
         task.prompts(examples)
+
+
+def architecture(run: RunConfig) -> decoder.ModelConfig | None:
+    """Of the run's model; None for a folder or a hub name of which the page says no more."""
+    if run.model.weights == "bundled":
+        return program.compose(["model=random"]).model.architecture
+    return run.model.architecture
+
+
+def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
+    """The mesh fits the devices and divides the model, and adapters have something to adapt. The mesh's sizes."""
+    sizes = [size for size in run.model.mesh_shape[0] if size != -1]
+    mesh = resolve_mesh_shape(run.model.mesh_shape, devices or int(np.prod(sizes)))
+    if (cfg := architecture(run)) is None:
+        return mesh
+    table, lora = decoder.weights(cfg), run.model.lora
+    tables = [stored(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
+    for part in tables:
+        weights.check_divisible(part, SimpleNamespace(shape=mesh))
+    return mesh
+
+
+def check_program(name: str, overrides: list[str] | None, devices: int | None) -> None:
+    """Its own settings and those of a run can be built. The folder of a run need not exist."""
+    if overrides is None:
+        return
+    values = program.composed(overrides, of=(f"+command={name}",))
+    settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
+    run = build(RunConfig, values)
+    if settings.checkpoint is not None:
+        assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"
+    check_model(run, devices)
+    if name == "export" and settings.kind != "auto":
+        assert settings.kind in KINDS
+        has_adapters = bool(run.model.lora.rank or run.model.lora.adapter)
+        assert settings.checkpoint or (settings.kind == "full") != has_adapters, f"kind={settings.kind} does not fit"
 
 
 def check_make(words: list[str]) -> None:
@@ -182,6 +246,10 @@ def extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
+def test_every_program_can_be_checked():
+    assert COMMANDS.keys() == PROGRAMS.keys() | {"train"}
+
+
 def test_a_sweep_is_split_into_its_runs():
     sweep = ["a=1,2", "b=[[2,2],[fsdp,tp]]", "~c"]
     assert combinations(sweep) == [[f"a={a}", "b=[[2,2],[fsdp,tp]]", "~c"] for a in (1, 2)]
@@ -192,6 +260,26 @@ def test_a_command_that_could_not_run_is_noticed(with_the_example):
         program.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
     with pytest.raises(ValueError, match="devices"):
         check_run(program.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
+    with pytest.raises(ValueError, match="heads=4 is not a multiple"):
+        check_run(program.compose(["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"]), 8)
+    with pytest.raises(ValueError, match="matches no weight"):
+        check_run(program.compose(["model.lora.rank=4", "model.lora.targets=tail/7/q"]), None)
+    for command, message in (
+        ("tunix-lite generate prompt=Hello top_p=0.9", "top_p"),
+        ("python -m tunix_lite generate", "give prompt"),
+        ("tunix-lite chat step=3", "step= is of a run"),
+        ("tunix-lite export kind=merged", "give checkpoint=RUN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_program(*of_a_program(shlex.split(command)), None)
+    for command in (
+        "tunix-lite serve",
+        "tunix-lite chat --multirun",
+        "tunix-lite export out=there kind=merged",
+        "tunix-lite chat checkpoint=outputs/mine model=gemma3_1b",
+    ):
+        with pytest.raises(AssertionError):
+            check_program(*of_a_program(shlex.split(command)), None)
     with pytest.raises(AssertionError, match="make has no"):
         check_make(["trian"])
     with pytest.raises(AssertionError):
@@ -280,7 +368,8 @@ def test_the_reference_names_every_setting(reference):
     named = {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths}
     for path in named:
         assert path in reference, f"{path} is named in conf/ and not in the reference"
-    for kind in classes_of(RunConfig) | {thing for thing in named.values() if dataclasses.is_dataclass(thing)}:
+    kinds = classes_of(RunConfig) | set(PROGRAMS.values())
+    for kind in kinds | {thing for thing in named.values() if dataclasses.is_dataclass(thing)}:
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
         for f in dataclasses.fields(kind):
             assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
@@ -298,7 +387,8 @@ def test_every_setting_that_a_page_names_exists(reference):
         prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for code in re.findall(r"`([^`]+)`", prose):
             for key in re.findall(rf"(?:^| )((?:{'|'.join(groups)})\.[a-z_.<>]+)(?==|$| )", code):
-                assert key in known, f"{page.name}: there is no setting {key}"
+                is_a_file = key.endswith((".json", ".jsonl", ".safetensors"))
+                assert key in known or is_a_file, f"{page.name}: there is no setting {key}"
 
 
 def test_the_batch_arithmetic_of_the_docs_is_what_a_run_says():
@@ -308,6 +398,24 @@ def test_the_batch_arithmetic_of_the_docs_is_what_a_run_says():
     for fsdp, given, said in cases:
         overrides = [] if given == "nothing given" else given.split()
         assert str(plan_batch(program.compose(overrides), int(fsdp))) == said
+
+
+# ---- the table of sizes
+
+
+def test_the_table_of_sizes_says_what_is_published(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    rows = importlib.import_module("model_table").render().splitlines()[2:]
+    cells = {row.split("`")[1].removeprefix("model="): [cell.strip() for cell in row.split("|")[3:-1]] for row in rows}
+    assert {name: int(parameters.replace(",", "")) for name, (parameters, *_) in cells.items()} == PUBLISHED
+    for name, (_, tp, *_) in cells.items():
+        assert {n for n in (1, 2, 4, 8) if (name, n) not in REFUSED} == set(map(int, tp.split(", "))) & {1, 2, 4, 8}
+    # by hand: 7,615,616,512 parameters of Qwen 2.5 7B are 15.23 GB; 28 layers project with 3584 x (3584 + 512 + 512 +
+    # 3584 + 3 x 18944) elements each, in int8 8.25 bits and in nf4 4.5 bits each, the rest in 16
+    projected = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    rest = 2 * (PUBLISHED["qwen2.5_7b"] - projected)
+    said = [f"{(rest + bits / 8 * projected) / 1e9:.2f}" for bits in (16, 8.25, 4.5)]
+    assert cells["qwen2.5_7b"][2:] == said
 
 
 # ---- metrics

@@ -1,5 +1,6 @@
 """Tensors in Hugging Face layout: read in slices, written back the same, refused with a reason."""
 
+import gc
 import json
 
 import jax
@@ -8,9 +9,11 @@ import pytest
 from conftest import random_params, set_mesh
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite.models import hf
+from tunix_lite.models import decoder, hf
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
-from tunix_lite.models.families import GEMMA3, config_json, read_config
+from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
+from tunix_lite.models.quantize import stored
+from tunix_lite.models.weights import num_bytes
 
 CFG = ModelConfig(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 
@@ -42,6 +45,40 @@ def test_each_device_reads_only_its_slice(folder, monkeypatch):
     monkeypatch.setattr(hf, "_read_slice", counting)
     hf.load_params(folder, CFG, GEMMA3)
     assert all(4 * size == whole for size, whole, axes in read if "mlp" in axes or "heads" in axes)
+
+
+@pytest.mark.parametrize("storage, mesh", [("fp32", (1, 1)), ("bf16", (1, 1)), ("bf16", (2, 2)), ("nf4", (2, 2))])
+def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, storage, mesh):
+    set_mesh(*mesh)
+    cfg = ModelConfig(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
+    hf.save_params(random_params(cfg), cfg, LLAMA, tmp_path)
+    allowed, total = {}, 0  # tensor -> bytes of its leaf and those before it
+    for path, leaf in hf.flat(stored(decoder.weights(cfg), storage)).items():
+        total += num_bytes(leaf)
+        allowed |= {name: total for name in hf.hf_names(path, cfg, LLAMA)}
+
+    def held():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    gc.collect()
+    before, read, write, seen = held(), hf.Tensors.read, hf._write, set()
+
+    def reading(tensors, name, index):  # no other piece is alive, and no second copy of a leaf
+        assert held() - before <= allowed[name], name
+        return read(tensors, name, index)
+
+    def writing(whole, piece, layer, leaf, *rest):  # in place, with no more than the piece as float32 beside it
+        if whole is not None and leaf not in seen:
+            seen.add(leaf)
+            memory = write.lower(whole, piece, layer, leaf, *rest).compile().memory_analysis()
+            assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 100  # pointers, if there are several
+            assert memory.temp_size_in_bytes <= 5 * piece.size, piece.shape
+        return write(whole, piece, layer, leaf, *rest)
+
+    monkeypatch.setattr(hf.Tensors, "read", reading)
+    monkeypatch.setattr(hf, "_write", writing)
+    hf.load_params(tmp_path, cfg, LLAMA, storage)
+    assert seen
 
 
 def test_several_files_with_an_index_read_as_one(folder):

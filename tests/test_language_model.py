@@ -79,9 +79,9 @@ def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
     assert len({tuple(c.tokens) for c in together}) > 3
 
 
-def test_a_stream_is_the_completion_in_pieces(model):
+def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model):
     pieces = list(model.stream(QUESTIONS[1], SHORT, seed=3))
-    assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
+    assert len(pieces) > 2 and "".join(pieces) == one().generate(QUESTIONS[1], SHORT, seed=3)[0].text
 
 
 def test_a_conversation_is_one_prompt(model):
@@ -109,6 +109,9 @@ def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
     for path, (a, b) in pairs(state.params).items():
         np.testing.assert_array_equal(there[path].a, a)
         np.testing.assert_array_equal(there[path].b, b)
+    plain = loaded.merged()
+    assert plain.source.lora is None
+    np.testing.assert_allclose(logits(plain), logits(loaded), atol=1e-4)
     folder, state = finished
     jax.tree.map(np.testing.assert_array_equal, one(folder).params, state.params)
 

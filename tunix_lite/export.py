@@ -7,7 +7,7 @@ that exists is whole and says what the model says.
 import json
 import platform
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -19,7 +19,7 @@ from tunix_lite.config import ConfigError, at
 from tunix_lite.language_model import LanguageModel
 from tunix_lite.models import decoder, families, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
-from tunix_lite.models.lora import attach
+from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import fetch
 from tunix_lite.models.weights import Lora
 from tunix_lite.types import Params
@@ -129,7 +129,7 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model))
     _copy_tokenizer(model, folder)
     with at("what was written"):
-        read = peft.read_config(replace(source.lora, adapter=str(folder)), model.cfg, source.family)
+        read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(
         lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf, model.params, is_leaf=lambda x: isinstance(x, Lora)

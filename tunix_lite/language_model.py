@@ -18,7 +18,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import ConfigError, RunConfig, at, build
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.lora import attached
+from tunix_lite.models.lora import attached, merge
 from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -83,6 +83,7 @@ class LanguageModel:
         asked = _listed(prompts)
         ids = self._tokens(asked, generation)
         together = max(1, min(len(ids), batch_size // num_generations))
+        together = -(-together // self.mesh.shape["fsdp"]) * self.mesh.shape["fsdp"]  # so that every device has rows
         width, engine = self._engine(ids, generation)
         run = _generate(*engine)
         said: list[Completion] = []
@@ -130,6 +131,12 @@ class LanguageModel:
                 logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask))[0]
                 scores.append(logprobs[width - len(ids) :][start : start + count])
         return scores
+
+    def merged(self) -> "LanguageModel":
+        """The same model in plain weights of its compute dtype: it samples faster and has no adapters any more."""
+        with jax.set_mesh(self.mesh):
+            params = merge(self.params, self.cfg, self.dtype)
+        return replace(self, params=params, source=replace(self.source, lora=None))
 
     def _tokens(self, asked: list[Asked], generation: Generation) -> list[list[int]]:
         tokens = [self.tokenizer.prompt(prompt) for prompt in asked]

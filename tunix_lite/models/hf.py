@@ -179,11 +179,11 @@ def load_params(folder: str | Path, cfg: ModelConfig, family: Family, storage: s
     tensors, plain = Tensors(folder, family), flat(decoder.weights(cfg))
     loaded = {}
     for path, leaf in flat(stored(decoder.weights(cfg), storage)).items():
-        weight, places = plain[path], shardings(leaf)
+        weight, places = plain[path], tuple(jax.tree.leaves(shardings(leaf)))
         whole = _room(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
-            piece = _piece(tensors, name, unstacked(weight))
-            whole = _write(whole, piece, jnp.int32(i), leaf, weight.inputs, tuple(jax.tree.leaves(places)))
+            # the piece has no name here: it is gone before the next one is read
+            whole = _write(whole, _piece(tensors, name, unstacked(weight)), jnp.int32(i), leaf, weight.inputs, places)
             jax.block_until_ready(whole)  # else the pieces queue up, and the host holds them all
         loaded[path] = whole
     return traverse_util.unflatten_dict(loaded, sep="/")
@@ -206,7 +206,8 @@ def _piece(tensors: Tensors, name: str, weight: Weight) -> jax.Array:
             read[key] = _read_slice(tensors, name, weight, index)  # a view: jax transposes while it copies
         return read[key]
 
-    return jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
+    piece = jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
+    return jax.block_until_ready(piece)  # what was read is let go before it is written
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)

@@ -7,14 +7,15 @@ beside them is frozen and never copied; it is also the reference of the KL term.
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
-from tunix_lite.models.weights import Lora, Weight, stacked, unstacked, zeros
+from tunix_lite.models.weights import Lora, Weight, dense, is_quantized, stacked, unstacked, zeros
 from tunix_lite.types import Params
 
 ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
@@ -29,7 +30,7 @@ class LoraConfig:
     targets: str = ".*/(q|k|v|o|gate|up|down)"  # regular expression over paths of weights, such as groups/0/q
     dropout: float = 0.0  # share of an adapter's inputs that an update does not see
     base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
-    adapter: str | None = None  # a folder in PEFT format to start from; null: fresh adapters, which change nothing
+    adapter: str | None = None  # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
 
     def __post_init__(self):
         if self.rank < 0:
@@ -114,6 +115,21 @@ def _keys(keys_B, place: int, num_layers: int | None):
 def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None) -> Params:
     """What the policy acts with: all weights if all train, else the frozen base with its adapters."""
     return params if frozen is None else attach(frozen, params, lora, keys)
+
+
+def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
+    """The plain weights that acting params amount to: adapters added, quantised weights unpacked."""
+    leaves = flat_leaves(params)
+    layer = layer_weights(cfg)
+
+    def plain(path: str, leaf):
+        if not (isinstance(leaf, Lora) or is_quantized(leaf)):
+            return leaf.astype(dtype)
+        one = partial(dense, inputs=layer[path.rsplit("/", 1)[1]].inputs, dtype=dtype)
+        return jax.vmap(one)(leaf) if path.startswith("groups/") else one(leaf)
+
+    merged = jax.jit(lambda leaves: {path: plain(path, leaf) for path, leaf in leaves.items()})(leaves)
+    return traverse_util.unflatten_dict(merged, sep="/")
 
 
 def pairs(adapters: Params) -> dict:

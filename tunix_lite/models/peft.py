@@ -53,9 +53,13 @@ def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> Lo
             raise ValueError(f"adapter: {folder / CONFIG}: {key}={config[key]!r} is not supported")
     if lora.rank not in (0, rank):
         raise ValueError(f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0")
+    targets = _targets(folder, cfg, family)
     if config.get("use_rslora"):
         alpha = alpha * rank**0.5
-    found = replace(lora, rank=rank, alpha=float(alpha), targets=_targets(folder, cfg, family), adapter=str(folder))
+    for name, own in (("alpha", float(alpha)), ("targets", targets)):
+        if (said := getattr(lora, name)) not in (getattr(LoraConfig(), name), own):
+            raise ValueError(f"adapter: {folder} has {name}={own!r}, and model.lora.{name}={said!r}; leave it out")
+    found = replace(lora, rank=rank, alpha=float(alpha), targets=targets, adapter=str(folder))
     _check_tensors(folder, cfg, family, found)
     return found
 
