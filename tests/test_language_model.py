@@ -15,6 +15,7 @@ from tunix_lite.api import Generation, compose, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.config import ConfigError
+from tunix_lite.language_model import LONG
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
@@ -99,6 +100,8 @@ def test_scores_are_those_of_the_tokens_that_were_said(model):
     first, second = model.score(QUESTIONS[:2], [said.text, "7"])
     np.testing.assert_allclose(first, scored, atol=1e-5)
     assert first.dtype == np.float32 and second.shape == (2,)  # the digit and the end of the turn
+    (again,) = model.score([{"role": "user", "content": QUESTIONS[0]}], said.text)
+    np.testing.assert_allclose(again, scored, atol=1e-5)
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
@@ -127,6 +130,19 @@ def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
 def test_what_cannot_be_loaded(change, message):
     with pytest.raises(ConfigError, match=message):
         load(**change)
+
+
+def test_a_run_does_not_go_on_with_adapters_of_another_scale(adapted):
+    folder, _ = adapted
+    run = compose([*TRAINING, "training.max_steps=2", "model.lora.rank=4", "model.lora.base=nf4",
+                   "model.lora.alpha=8", "'model.lora.targets=\"groups/./(q|down)\"'".strip("'")])  # fmt: skip
+    with pytest.raises(ConfigError, match=r"resume: model.lora.alpha=8.0, but the run in .* has 32.0"):
+        train(run, folder)
+    assert json.loads((folder / "model.json").read_text())["model"]["lora"]["alpha"] == 32.0
+
+
+def test_python_and_the_command_line_begin_with_the_same_sampling():
+    assert compose(["generation=long"]).generation == LONG
 
 
 def test_a_step_that_was_not_saved_is_named_with_those_that_were(adapted):
@@ -170,6 +186,11 @@ def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolera
     assert "rank 4" in card and "step 1" in card
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "tunix_lite.json"} <= names
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in (tmp_path / "out").iterdir()), "others serve it"
+    if kind == "merged":
+        export(ours.merged(), tmp_path / "plain", dtype="fp32")
+        assert "rank 4" in (tmp_path / "plain" / "README.md").read_text()
+        np.testing.assert_allclose(logits(one(tmp_path / "plain")), logits(ours), atol=1e-4)
 
 
 def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tunix_lite.models import chat_template
 from tunix_lite.models import tokenizer as rooms
 from tunix_lite.models.tokenizer import Tokenizer
 
@@ -315,7 +316,7 @@ def test_templates_get_tools_the_day_and_variables_of_the_caller(tmp_path, monke
         def now():
             return __import__("datetime").datetime(2024, 7, 26)
 
-    monkeypatch.setattr(rooms, "datetime", Clock)
+    monkeypatch.setattr(chat_template, "datetime", Clock)
     template = (
         "{{ strftime_now('%d %b %Y') }}{{ tools | tojson }}{{ documents }}{{ thinking }}{{ add_generation_prompt }}"
     )

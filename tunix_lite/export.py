@@ -82,6 +82,10 @@ def export(
     kind = check(source.lora is not None, out, kind, dtype, overwrite)
     if source.family is None:
         raise ConfigError("model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES))
+    if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
+        written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
+        if written != {"BF16"}:
+            raise ConfigError("the model was loaded rounded to bfloat16; load it with dtype fp32 to export it")
     with at("model.family"):
         families.check_flags(source.cfg, source.family)
     partial = out.parent / f".{out.name}.partial"
@@ -104,11 +108,8 @@ def export(
 
 def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float:
     """config.json, weights and tokenizer; returns the difference after reading back."""
-    source, cfg, family = model.source, model.cfg, model.source.family
-    if dtype is None and source.folder is not None:
-        stored = hf.stored_dtypes(fetch(source).folder, family)
-    else:
-        stored = dict.fromkeys(hf.hf_weights(cfg, family), DTYPES[dtype or "bf16"])
+    cfg, family = model.cfg, model.source.family
+    stored = _stored(model, dtype)
     hf.save_params(model.params, cfg, family, folder, stored)
     coarsest = max((stored[name] for name in hf.hf_weights(cfg, family)), key=lambda name: TOLERANCE[name])
     config = _config(model, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest])
@@ -117,6 +118,14 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     again, family_again = families.read_config(folder, family)
     assert family_again is family and families.as_computed(again) == families.as_computed(cfg)
     return _compare(model, hf.load_params(folder, cfg, family), TOLERANCE[coarsest])
+
+
+def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
+    """How each tensor is to be stored."""
+    source = model.source
+    if dtype is None and source.folder is not None:
+        return hf.stored_dtypes(fetch(source).folder, source.family)
+    return dict.fromkeys(hf.hf_weights(source.cfg, source.family), DTYPES[dtype or "bf16"])
 
 
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
@@ -194,6 +203,8 @@ def _base_name(model: LanguageModel) -> str:
 
 def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
     """The model card and where it all comes from; returns the command that serves the model."""
+    lora = model.source.lora or model.was_lora
+    kind = "merged" if model.was_lora else kind
     about = {
         "kind": kind,
         "base": _base_name(model),
@@ -201,9 +212,7 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
         "step": model.step,
         "difference_after_reading_back": difference,
         "metrics": _metrics(model),
-        "lora": None
-        if model.source.lora is None
-        else {name: getattr(model.source.lora, name) for name in ("rank", "alpha", "targets", "base")},
+        "lora": lora and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
         "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
     }
     (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")

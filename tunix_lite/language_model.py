@@ -4,7 +4,6 @@ model = load("outputs/latest")            # or "bundled", a folder in Hugging Fa
 print(model.generate("What is 12 + 7?")[0].text)
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,7 +17,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import ConfigError, RunConfig, at, build
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.lora import attached, merge
+from tunix_lite.models.lora import LoraConfig, attached, merge
 from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -31,7 +30,7 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 WIDTH = 64  # prompts are padded to a multiple of it, so that few lengths compile
 STEPS_PER_LOOK = 4  # tokens between two looks at a completion that streams to somebody
 
-LONG = Generation(max_prompt_length=2048, max_new_tokens=512)
+LONG = Generation(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)  # as conf/generation/long
 
 Asked = str | list[dict]  # a user message, or a conversation of {"role": ..., "content": ...}
 
@@ -57,6 +56,7 @@ class LanguageModel:
     dtype: type  # of the computation
     run: Path | None = None  # the run that trained it
     step: int | None = None  # and the checkpoint of that run
+    was_lora: LoraConfig | None = None  # of a merged model: the adapters that are in its weights
 
     @property
     def cfg(self) -> ModelConfig:
@@ -136,7 +136,7 @@ class LanguageModel:
         """The same model in plain weights of its compute dtype: it samples faster and has no adapters any more."""
         with jax.set_mesh(self.mesh):
             params = merge(self.params, self.cfg, self.dtype)
-        return replace(self, params=params, source=replace(self.source, lora=None))
+        return replace(self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora)
 
     def _tokens(self, asked: list[Asked], generation: Generation) -> list[list[int]]:
         tokens = [self.tokenizer.prompt(prompt) for prompt in asked]
@@ -250,11 +250,6 @@ def open_model(model: Model, run: Path | None, step: int | None, dtype: str, see
 
 def run_settings(run: Path) -> tuple[dict, int]:
     """The `model` settings of a run, and its seed. Raises ConfigError if the folder is not that of a run."""
-    file = run / RunDir.MODEL
-    try:
-        said = json.loads(file.read_text())
-        return said["model"], said["seed"]
-    except FileNotFoundError as error:
-        raise ConfigError(f"checkpoint: {run} is not the folder of a run: it has no {RunDir.MODEL}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"checkpoint: {file} cannot be read ({error!r})") from error
+    with at("checkpoint"):
+        said = RunDir(run).read_model()
+    return said["model"], said["seed"]

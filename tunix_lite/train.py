@@ -1,6 +1,7 @@
 """The run: build the parts, then learn, one batch of experience at a time."""
 
 import contextlib
+import json
 import platform
 import time
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
     resume_from = _resume_from(run, run_dir)
+    if resume_from is not None:
+        with at("resume"):
+            _check_same_model(source.settings_to_keep(run.model, model, run.seed)["model"], RunDir(resume_from.parent))
     with at(""):
         return Parts(source.fetch(model), mesh, batch, task, resume_from)
 
@@ -263,6 +267,15 @@ def _resume_from(run: RunConfig, run_dir: RunDir) -> Path | None:
         if step >= run.training.max_steps:
             raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
         return folder
+
+
+def _check_same_model(ours: dict, earlier: RunDir) -> None:
+    """Raises ValueError naming what differs: another base, or another scale of adapters, is another model."""
+    ours, theirs = json.loads(json.dumps(ours)), earlier.read_model()["model"]
+    for name in ("architecture", "lora"):
+        for key, value in ours[name].items():
+            if value != (there := (theirs.get(name) or {}).get(key)) and key != "dropout":
+                raise ValueError(f"model.{name}.{key}={value!r}, but the run in {earlier.path} has {there!r}")
 
 
 def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:

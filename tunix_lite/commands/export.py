@@ -38,7 +38,7 @@ def export(run: RunConfig, settings: Export) -> None:
     guess = ("adapter" if has_adapters else "full") if settings.kind == "auto" else settings.kind
     out = Path(settings.out or Path(settings.checkpoint) / "export" / guess).expanduser()
     kind = exporting.check(has_adapters, out, settings.kind, settings.dtype, settings.overwrite)
-    written = exporting.export(opened(run, settings), out, kind, settings.dtype, settings.overwrite)
+    written = exporting.export(opened(run, settings, "fp32"), out, kind, settings.dtype, settings.overwrite)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{written.kind}: {size:,.1f} MB in {written.folder}")
     print(f"read back: scores differ by {written.difference:.2g} of their size")

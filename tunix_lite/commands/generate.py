@@ -41,9 +41,11 @@ def main() -> None:
 
 def generate(run: RunConfig, settings: Generate) -> None:
     """Reads the prompts, loads the model and writes what it says."""
-    asked = [settings.prompt] if settings.prompt is not None else read_prompts(Path(settings.prompts))
-    out = None if settings.out is None else Path(settings.out)
+    asked = [settings.prompt] if settings.prompt is not None else read_prompts(Path(settings.prompts).expanduser())
+    out = None if settings.out is None else Path(settings.out).expanduser()
     if out is not None:
+        if out.is_dir():
+            raise ConfigError(f"out={out} is a folder; give a file, such as {out}/completions.jsonl")
         if out.exists() and not settings.overwrite:
             raise ConfigError(f"out={out} exists; give another file, or overwrite=true to replace it")
         if not out.absolute().parent.is_dir():
@@ -66,11 +68,11 @@ def generate(run: RunConfig, settings: Generate) -> None:
         print(f"> {question}\n{row['text']}{'' if row['finished'] else ' [cut]'}\n")
 
 
-def opened(run: RunConfig, settings) -> LanguageModel:
-    """The model that `model` and `checkpoint` name, on its mesh."""
+def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
+    """The model that `model` and `checkpoint` name, on its mesh; dtype None: as training.mixed_precision says."""
     folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
     seed = run.seed if folder is None else program.run_settings(folder)[1]
-    return open_model(run.model, folder, settings.step, run.training.mixed_precision, seed)
+    return open_model(run.model, folder, settings.step, dtype or run.training.mixed_precision, seed)
 
 
 def read_prompts(file: Path) -> list[Asked]:

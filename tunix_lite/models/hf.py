@@ -5,6 +5,7 @@ has more than one tensor beside what is already on the devices. Nothing missing,
 """
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from functools import partial
@@ -275,7 +276,7 @@ def write_shards(folder: Path, sizes: dict[str, int], tensor, shard_bytes: int |
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else [SINGLE]
     for file, names in zip(files, shards):
-        save_file({name: tensor(name) for name in names}, str(folder / file), metadata={"format": "pt"})
+        write_tensors(folder / file, {name: tensor(name) for name in names})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}}
         index["weight_map"] = {name: file for file, names in zip(files, shards) for name in names}
@@ -298,4 +299,8 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A file that others may read as they may any new file; safetensors makes it for its owner alone."""
     save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(file), metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)

@@ -1,6 +1,6 @@
 """Storing frozen weights in one byte (int8) or half a byte (nf4) an element.
 
-Every block of inputs of an output has a scale of its own, its largest magnitude: blocks are cut along the last input
+Every block of inputs of an output has a scale of its own, by its largest magnitude: blocks are cut along the last input
 dim, so that they do not depend on how a mesh divides the weight. Norms, biases and the embedding stay in bfloat16.
 """
 

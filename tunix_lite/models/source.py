@@ -101,7 +101,9 @@ def fetch(source: Source) -> Source:
     if source.folder is None:
         return source
     with _setting("model.weights"):
-        folder = hub.snapshot(source.name) if hub.is_hub_name(source.name) else source.folder
+        folder = source.folder
+        if hub.is_hub_name(source.name):  # of the revision whose config.json and tokenizer are known by now
+            folder = hub.snapshot(f"{source.name.partition('@')[0]}@{folder.name}")
         hf.check_weights(folder, source.cfg, source.family)
     return replace(source, folder=folder)
 

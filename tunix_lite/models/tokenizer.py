@@ -108,12 +108,12 @@ class Tokenizer:
             raise ValueError(f"the chat template and the message {asked!r} together hold more than one {bos}")
         return ids
 
-    def demonstration(self, text: str, completion: str, **variables) -> list[int]:
-        """The tokens to say after `prompt(text)`: those of the completion and the one that ends the turn."""
+    def demonstration(self, asked: str | list[dict], completion: str, **variables) -> list[int]:
+        """The tokens to say after `prompt(asked)`: those of the completion and the one that ends the turn."""
         if not self.has_chat_template:
             ids = self.encode(completion)
         else:
-            asked = [{"role": "user", "content": text}]
+            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             before = self.chat(asked, **variables)
             answered = [*asked, {"role": "assistant", "content": completion}]
             whole = self.chat(answered, add_generation_prompt=False, **variables)

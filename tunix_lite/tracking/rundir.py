@@ -47,9 +47,19 @@ class RunDir:
             fresh.replace(outputs / "latest")
 
     def write_model(self, settings: dict) -> None:
-        """model.json, once; a run that goes on keeps what it began with."""
-        if not (self.path / self.MODEL).is_file():
-            (self.path / self.MODEL).write_text(json.dumps(settings, indent=2) + "\n")
+        """model.json: what `read_model` gives back."""
+        (self.path / self.MODEL).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def read_model(self) -> dict:
+        """The `model` settings of the run and its seed. Raises ValueError if there are none."""
+        file = self.path / self.MODEL
+        if not file.is_file():
+            raise ValueError(f"{self.path} is not the folder of a run: it has no {self.MODEL}")
+        try:
+            said = json.loads(file.read_text())
+            return {"model": dict(said["model"]), "seed": int(said["seed"])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} cannot be read ({error!r})") from error
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
         """samples/step_000010.jsonl: one completion a line."""
