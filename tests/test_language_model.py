@@ -48,27 +48,27 @@ def model():
     return load("bundled", mesh_shape=[[4, 1], ["fsdp", "tp"]])
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
-    """A run that trained adapters on a base in nf4, and its last state."""
-    folder = tmp_path_factory.mktemp("runs") / "adapted"
+def trained(folder, *more: str):
+    """A run of one step on two devices: its folder, and its last state."""
     devices = jax.devices()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a: devices[:2])
-        return folder, train(
-            compose([*TRAINING, "model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="groups/./(q|down)"']),
-            folder,
-        )
+        return folder, train(compose([*TRAINING, *more]), folder)
+
+
+ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="groups/./(q|down)"']
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run that trained adapters on a base in nf4."""
+    return trained(tmp_path_factory.mktemp("runs") / "adapted", *ADAPTERS)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run that trained all weights."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    devices = jax.devices()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *a: devices[:2])
-        return folder, train(compose(TRAINING), folder)
+    return trained(tmp_path_factory.mktemp("runs") / "whole")
 
 
 def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
@@ -134,8 +134,7 @@ def test_what_cannot_be_loaded(change, message):
 
 def test_a_run_does_not_go_on_with_adapters_of_another_scale(adapted):
     folder, _ = adapted
-    run = compose([*TRAINING, "training.max_steps=2", "model.lora.rank=4", "model.lora.base=nf4",
-                   "model.lora.alpha=8", "'model.lora.targets=\"groups/./(q|down)\"'".strip("'")])  # fmt: skip
+    run = compose([*TRAINING, *ADAPTERS, "training.max_steps=2", "model.lora.alpha=8"])
     with pytest.raises(ConfigError, match=r"resume: model.lora.alpha=8.0, but the run in .* has 32.0"):
         train(run, folder)
     assert json.loads((folder / "model.json").read_text())["model"]["lora"]["alpha"] == 32.0

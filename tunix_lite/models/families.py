@@ -165,15 +165,14 @@ QWEN2 = Family(
     fixed={"hidden_act": "silu"},
     absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
 )
-QWEN3 = Family(
+QWEN3 = replace(
+    QWEN2,
     name="qwen3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": True, "rope_scaling": None},
+    flags=QWEN2.flags | {"qkv_bias": False, "qk_norm": True},
     names=NAMES | QK_NORMS,
-    keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu", "attention_bias": False},
-    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
 )
 LLAMA = Family(
     name="llama",
