@@ -96,6 +96,21 @@ def test_several_files_with_an_index_read_as_one(folder):
         hf.load_params(folder, CFG, GEMMA3)
 
 
+@pytest.mark.parametrize(
+    "listed, message",
+    [
+        ({"a": 5}, "a is said to be in 5, which is not the name of a file beside it"),
+        ({"a": "../model.safetensors"}, r"a is said to be in '../model.safetensors', which is not the name of a file"),
+        ({"a": "model.safetensors"}, "the index says that a is in model.safetensors, and it is not"),
+        ([1], "is not an index of tensors"),
+    ],
+)
+def test_an_index_that_lies_is_refused(folder, listed, message):
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ValueError, match=message):
+        hf.check_weights(folder, CFG, GEMMA3)
+
+
 def test_every_tensor_that_does_not_fit_is_listed(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.4.mlp.up_proj.weight")
@@ -131,6 +146,11 @@ def test_folders_without_what_is_needed(tmp_path):
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, llama, qwen2, qwen3"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0; it is 1 or more"),
+        ({"hidden_size": "32"}, "hidden_size='32'; it is a finite int"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; it is a finite float"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; it is true or false"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it is an object"),
         ({"quantization_config": {"bits": 4}}, "weights stored quantised are not read"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_theta": 1e6}}},
          "rope scaling of layers with sliding attention"),

@@ -246,9 +246,17 @@ def test_exports_that_cannot_be(tmp_path, settings, message):
 
 def test_overwriting_replaces_only_what_export_wrote(tmp_path):
     export(one(), tmp_path / "out")
-    (tmp_path / "out" / "left_over").touch()
+    (tmp_path / "out" / "README.md").write_text("old")
+    (tmp_path / ".out.mine").mkdir()
     export(one(), tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "left_over").exists()
+    assert "tunix_lite" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / ".out.mine").is_dir()
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds notes.txt, which export did not write, so it is not replaced"):
+        export(one(), tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "notes.txt").unlink()
+    stands_on = one(Model(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="groups/0/q")))
+    with pytest.raises(ConfigError, match="is the folder of the base that the model stands on"):
+        export(stands_on, tmp_path / "out", overwrite=True)
 
 
 # ---- commands
@@ -307,6 +315,8 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'prompt'?"),
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
+        ("generate", ["prompt=a", "checkpoint=5"], "checkpoint=5 is not the folder of a run"),
+        ("generate", ["prompts=a, b", "num_generations=2"], "prompts=a, b: cannot be read as an override"),
         ("export", [], "error: give checkpoint=RUN, or say with out=FOLDER"),
         ("export", ["out=x", "kind=lora"], "kind='lora'; it is auto, full, merged, adapter"),
         ("chat", ["step=3"], "error: step= is of a run"),
@@ -326,6 +336,24 @@ def environment() -> dict:
     return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+def test_what_a_run_is_cannot_be_changed_beside_it(adapted, monkeypatch, capsys):
+    for change in ("model.lora.alpha=1", "~model.lora", "model=random"):
+        with pytest.raises(SystemExit):
+            run_command(generate_command, [f"checkpoint={adapted[0]}", "prompt=a", change], monkeypatch)
+        assert "the run in checkpoint= says which model it is; beside it there can be model." in capsys.readouterr().err
+
+
+def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(generate_command, "opened", lambda run, settings: seen.append(settings.prompt) or one())
+    for said in ("prompt=12", "prompt=What is 1, 2?", "prompt='{quoted}'"):
+        run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
+    assert seen == ["12", "What is 1, 2?", "{quoted}"]
+    lines = tmp_path / "asked.jsonl"
+    lines.write_text('{"prompt": "1\u2028 + 2"}\n', encoding="utf-8")
+    assert generate_command.read_prompts(lines) == ["1\u2028 + 2"]
+
+
 def test_every_command_shows_its_settings(capsys, monkeypatch):
     for name in ("generate", "chat", "export"):
         monkeypatch.setattr(sys, "argv", ["tunix-lite", "--help"])
@@ -337,5 +365,7 @@ def test_random_weights_of_a_named_family_can_be_exported(tmp_path):
     run = compose(["model=random"])
     set_mesh(1, 1)
     model = load(run)
+    with pytest.raises(ConfigError, match="random weights that nobody else has; give kind=merged"):
+        export(load(compose(["model=random", "model.lora.rank=2"])), tmp_path / "adapter")
     assert export(model, tmp_path / "out", dtype="fp32").difference < 1e-6
     np.testing.assert_allclose(logits(load(tmp_path / "out")), logits(model), atol=1e-5)

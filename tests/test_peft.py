@@ -10,7 +10,7 @@ from conftest import set_mesh
 
 from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.families import GEMMA3, QWEN3, config_json, read_config
+from tunix_lite.models.families import GEMMA3, QWEN3, config_json, is_wrapped, read_config
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.weights import init_params, is_weight
 from tunix_lite.parallel.mesh import put
@@ -74,6 +74,11 @@ NAME = "base_model.model.model.layers.4.mlp.down_proj.lora_A.weight"
         (lambda f: change_config(f, peft_type="IA3"), "peft_type is 'IA3'; supported is 'LORA'"),
         (lambda f: change_config(f, use_dora=True), "use_dora=True is not supported"),
         (lambda f: change_config(f, modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\] is not supported"),
+        (lambda f: change_config(f, init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
+        (lambda f: change_config(f, layer_replication=[[0, 2]]), r"layer_replication=\[\[0, 2\]\] is not supported"),
+        (lambda f: change_config(f, r="4"), "r='4'; it is a whole number, 1 or more"),
+        (lambda f: change_config(f, lora_alpha=float("nan")), "lora_alpha=nan; it is a finite number above 0"),
+        (lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].astype(np.int8)})), f"dtype: {NAME} is I8"),
         (lambda f: change_config(f, r=4), r"shape: .*lora_A.weight is \[3, 16\], and should be \[4, 16\]"),
         (lambda f: change_tensors(f, lambda t: t.pop(NAME)), f"missing: {NAME} "),
         (lambda f: change_tensors(f, lambda t: t.update(other=np.zeros(2, np.float32))), r"unexpected: other \[2\]"),
@@ -178,6 +183,35 @@ def test_peft_says_the_same_with_ours_and_merged_equals_adapter(theirs, tmp_path
     (merged / "config.json").write_text(json.dumps(config_json(cfg, family)))
     again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     np.testing.assert_allclose(their_logits(again), ours, atol=1e-4)
+
+
+@pytest.mark.parity
+def test_adapters_of_a_gemma_3_with_a_vision_tower_are_for_its_text_part(tmp_path):
+    library, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import torch
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "head_dim": 16}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    cfg, family = read_config(tmp_path / "base")
+    assert is_wrapped(tmp_path / "base", family) and not is_wrapped(None, family)
+    lora = LoraConfig(rank=4, alpha=12.0)
+    (tmp_path / "adapter").mkdir()
+    adapters = random_adapters(cfg, lora)
+    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "adapter", "base", is_wrapped=True)
+    base = hf.load_params(tmp_path / "base", cfg, family)
+    ours = our_logits(attach(base, adapters, lora), cfg)
+    assert np.abs(ours - our_logits(base, cfg)).max() > 0.1
+    adapted = library.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4)
+    adapted.save_pretrained(tmp_path / "again")
+    read = peft.read_config(LoraConfig(adapter=str(tmp_path / "again")), cfg, family)
+    again = peft.load_adapters(tmp_path / "again", cfg, family, read)
+    np.testing.assert_allclose(our_logits(attach(base, again, read), cfg), ours, atol=1e-5)
 
 
 def test_fresh_adapters_begin_as_pefts_do():

@@ -7,6 +7,7 @@ that exists is whole and says what the model says.
 import json
 import platform
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tunix_lite.config import ConfigError, at
 from tunix_lite.language_model import LanguageModel
 from tunix_lite.models import decoder, families, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
+from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import fetch
 from tunix_lite.models.weights import Lora
@@ -63,6 +65,9 @@ def check(model_has_adapters: bool, out: Path, kind: str, dtype: str | None, ove
             )
         if not (out / PROVENANCE).is_file():
             raise ConfigError(f"out={out} was not written by export (it has no {PROVENANCE}), so it is not replaced")
+        written = set(json.loads((out / PROVENANCE).read_text()).get("files", []))
+        if others := sorted({p.name for p in out.iterdir()} - written - {PROVENANCE}):
+            raise ConfigError(f"out={out} holds {others[0]}, which export did not write, so it is not replaced")
     if jax.process_count() > 1:
         raise ConfigError("export runs in one process; start it on one host with the run's folder at hand")
     return kind
@@ -77,9 +82,14 @@ def export(
     auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original stores each tensor,
     bf16 for a model born here.
     """
-    out = Path(out).expanduser()
+    out = Path(out).expanduser().resolve()
     source = model.source
     kind = check(source.lora is not None, out, kind, dtype, overwrite)
+    for what, folder in (("the base", source.folder), ("the adapter", source.lora and source.lora.adapter)):
+        if folder is not None and out == Path(folder).resolve():
+            raise ConfigError(f"out={out} is the folder of {what} that the model stands on; give another")
+    if kind == "adapter" and source.folder is None:
+        raise ConfigError("kind=adapter: the base has random weights that nobody else has; give kind=merged")
     if source.family is None:
         raise ConfigError("model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES))
     if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
@@ -88,9 +98,9 @@ def export(
             raise ConfigError("the model was loaded rounded to bfloat16; load it with dtype fp32 to export it")
     with at("model.family"):
         families.check_flags(source.cfg, source.family)
-    partial = out.parent / f".{out.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):
             if kind == "adapter":
@@ -135,7 +145,8 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     for path, leaf in leaves.items():
         part, place, name = path.split("/")
         adapters.setdefault(part, {}).setdefault(place, {})[name] = {"a": leaf.a, "b": leaf.b}
-    peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model))
+    wrapped = families.is_wrapped(source.folder, source.family)
+    peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped)
     _copy_tokenizer(model, folder)
     with at("what was written"):
         read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
@@ -208,20 +219,29 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
     about = {
         "kind": kind,
         "base": _base_name(model),
-        "run": None if model.run is None else model.run.resolve().name,
+        "run": _run_name(model.run),
         "step": model.step,
         "difference_after_reading_back": difference,
         "metrics": _metrics(model),
         "lora": lora and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
         "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
     }
-    (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     served = f"vllm serve {out}"
     if kind == "adapter":
         rank = model.source.lora.rank
         served = f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules {out.name}={out}"
     (folder / "README.md").write_text(_card(about, served, out.name))
+    about["files"] = sorted(file.name for file in folder.iterdir())
+    (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
+
+
+def _run_name(run: Path | None) -> str | None:
+    """The run's folder from `outputs` on: project, date and time, and no path of a machine."""
+    if run is None:
+        return None
+    parts = run.resolve().parts
+    return "/".join(parts[parts.index("outputs") + 1 :] if "outputs" in parts else parts[-1:])
 
 
 def _metrics(model: LanguageModel) -> dict:
@@ -229,12 +249,14 @@ def _metrics(model: LanguageModel) -> dict:
     if model.run is None or not (model.run / "status.json").is_file():
         return {}
     status = json.loads((model.run / "status.json").read_text())
-    return {key: status[key] for key in ("eval", "seed", "steps", "parameters") if key in status}
+    return {key: status[key] for key in ("algorithm", "eval", "seed", "steps", "parameters") if key in status}
 
 
 def _card(about: dict, served: str, name: str) -> str:
     is_adapter = about["kind"] == "adapter"
-    front = {"base_model": about["base"], "library_name": "peft" if is_adapter else "transformers"}
+    front = {"library_name": "peft" if is_adapter else "transformers"}
+    if is_hub_name(about["base"]):  # of a folder the hub knows nothing
+        front = {"base_model": about["base"].partition("@")[0]} | front
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())]
     lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
     what = {"full": "All weights", "merged": "Adapters merged into their base", "adapter": "LoRA adapters"}
@@ -242,7 +264,8 @@ def _card(about: dict, served: str, name: str) -> str:
     lines += [f"{what[about['kind']]} of a model {trained} tunix_lite {about['versions']['tunix_lite']}.", ""]
     lines += [f"- base: `{about['base']}`"]
     if about["run"]:
-        lines += [f"- run: `{about['run']}`, step {about['step']}"]
+        algorithm = about["metrics"].get("algorithm", "")
+        lines += [f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"]
     if about["lora"]:
         lines += ["- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())]
     if evaluated := about["metrics"].get("eval"):

@@ -80,6 +80,8 @@ class LanguageModel:
         ends it, after generation.max_new_tokens, or where the longest prompt and it fill cfg.max_positions. Raises
         ValueError for a prompt that is empty or longer than generation.max_prompt_length.
         """
+        if num_generations < 1:
+            raise ValueError(f"num_generations={num_generations} must be at least 1")
         asked = _listed(prompts)
         ids = self._tokens(asked, generation)
         together = max(1, min(len(ids), batch_size // num_generations))

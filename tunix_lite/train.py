@@ -324,6 +324,7 @@ def _size(model: Source) -> str:
 
 def _provenance(run: RunConfig, parts: Parts) -> dict:
     return {
+        "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),

@@ -57,6 +57,8 @@ def chat(run: RunConfig, settings: Chat) -> None:
 
 def _ask() -> str | None:
     """A line of the user's; None when there are no more."""
+    if sys.stdin is None:  # closed
+        return None
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     line = sys.stdin.readline()

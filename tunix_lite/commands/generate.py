@@ -80,7 +80,7 @@ def read_prompts(file: Path) -> list[Asked]:
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:
-        lines = [(i, line) for i, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+        lines = [(i, line) for i, line in enumerate(file.read_text().split("\n"), 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts={file} is not text ({error})") from error
     if not lines:

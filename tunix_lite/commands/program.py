@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -60,7 +61,8 @@ def explain(error: Exception, overrides: list[str], more_conf: str | None = None
             override = OverridesParser.create().parse_override(text)
         except HydraException:
             return (
-                f"{text}: cannot be read as an override; write key=value, and quote it if it holds brackets or spaces"
+                f"{text}: cannot be read as an override; write key=value, and a value with brackets or spaces "
+                "in two pairs of quotes: 'key=\"value\"'"
             )
         key = override.get_key_element().lstrip("+~")
         if key.startswith("hydra."):
@@ -117,9 +119,18 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
         return
 
     def act() -> None:
-        values = composed(known.overrides, known.config_dir, (f"+command={name}",))
+        overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
+        values = composed(overrides, known.config_dir, (f"+command={name}",))
+        for text in known.overrides:
+            key, _, said = text.partition("=")
+            if key in LITERAL and key not in values:
+                raise ConfigError(unknown_key(key, list(values)))
+            if key in LITERAL:
+                values[key] = _unquoted(said)
         if values.get("checkpoint") is not None:
-            values["model"] = _of_run(values, known.overrides)
+            if not isinstance(values["checkpoint"], str):
+                raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
+            values["model"] = _of_run(values, overrides)
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")
             return
@@ -130,6 +141,17 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
     _or_exit(act, interrupted="")
 
 
+LITERAL = {"prompt", "system"}  # what stands behind their = is text for the model, whatever Hydra would read there
+BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}  # where the base is, and what belongs to the machine
+
+
+def _unquoted(text: str) -> str | None:
+    """The text, without quotes around it that a shell left; null as in YAML."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return None if text == "null" else text
+
+
 def _of_run(values: dict, overrides: list[str]) -> dict:
     """The model of the run in values["checkpoint"], with what the command line says of `model` put over it.
 
@@ -137,16 +159,15 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
     """
     model, _ = run_settings(Path(values["checkpoint"]).expanduser())
     model["mesh_shape"] = values["model"]["mesh_shape"]
-    keys = [OverridesParser.create().parse_override(text).get_key_element().lstrip("+~") for text in overrides]
-    if "model" in keys:
-        raise ConfigError(
-            "model: the run in checkpoint= says which model it is; give single settings such as model.weights="
-        )
-    for path in (key.split(".")[1:] for key in keys if key.startswith("model.")):
-        there, given = model, values["model"]
-        for part in path[:-1]:
-            there, given = there[part], given[part]
-        there[path[-1]] = given[path[-1]]
+    for text in overrides:
+        key = OverridesParser.create().parse_override(text).get_key_element()
+        group, _, name = key.partition(".")
+        if group.lstrip("+~") != "model":
+            continue
+        if group != "model" or name not in BESIDE_A_RUN:
+            allowed = ", ".join(f"model.{n}" for n in sorted(BESIDE_A_RUN))
+            raise ConfigError(f"{key}: the run in checkpoint= says which model it is; beside it there can be {allowed}")
+        model[name] = values["model"][name]
     return model
 
 
@@ -192,6 +213,8 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
         if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:
             shutil.rmtree(made_by_hydra)

@@ -6,10 +6,11 @@ its tensors are called. What a config.json asks for and the decoder does not do 
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from tunix_lite.models.decoder import ModelConfig, RopeScaling, layer_weights
 
@@ -62,7 +63,9 @@ def every_nth_global(n: int) -> Callable[[dict], list[str]]:
     """As `local_by_list`, but without a list every nth layer is global, or as `sliding_window_pattern` says."""
 
     def kinds(hf: dict) -> list[str]:
-        every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
+        every = _number(
+            hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n, "sliding_window_pattern", int
+        )
         count = hf["num_hidden_layers"]
         listed = "layer_types" in hf and hf["layer_types"]
         return local_by_list(hf) if listed else ["local" if (i + 1) % every else "global" for i in range(count)]
@@ -233,7 +236,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
     if kind == found.wrapper:
         hf = hf.get("text_config") or {}
     try:
-        return config_from(hf, found), found
+        return config_from(_object(hf, "text_config"), found), found
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError) as error:
@@ -248,10 +251,15 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
     if hf.get("quantization_config"):
         raise ValueError("quantization_config: weights stored quantised are not read; model.lora.base quantises others")
     hf = family.absent | hf
-    hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if _number(hf[key], key, int) < 1:
+            raise ValueError(f"{key}={hf[key]!r}; it is 1 or more")
+    if hf.get("num_key_value_heads") is None:
+        hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
         hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
-    values = {name: hf[key] for name, key in family.keys.items()}
+    hf.setdefault("sliding_window", None)  # needed where a layer is local; ModelConfig says so then
+    values = {name: _field(name, key, hf[key]) for name, key in family.keys.items()}
     values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
     values["pattern"] = shortest_pattern(kinds)
@@ -266,6 +274,31 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
     return ModelConfig(**(values | family.flags))
 
 
+def _field(name: str, key: str, value):
+    """The value of a key as its field of ModelConfig holds it. Raises ValueError for another type."""
+    wanted = get_type_hints(ModelConfig)[name]
+    kinds = get_args(wanted) or (wanted,)
+    if value is None and type(None) in kinds:
+        return None
+    return _number(value, key, kinds[0])
+
+
+def _number(value, key: str, kind: type):
+    if type(value) is kind and (kind is not float or math.isfinite(value)):
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():  # Gemma writes some whole numbers so
+        return int(value)
+    raise ValueError(f"{key}={value!r}; it is {'true or false' if kind is bool else f'a finite {kind.__name__}'}")
+
+
+def _object(value, key: str) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}={value!r}; it is an object")
+    return value
+
+
 def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     """The shortest pattern that repeats to the list of layers."""
     count = len(kinds)
@@ -276,17 +309,18 @@ def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
 def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
     """The rope settings of local and of global layers, from the newer spelling or the older one."""
     if given := hf.get("rope_parameters"):
-        by_kind = "full_attention" in given
+        by_kind = "full_attention" in _object(given, "rope_parameters")
         local, whole = (given["sliding_attention"], given["full_attention"]) if by_kind else (given, given)
+        local, whole = _object(local, "rope_parameters"), _object(whole, "rope_parameters")
     else:
-        whole = {"rope_theta": hf["rope_theta"], **(hf.get("rope_scaling") or {})}
+        whole = {"rope_theta": hf["rope_theta"], **_object(hf.get("rope_scaling") or {}, "rope_scaling")}
         local = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else whole
     scaling = _scaling(whole)
     if "local" in kinds and _scaling(local) is not None:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
-        "rope_theta_local": float(local["rope_theta"]),
-        "rope_theta_global": float(whole["rope_theta"]),
+        "rope_theta_local": _number(local["rope_theta"], "rope_theta", float),
+        "rope_theta_global": _number(whole["rope_theta"], "rope_theta", float),
         "rope_scaling": scaling,
     }
 
@@ -296,10 +330,11 @@ def _scaling(rope: dict) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling(float(rope["factor"]))
+        return RopeScaling(_number(rope["factor"], "factor", float))
     if kind == "llama3":
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return RopeScaling(float(rope["factor"]), low, high, rope["original_max_position_embeddings"])
+        keys = ("factor", "low_freq_factor", "high_freq_factor")
+        length = "original_max_position_embeddings"
+        return RopeScaling(*(_number(rope[key], key, float) for key in keys), _number(rope[length], length, int))
     raise ValueError(f"rope_type {kind!r} is not supported; supported is default, linear or llama3")
 
 
@@ -364,3 +399,10 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
         for f in fields(ModelConfig)
         if getattr(ours, f.name) != getattr(theirs, f.name)
     ]
+
+
+def is_wrapped(folder: Path | None, family: Family | None) -> bool:
+    """Whether the folder holds a larger model of which ours is the text part (Gemma 3 with its vision tower)."""
+    if folder is None or family is None or family.wrapper is None:
+        return False
+    return json.loads((folder / "config.json").read_text()).get("model_type") == family.wrapper

@@ -37,12 +37,10 @@ class Tensors:
     def __init__(self, folder: str | Path, family: Family | None = None):
         folder = Path(folder)
         if (folder / INDEX).is_file():
-            try:
-                files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{folder / INDEX} is not an index of tensors ({error!r})") from error
+            listed = _weight_map(folder / INDEX)
+            files = sorted(set(listed.values()))
         elif (folder / SINGLE).is_file():
-            files = [SINGLE]
+            listed, files = {}, [SINGLE]
         else:
             raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
         self.folder, self._place = folder, {}
@@ -51,8 +49,15 @@ class Tensors:
                 raise ValueError(f"{folder}: the index names {file}, which is not there")
             for name, (shape, dtype) in header(folder / file).items():
                 ours = _without_prefix(name, family)
+                if ours in self._place:
+                    raise ValueError(f"{folder}: {name} is in {self._place[ours][0].name} and in {file}")
                 if ours is not None:
                     self._place[ours] = (folder / file, name, shape, dtype)
+                if listed.pop(name, file) != file:
+                    raise ValueError(f"{folder}: {name} is in {file}, and the index says it is in another file")
+        if listed:
+            name, file = next(iter(listed.items()))
+            raise ValueError(f"{folder}: the index says that {name} is in {file}, and it is not")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._place)
@@ -69,6 +74,18 @@ class Tensors:
         file, theirs, _, _ = self._place[name]
         with safe_open(str(file), framework="np") as opened:
             return opened.get_slice(theirs)[index]
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says. Raises ValueError."""
+    try:
+        listed = dict(json.loads(file.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not an index of tensors ({error!r})") from error
+    for name, place in listed.items():
+        if not isinstance(place, str) or Path(place).name != place:
+            raise ValueError(f"{file}: {name} is said to be in {place!r}, which is not the name of a file beside it")
+    return listed
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -1,6 +1,7 @@
 """Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,22 @@ from tunix_lite.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT puts before the name of a module
-UNSUPPORTED = {  # key -> the values that mean it is not used
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": ([], None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": ([], None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "trainable_token_indices": ([], None),
+# keys of adapter_config.json that are read, or that change nothing about finished adapters; of any other, and of those
+# below with their values, a value that is not empty says something that we would not do
+HARMLESS = {
+    *(
+        "peft_type",
+        "peft_version",
+        "task_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "layers_pattern"),
+    *("loftq_config", "eva_config", "corda_config", "megatron_core", "runtime_config", "qalora_group_size"),
 }
+ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
 def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> LoraConfig:
@@ -48,9 +54,13 @@ def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> Lo
         raise ValueError(f"adapter: {folder / CONFIG} cannot be read as a LoRA configuration ({error!r})") from error
     if kind != "LORA":
         raise ValueError(f"adapter: {folder / CONFIG}: peft_type is {kind!r}; supported is 'LORA'")
-    for key, unused in UNSUPPORTED.items():
-        if config.get(key) not in unused:
-            raise ValueError(f"adapter: {folder / CONFIG}: {key}={config[key]!r} is not supported")
+    for key, value in config.items():
+        if key not in HARMLESS and value and value not in ALLOWED.get(key, ()):
+            raise ValueError(f"adapter: {folder / CONFIG}: {key}={value!r} is not supported")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"adapter: {folder / CONFIG}: r={rank!r}; it is a whole number, 1 or more")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
+        raise ValueError(f"adapter: {folder / CONFIG}: lora_alpha={alpha!r}; it is a finite number above 0")
     if lora.rank not in (0, rank):
         raise ValueError(f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0")
     targets = _targets(folder, cfg, family)
@@ -67,6 +77,7 @@ def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> Lo
 def load_adapters(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
     tensors, loaded = hf.read_tensors(folder / TENSORS), {}
+    tensors = {_plain(name, family): value for name, value in tensors.items()}
     for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         parts = [np.asarray(tensors[name], np.float32).T.reshape(one.shape) for name in _names(path, cfg, family)]
@@ -75,9 +86,18 @@ def load_adapters(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConf
 
 
 def save_adapters(
-    adapters: Params, cfg: ModelConfig, family: Family, lora: LoraConfig, folder: Path, base: str
+    adapters: Params,
+    cfg: ModelConfig,
+    family: Family,
+    lora: LoraConfig,
+    folder: Path,
+    base: str,
+    is_wrapped: bool = False,
 ) -> None:
-    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`."""
+    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`.
+
+    is_wrapped: the base is a larger model, and ours its text part: the modules are then named as they are there.
+    """
     tensors, modules = {}, set()
     for path, (a, b) in pairs(adapters).items():
         for side, value in (("a", a), ("b", b)):
@@ -87,6 +107,10 @@ def save_adapters(
             for name, part in zip(names, value if path.startswith("groups/") else [value]):
                 tensors[name] = part.reshape(flat).T
             modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
+    targets = _shortest(modules, cfg, family)
+    if is_wrapped:  # in full: the vision tower has a q_proj, too
+        tensors = {_in_wrapper(name): value for name, value in tensors.items()}
+        targets = sorted(_in_wrapper(name) for name in modules)
     hf.write_tensors(folder / TENSORS, tensors)
     config = {
         "peft_type": "LORA",
@@ -95,7 +119,7 @@ def save_adapters(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(modules, cfg, family),
+        "target_modules": targets,
         "bias": "none",
         "inference_mode": True,
     }
@@ -117,14 +141,29 @@ def _shortest(modules: set[str], cfg: ModelConfig, family: Family) -> list[str]:
     return sorted(short if same else modules)
 
 
-def _modules(folder: Path) -> set[str]:
-    names = hf.header(folder / TENSORS)
-    return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
+def _in_wrapper(name: str) -> str:
+    """model.layers.0... -> model.language_model.layers.0..., as transformers names the text part of a larger model."""
+    return name.replace("model.layers.", "model.language_model.layers.", 1)
+
+
+def _plain(name: str, family: Family) -> str:
+    """An adapter's tensor as it would be called if ours were the whole model."""
+    rest = name.removeprefix(PREFIX)
+    inside = (f"{PREFIX}model.{rest.removeprefix(p)}" for p in family.prefixes if rest.startswith(p))
+    return next(inside, name)
+
+
+def _header(folder: Path, family: Family) -> dict:
+    return {_plain(name, family): entry for name, entry in hf.header(folder / TENSORS).items()}
+
+
+def _modules(folder: Path, family: Family) -> set[str]:
+    return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in _header(folder, family)}
 
 
 def _targets(folder: Path, cfg: ModelConfig, family: Family) -> str:
     """The paths of ours that the adapter covers, as a regular expression."""
-    present, paths = _modules(folder), []
+    present, paths = _modules(folder, family), []
     for path, weight in hf.flat(decoder.weights(cfg)).items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
         if weight.inputs and modules & present:
@@ -137,7 +176,7 @@ def _targets(folder: Path, cfg: ModelConfig, family: Family) -> str:
 
 
 def _check_tensors(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> None:
-    found, wanted = hf.header(folder / TENSORS), {}
+    found, wanted = _header(folder, family), {}
     for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
@@ -150,6 +189,11 @@ def _check_tensors(folder: Path, cfg: ModelConfig, family: Family, lora: LoraCon
         f"shape: {name} is {list(found[name][0])}, and should be {list(wanted[name])}"
         for name in sorted(found.keys() & wanted.keys())
         if found[name][0] != wanted[name]
+    ]
+    problems += [
+        f"dtype: {name} is {dtype}, and should be one of {', '.join(hf.DTYPES)}"
+        for name, (_, dtype) in sorted(found.items())
+        if dtype not in hf.DTYPES
     ]
     if problems:
         raise ValueError("\n  ".join([f"adapter: the tensors in {folder} do not fit:", *problems[:20]]))

@@ -194,7 +194,12 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str
     for name in ("generation_config.json", "config.json"):
         eos = _json(folder / name).get("eos_token_id")
         if eos is not None and eos != []:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            ids = tuple(eos) if isinstance(eos, list) else (eos,)
+            if any(type(i) is not int or i < 0 for i in ids):
+                raise ValueError(
+                    f"{folder / name}: eos_token_id={eos!r}; it is the number of a token, or a list of them"
+                )
+            return ids
     eos = backend.token_to_id(special.get("eos_token", ""))
     if eos is None:
         raise ValueError(f"{folder} names no end-of-sequence token in generation_config.json or config.json")
@@ -203,6 +208,9 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except json.JSONDecodeError as error:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:  # not JSON, or not text
         raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{path} does not hold an object")
+    return said
