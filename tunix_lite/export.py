@@ -230,7 +230,7 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
     if kind == "adapter":
         rank = model.source.lora.rank
         served = f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules {out.name}={out}"
-    (folder / "README.md").write_text(_card(about, served, out.name))
+    (folder / "README.md").write_text(_card(about, served.replace(str(out), out.name), out.name))
     about["files"] = sorted(file.name for file in folder.iterdir())
     (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
