@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
@@ -21,12 +20,11 @@ from tunix_lite.models.lora import LoraConfig, attached, merge
 from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
-from tunix_lite.policy import token_logprobs
+from tunix_lite.policy import DTYPES, token_logprobs
 from tunix_lite.rollout.engine import Generation, make_generate, make_stream
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 WIDTH = 64  # prompts are padded to a multiple of it, so that few lengths compile
 STEPS_PER_LOOK = 4  # tokens between two looks at a completion that streams to somebody
 

@@ -11,6 +11,7 @@ from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import constrain
 
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}  # of the computation, as training.mixed_precision names it
 LOGITS_PER_CHUNK = 2**24  # elements of float32 scores held at once per call: 64 MiB
 
 

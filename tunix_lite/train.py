@@ -20,7 +20,7 @@ from tunix_lite.models.lora import attached
 from tunix_lite.models.source import Source
 from tunix_lite.optim import describe, init_opt_state, learning_rate_at, make_optimizer
 from tunix_lite.parallel.mesh import as_text, make_mesh, put
-from tunix_lite.policy import Policy, make_policy
+from tunix_lite.policy import DTYPES, Policy, make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged, Task
@@ -28,8 +28,6 @@ from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
-
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored
-from tunix_lite.models.weights import Weight, dense, is_quantized, is_weight, shardings, unstacked
+from tunix_lite.models.weights import Weight, dense, flat, is_quantized, is_weight, shardings, unstacked
 from tunix_lite.parallel.mesh import sharding
 from tunix_lite.types import Params
 
@@ -123,11 +123,6 @@ def hf_names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
     part, place, name = path.split("/")
     layers = [i for i, (where, _) in enumerate(decoder.layer_places(cfg)) if where == f"{part}/{place}"]
     return [f"model.layers.{i}.{family.names[name]}" for i in layers]
-
-
-def flat(tree) -> dict:
-    """A table or parameters by path, "groups/0/q" and the like; a leaf that is more than an array stays whole."""
-    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
 
 
 def hf_weights(cfg: ModelConfig, family: Family) -> dict[str, Weight]:

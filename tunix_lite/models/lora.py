@@ -15,7 +15,7 @@ from flax import traverse_util
 
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
-from tunix_lite.models.weights import Lora, Weight, dense, is_quantized, stacked, unstacked, zeros
+from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, stacked, unstacked, zeros
 from tunix_lite.types import Params
 
 ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
@@ -67,21 +67,21 @@ def adapter_weights(table, lora: LoraConfig) -> dict:
 
     Raises ValueError if no projection matches, or something that is none.
     """
-    flat = traverse_util.flatten_dict(table, sep="/")
-    matched = [path for path in flat if re.fullmatch(lora.targets, path)]
+    declared = flat(table)
+    matched = [path for path in declared if re.fullmatch(lora.targets, path)]
     if not matched:
-        raise ValueError(f"targets={lora.targets!r} matches no weight; paths look like {', '.join(_some(flat))}")
+        raise ValueError(f"targets={lora.targets!r} matches no weight; paths look like {', '.join(_some(declared))}")
     adapters = {}
     for path in matched:
-        if not flat[path].inputs:
+        if not declared[path].inputs:
             raise ValueError(f"targets={lora.targets!r} matches {path}, which is not a projection")
-        a, b = _pair(flat[path], lora.rank)
+        a, b = _pair(declared[path], lora.rank)
         adapters |= {f"{path}/a": a, f"{path}/b": b}
     return traverse_util.unflatten_dict(adapters, sep="/")
 
 
-def _some(flat: dict) -> list[str]:
-    return [path for path in flat if flat[path].inputs][:3]
+def _some(declared: dict) -> list[str]:
+    return [path for path in declared if declared[path].inputs][:3]
 
 
 def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
@@ -98,7 +98,7 @@ def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Param
 
     keys: one per sequence of the batch, [B], if dropout is to act.
     """
-    leaves = flat_leaves(base)
+    leaves = flat(base)
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         here = None if keys is None else _keys(keys, i, a.shape[0] if path.startswith("groups/") else None)
         leaves[path] = Lora(leaves[path], a, b, here, lora.scale, lora.dropout)
@@ -119,7 +119,7 @@ def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, key
 
 def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
     """The plain weights that acting params amount to: adapters added, quantised weights unpacked."""
-    leaves = flat_leaves(params)
+    leaves = flat(params)
     layer = layer_weights(cfg)
 
     def plain(path: str, leaf):
@@ -134,10 +134,5 @@ def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
 
 def pairs(adapters: Params) -> dict:
     """path of the weight -> (a, b)"""
-    flat = traverse_util.flatten_dict(adapters, sep="/")
-    return {path.removesuffix("/a"): (flat[path], flat[f"{path[:-1]}b"]) for path in flat if path.endswith("/a")}
-
-
-def flat_leaves(tree) -> dict:
-    """A tree by path, where a leaf that is more than an array stays whole."""
-    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
+    sides = flat(adapters)
+    return {path.removesuffix("/a"): (sides[path], sides[f"{path[:-1]}b"]) for path in sides if path.endswith("/a")}

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from tunix_lite.parallel.mesh import RULES, sharding, spec
 
@@ -164,6 +165,11 @@ def drop(x, keys, rate: float):
 
 
 # ---- readings of a table
+
+
+def flat(tree) -> dict:
+    """A table or parameters by path, "groups/0/q" and the like; a leaf that is more than an array stays whole."""
+    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
 
 
 def shardings(table, rules=RULES):
