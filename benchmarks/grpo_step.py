@@ -31,7 +31,8 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.policy import make_policy
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation
 from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Prompts, TrainState
 

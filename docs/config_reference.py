@@ -23,7 +23,7 @@ from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import MeshShape, as_text
 from tunix_lite.rewards import math, text
-from tunix_lite.rollout.engine import Generation
+from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks import sources, task
 
 PAGE = "config/reference"
@@ -53,6 +53,7 @@ GROUPS = (
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Generation", "generation.", Generation, lambda run: run.generation),
+    Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.Training, lambda run: run.training),
     Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
     Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),

@@ -1,8 +1,13 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
+# tests start, too. The key is the program, so nothing stale is ever used.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 import jax
@@ -14,7 +19,8 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.policy import make_policy
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation
 from tunix_lite.types import Prompts
 
 PROMPT, NEW = 10, 12

@@ -29,7 +29,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.optim import OptimizerConfig
-from tunix_lite.rollout.engine import Generation
+from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 
@@ -45,6 +45,7 @@ KINDS = {
     "command/export": Export,
     "command/generate": Generate,
     "generation": Generation,
+    "rollout": RolloutConfig,
     "training": Training,
     "optimizer": OptimizerConfig,
     "evaluation": Evaluation,

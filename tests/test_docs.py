@@ -187,7 +187,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
         check_generation(run, SimpleNamespace(cfg=cfg))
     if run.model.weights in ("bundled", "random"):
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
-        examples = [*task.held_out(run.evaluation.num_examples), *next(task.batches(4, run.seed))]
+        examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)
 
 

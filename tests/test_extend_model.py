@@ -19,7 +19,8 @@ from tunix_lite.config import RunConfig
 from tunix_lite.models import decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, QWEN2, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation
 from tunix_lite.train import train
 from tunix_lite.types import Prompts
 

@@ -17,7 +17,8 @@ from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_param
 from tunix_lite.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
 from tunix_lite.parallel.mesh import put
 from tunix_lite.policy import make_policy, token_logprobs
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation
 from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 

@@ -1,5 +1,7 @@
 """The mesh does not matter: same tokens, losses and gradients; each device holds its share."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_mesh_shape, spec
 from tunix_lite.policy import make_policy
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
 from tunix_lite.train import placed
@@ -28,7 +31,10 @@ class EvenTask:
     def prompts(self, examples):
         return ragged_prompts(len(examples), CFG.vocab_size)
 
-    def judge(self, group, rollout):
+    def judging(self, group):
+        return SimpleNamespace(see=lambda row, tokens: None, judged=self.judged)
+
+    def judged(self, rollout):
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rewards = np.array([np.mean(row[keep] % 2 == 0) for row, keep in zip(tokens, mask)])
         return Judged([], [], rewards, rewards > 0, [], {})

@@ -17,7 +17,8 @@ from tunix_lite.models.families import FAMILIES, config_json, read_config  # noq
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.policy import token_logprobs  # noqa: E402
-from tunix_lite.rollout.engine import Generation, make_generate  # noqa: E402
+from tunix_lite.rollout.engine import make_generate  # noqa: E402
+from tunix_lite.rollout.settings import Generation  # noqa: E402
 from tunix_lite.types import Prompts  # noqa: E402
 
 pytestmark = pytest.mark.parity

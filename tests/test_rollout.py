@@ -1,16 +1,25 @@
 """What sampling must get right, whatever else changes."""
 
+import time
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params
+import pytest
+from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
-from tunix_lite.models import decoder
-from tunix_lite.policy import token_logprobs
-from tunix_lite.rollout import sampling
-from tunix_lite.rollout.engine import Generation, make_generate
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.policy import Policy, token_logprobs
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout import engine, memory
+from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Prompts
 
 
@@ -74,18 +83,6 @@ def test_a_completion_does_not_depend_on_how_many_others_are_sampled(cfg, params
     np.testing.assert_array_equal(few.reshape(2, 3, -1), many[:2, :3])
 
 
-def test_draws_follow_the_softmax_at_the_given_temperature():
-    scores, temperature, count = jnp.array([2.0, 0.5, -1.0, 0.0]), 0.7, 20_000
-    keys = sampling.row_keys(jax.random.key(0), 100, count // 100)
-    tokens, logprobs = sampling.draw(jnp.broadcast_to(scores, (count, 4)), keys, 3, jnp.float32(temperature))
-    expected = np.exp(np.array([2.0, 0.5, -1.0, 0.0]) / temperature)
-    expected /= expected.sum()
-    counts = np.bincount(np.asarray(tokens), minlength=4)
-    chi_square = ((counts - count * expected) ** 2 / (count * expected)).sum()
-    assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001
-    np.testing.assert_allclose(np.asarray(logprobs), np.log(expected)[np.asarray(tokens)], rtol=1e-5)
-
-
 def test_lengths_that_are_no_multiple_of_a_chunk_are_kept_exactly(cfg, params):
     for new in (1, 2, 18):
         generate = make_generate(cfg, Generation(PROMPT, new), eos_ids=(999,), pad_id=0)
@@ -127,3 +124,534 @@ def test_padding_on_either_side_does_not_change_a_logprob(cfg, params):
         pad = ((0, 0), (left, right))
         padded = score(params, np.pad(tokens, pad), np.pad(np.ones_like(tokens, bool), pad))
         np.testing.assert_allclose(padded[:, left + 1 : left + 12], bare[:, 1:], atol=2e-6)
+
+
+# ---- one queue, many ways to work it off
+
+LONG, ROOM = 12, 34  # prompts longer than the window of 5; more room than the longest chunk
+LENGTHS = (12, 2, 7, 3, 9, 1, 8)  # four wide ones: no block mixes widths, in whatever order they are asked
+GROUP, END = 2, (1,)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks():
+    """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the shelf's four places twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "NARROWEST", 6)
+        patch.setattr(engine, "TOKENS_PER_PREFILL", 2 * LONG)
+        yield
+
+
+def prompts_of(lengths, vocab_size: int = 32, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, vocab_size, length).tolist() for length in lengths]
+
+
+def sampler(cfg, slots: int | None, chunk: int, generation=None, eos=END, **more):
+    generation = Generation(LONG, ROOM) if generation is None else generation
+    return make_sampler(cfg, generation, eos, 0, rollout=RolloutConfig(slots, chunk, **more))
+
+
+def all_of(steps) -> tuple[list[Sampled], dict]:
+    """The completions in order, and the metrics."""
+    touched = {}
+    while True:
+        try:
+            touched |= {(answer.prompt, answer.generation): answer for answer in next(steps)}
+        except StopIteration as end:
+            return [touched[place] for place in sorted(touched)], end.value
+
+
+def tokens_of(answers) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def two_layers(cfg):
+    """A local layer and a global one."""
+    return replace(cfg, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def medium(two_layers):
+    set_mesh(1, 1)
+    return random_params(two_layers)
+
+
+@pytest.fixture(scope="module")
+def four_slots(two_layers):
+    set_mesh(1, 1)
+    return sampler(two_layers, slots=4, chunk=4)
+
+
+@pytest.fixture(scope="module")
+def sampled(four_slots, medium):
+    set_mesh(1, 1)
+    return all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP))
+
+
+@pytest.fixture(scope="module")
+def greedy(four_slots, medium):
+    set_mesh(1, 1)
+    return all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature=0.0))
+
+
+@pytest.fixture(scope="module")
+def score(two_layers, medium):
+    """Scores of the tokens of completions by the whole sequences, without a cache: for each completion [tokens, V]."""
+    rows = len(LENGTHS) * GROUP
+    forward = jax.jit(
+        lambda params, *row: decoder.logits(params, two_layers, decoder.forward(params, two_layers, *row))
+    )
+
+    def score(prompts, answers):
+        whole = [prompts[answer.prompt] + answer.tokens for answer in answers]
+        tokens, mask = np.zeros((rows, LONG + ROOM), np.int32), np.zeros((rows, LONG + ROOM), bool)
+        for i, row in enumerate(whole):
+            tokens[i, : len(row)], mask[i, : len(row)] = row, True
+        scores = np.asarray(forward(medium, tokens, mask), np.float64)
+        starts = [len(prompts[answer.prompt]) - 1 for answer in answers]
+        return [scores[i, start : start + len(a.tokens)] for i, (start, a) in enumerate(zip(starts, answers))]
+
+    return score
+
+
+def log_softmax(scores):
+    scores = scores - scores.max(axis=-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+
+
+def check_ends(answers):
+    for answer in answers:
+        assert not set(answer.tokens[:-1]) & set(END)
+        assert (answer.tokens[-1] in END, answer.reason) in ((True, "eos"), (False, "length"))
+        assert answer.reason == "eos" or len(answer.tokens) == ROOM
+
+
+def test_a_queue_of_ragged_prompts_is_decoded_greedily_as_without_a_cache(greedy, score):
+    """Each token is the best one after those before it: by induction that is what cache-free decoding says."""
+    answers, _ = greedy
+    assert len(answers) == len(LENGTHS) * GROUP > 4, "more requests than slots"
+    check_ends(answers)
+    for answer, scores in zip(answers, score(prompts_of(LENGTHS), answers)):
+        assert answer.tokens == scores.argmax(axis=-1).tolist()
+        whole = log_softmax(scores)[np.arange(len(scores)), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, whole, atol=1e-5)
+    assert len({tuple(tokens) for tokens in tokens_of(answers)}) > 3, "the model says one thing; this shows little"
+
+
+def test_a_drawn_token_is_a_function_of_key_prompt_generation_and_position_alone(sampled, score):
+    """The best of cache-free scores plus Gumbel noise from a key that is folded three times."""
+    answers, _ = sampled
+    check_ends(answers)
+    reasons = [answer.reason for answer in answers]
+    assert {"eos", "length"} == set(reasons), reasons
+
+    @jax.jit
+    def noise(prompt, generation, position):
+        key = jax.random.key(5)
+        for number in (prompt, generation, position):
+            key = jax.random.fold_in(key, number)
+        return jax.random.gumbel(key, (32,))
+
+    for answer, scores in zip(answers, score(prompts_of(LENGTHS), answers)):
+        noisy = scores + [noise(answer.prompt, answer.generation, t) for t in range(len(scores))]
+        assert answer.tokens == noisy.argmax(axis=-1).tolist()
+        whole = log_softmax(scores)[np.arange(len(scores)), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, whole, atol=1e-5)
+        assert answer.logprobs == answer.whole_logprobs  # nothing is cut off
+
+
+def in_order(sample, params, prompts, order) -> list[Sampled]:
+    """The prompts asked in that order; the completions in the order of the prompts."""
+    answers, _ = all_of(sample(params, [prompts[p] for p in order], jax.random.key(5), GROUP, indices=order))
+    return sorted(answers, key=lambda answer: (answer.index, answer.generation))
+
+
+@pytest.mark.parametrize("order", [(6, 5, 4, 3, 2, 1, 0), (5, 0, 3, 6, 1, 4, 2)])
+def test_the_order_of_the_queue_changes_no_token_and_no_bit_of_a_logprob(four_slots, medium, sampled, order):
+    answers = in_order(four_slots, medium, prompts_of(LENGTHS), order)
+    assert tokens_of(answers) == tokens_of(sampled[0])
+    for got, expected in zip(answers, sampled[0]):
+        assert (got.logprobs, got.reason) == (expected.logprobs, expected.reason)
+
+
+def test_a_prompt_that_is_read_beside_wider_ones_has_the_same_bits(four_slots, medium):
+    """Three wide prompts and four narrow ones, two at a time: one narrow one is read with a wide one, and another
+    one in another order."""
+    prompts = prompts_of((12, 2, 7, 3, 9, 1, 5))
+    forwards, backwards = (in_order(four_slots, medium, prompts, order) for order in (range(7), range(6, -1, -1)))
+    assert tokens_of(forwards) == tokens_of(backwards)
+    for one, other in zip(forwards, backwards):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert [one.logprobs for one in forwards] == [other.logprobs for other in backwards]
+
+
+WAYS = {
+    "one slot, tp": dict(mesh=(1, 2), slots=1, chunk=8),
+    "a slot for everyone, token by token, weights divided": dict(mesh=(2, 1), slots=16, chunk=1, weights="sharded"),
+    "long chunks, both axes": dict(mesh=(2, 2), slots=4, chunk=32),
+    "more tp than key heads": dict(mesh=(1, 4), slots=4, chunk=8),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, sampled, greedy, way):
+    """The reference: four slots, chunks of four tokens, one device."""
+    options = dict(WAYS[way])
+    set_mesh(*options.pop("mesh"))
+    sample, params, prompts = sampler(two_layers, **options), random_params(two_layers), prompts_of(LENGTHS)
+    answers, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP))
+    assert tokens_of(answers) == tokens_of(sampled[0])
+    for got, expected in zip(answers, sampled[0]):
+        assert got.reason == expected.reason
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+    answers, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP, temperature=0.0))
+    assert tokens_of(answers) == tokens_of(greedy[0])
+
+
+def test_a_second_rollout_compiles_nothing(two_layers, four_slots, sampled):
+    """Other weights, prompts and lengths, as many of them; the first one has seen both widths."""
+    other = random_params(two_layers, seed=1)
+    with _count_compiles() as compiles:
+        all_of(four_slots(other, prompts_of((8, 1, 7, 4, 11, 6, 10), seed=1), jax.random.key(6), GROUP))
+    assert not compiles
+
+
+# ---- what it takes
+
+
+@pytest.mark.parametrize("rollout", ["sampled", "greedy"])
+def test_a_prompt_is_read_once_whatever_the_size_of_its_group(request, rollout):
+    _, metrics = request.getfixturevalue(rollout)
+    assert metrics["rollout/prefill_tokens"] == 12 + 2 + 7 + 3 + 9 + 1 + 8
+
+
+def test_each_prefill_is_of_two_prompts_and_no_wider_than_it_must_be(four_slots, medium, monkeypatch):
+    """Blocks by width, the widest first: (12, 7), (9, 8), (2, 3), (1): the widths 12, 12, 6, 6."""
+    shapes, read_prompts = [], engine.Work.read_prompts
+
+    def watched(work):
+        prefill = work.programs.prefill
+
+        def recorded(shelf, layered, tokens, *rest):
+            shapes.append(tokens.shape)
+            return prefill(shelf, layered, tokens, *rest)
+
+        whole, work.programs = work.programs, replace(work.programs, prefill=recorded)
+        read_prompts(work)
+        work.programs = whole
+
+    monkeypatch.setattr(engine.Work, "read_prompts", watched)
+    all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP))
+    assert shapes == [(2, 12), (2, 12), (2, 6), (2, 6)]
+
+
+# ---- who ends when: a model of one layer, two slots, chunks of two tokens
+
+
+class Letters:
+    """A tokenizer of two letters a token, out of a, b, c, d; so a stop text may begin inside a token."""
+
+    def decode(self, tokens, skip_special=True) -> str:
+        return "".join("abcd"[t % 4] + "abcd"[t // 4 % 4] for t in tokens)
+
+    def stream(self, skip_special=True):
+        return SimpleNamespace(feed=self.decode)
+
+
+BRIEF = Generation(LONG, 8)
+ENDS = replace(BRIEF, stop=("ad", "cbc"), stop_token_ids=(9, 17))
+
+
+@pytest.fixture(scope="module")
+def one_layer(cfg):
+    return replace(cfg, num_layers=1, pattern=("global",), tied=False)
+
+
+@pytest.fixture(scope="module")
+def small(one_layer):
+    set_mesh(1, 1)
+    return random_params(one_layer, scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def two_slots(one_layer):
+    set_mesh(1, 1)
+    return sampler(one_layer, slots=2, chunk=2, generation=BRIEF, eos=())
+
+
+MANY = (3, 1, 2, 5, 4, 1)  # lengths of prompts, all of one width: the queue is in their order
+
+
+@pytest.mark.parametrize(
+    "limits, chunks",
+    [
+        # chunk 1: a, b b    2: c c, b b    3: d d, b b    4: d
+        ((1, 6, 2, 3), 4),
+        # a a, b b    c c, d d    and one that was started before the first had been read: the price of not waiting
+        ((2, 2, 2, 2), 3),
+        # a a, b    a a, c c    a a, c c    c c; when the first is read, the third waits no more
+        ((6, 1, 6), 4),
+    ],
+)
+def test_slots_are_refilled_as_in_a_schedule_by_hand(two_slots, small, limits, chunks):
+    prompts, steps = prompts_of(MANY[: len(limits)]), 2 * chunks
+    answers, metrics = all_of(two_slots(small, prompts, jax.random.key(0), limits=limits))
+    assert [len(answer.tokens) for answer in answers] == list(limits)
+    assert metrics["rollout/decode_steps"] == steps
+    assert metrics["rollout/slot_use"] == pytest.approx(sum(limits) / (2 * steps))
+    assert metrics["rollout/prefill_tokens"] == sum(MANY[: len(limits)])
+
+
+def test_limits_and_times_are_those_of_each_completion(two_slots, small):
+    limits = [3, 1, 8, 2, 5, 7, 1, 1, 4, 8, 6, 2]
+    begins = time.perf_counter()
+    answers, metrics = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2, limits=limits))
+    whole = time.perf_counter() - begins
+    assert [len(answer.tokens) for answer in answers] == limits
+    assert {answer.reason for answer in answers} == {"length"}
+    began, ended = np.array([(answer.began, answer.ended) for answer in answers]).T
+    assert (0 < began).all() and (began <= ended).all() and ended.max() <= metrics["time/rollout"] <= whole
+    assert (np.diff(began) >= 0).all(), "the queue is taken in order"
+    assert began[2] > began[0] and began[2] >= ended[1], "the third waits for a slot"
+    free, _ = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2))
+    assert tokens_of(answers) == [whole.tokens[:limit] for whole, limit in zip(free, limits)]
+
+
+@pytest.fixture(scope="module")
+def unstopped(two_slots, small):
+    """48 completions of 8 tokens that nothing ends, as `ended_by_hand` wants them."""
+    set_mesh(1, 1)
+    return all_of(two_slots(small, prompts_of(MANY), jax.random.key(1), 8))[0]
+
+
+def ended_by_hand(tokens: list[int], eos, generation) -> tuple[list[int], str]:
+    """The shortest beginning that has ended; eos before stop where both hold."""
+    for count in range(1, len(tokens) + 1):
+        said = tokens[:count]
+        if said[-1] in eos:
+            return said, "eos"
+        if said[-1] in generation.stop_token_ids or any(text in Letters().decode(said) for text in generation.stop):
+            return said, "stop"
+    return tokens, "length"
+
+
+@pytest.mark.parametrize("slots, chunk", [(2, 1), (3, 5)])
+def test_a_completion_ends_at_the_first_token_that_ends_it(one_layer, small, unstopped, slots, chunk):
+    """Whatever the chunk: tokens that a chunk drew after a stop text are dropped."""
+    eos = (2, 30)
+    sample = sampler(one_layer, slots, chunk, generation=ENDS, eos=eos)
+    answers, _ = all_of(sample(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
+    expected = [ended_by_hand(whole.tokens, eos, ENDS) for whole in unstopped]
+    assert [(answer.tokens, answer.reason) for answer in answers] == expected
+    for answer, whole in zip(answers, unstopped):
+        np.testing.assert_allclose(answer.logprobs, whole.logprobs[: len(answer.tokens)], atol=1e-5)
+    by_text = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] not in ENDS.stop_token_ids]
+    by_token = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] in ENDS.stop_token_ids]
+    assert len(by_text) > 2 and len(by_token) > 2 and {"eos", "length"} < {reason for _, reason in expected}
+    assert any(len(tokens) % 5 for tokens in by_text), "none ends within a chunk"
+    assert any(Letters().decode(tokens[-1:]) not in ENDS.stop for tokens in by_text), "none spans tokens"
+
+
+class Watched:
+    """A sampler that counts the chunks that have been read."""
+
+    def __init__(self, sample):
+        self.sample, self.chunks = sample, 0
+
+    def __call__(self, *args, **options):
+        steps = self.sample(*args, **options)
+        while True:
+            try:
+                touched = next(steps)
+            except StopIteration as end:
+                return end.value
+            self.chunks += 1
+            yield touched
+
+
+def generate_with(monkeypatch, sample):
+    """make_generate on a sampler that has been compiled, and the sampler, which counts."""
+    watched = Watched(sample)
+    monkeypatch.setattr(engine, "make_sampler", lambda *_: watched)
+    return make_generate(None, BRIEF, (), 0), watched
+
+
+def left_padded(rows, width: int = LONG) -> Prompts:
+    mask = np.array([[column >= width - len(row) for column in range(width)] for row in rows])
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return Prompts(tokens, mask)
+
+
+def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
+    """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
+    generate, watched = generate_with(monkeypatch, two_slots)
+    prompts, calls = prompts_of(MANY[:4]), []
+    rollout = generate(
+        small, left_padded(prompts), jax.random.key(0), limits=[1, 6, 2, 3],
+        on_finished=lambda row, tokens: calls.append((watched.chunks, row, list(tokens))),
+    )  # fmt: skip
+    assert [(chunk, row, len(tokens)) for chunk, row, tokens in calls] == [(1, 0, 1), (2, 2, 2), (3, 1, 6), (4, 3, 3)]
+    for _, row, tokens in calls:
+        assert rollout.tokens[row][rollout.completion_mask[row]].tolist() == tokens
+    np.testing.assert_array_equal(rollout.finish, 0)  # length
+    assert (rollout.seconds[:, 0] <= rollout.seconds[:, 1]).all()
+    assert (np.argsort(rollout.seconds[:, 1]) == [0, 2, 1, 3]).all()
+
+
+def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkeypatch):
+    generate, watched = generate_with(monkeypatch, two_slots)
+    judged_at, returned_at = [], []
+
+    def reward(text, example):
+        judged_at.append(watched.chunks)
+        return float(len(text))
+
+    def acting(*args, **options):
+        rollout = generate(*args, limits=[1, 6, 2, 3], **options)
+        returned_at.append(len(judged_at))
+        return rollout
+
+    config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
+    task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
+    monkeypatch.setattr(Task, "prompts", lambda task, examples: left_padded(prompts_of(MANY[: len(examples)])))
+    batch, metrics, judged = GRPO(num_generations=2).collect(
+        Policy(acting, None), task, small, [{}, {}], jax.random.key(0)
+    )
+    assert returned_at == [4], "all were judged before generate returned"
+    assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
+    np.testing.assert_array_equal(judged.rewards, [2, 12, 4, 6])  # two letters a token
+    assert metrics["reward/mean"] == 6 and metrics["rollout/prefill_tokens"] == 3 + 1
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    "prompts, options, message",
+    [
+        ([], {}, "there are no prompts to continue"),
+        ([[5], []], {}, "prompt 2 of 2 has 0 tokens; it takes 1 to max_prompt_length=12"),
+        ([[5] * 13], {}, "prompt 1 of 1 has 13 tokens; it takes 1 to max_prompt_length=12"),
+        ([[5], [6, 32, 7]], {}, "prompt 2 of 2 holds token 32, and the model has tokens 0 to 31"),
+        ([[6, 32]], {"tokenizer": Letters()}, "prompt 1 of 1 holds token 32, .* is not this model's, 'cbaa'"),
+        ([[-1, 4]], {}, "prompt 1 of 1 holds token -1"),
+        ([[5], [6]], {"limits": [3]}, "1 limits for 2 completions"),
+        ([[5], [6]], {"limits": [3, 0]}, r"limits\[1\]=0; it is 1 to max_new_tokens=8"),
+        ([[5], [6]], {"limits": [9, 1]}, r"limits\[0\]=9; it is 1 to max_new_tokens=8"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(two_slots, small, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        next(two_slots(small, prompts, jax.random.key(0), **options))
+
+
+def test_stop_texts_need_a_tokenizer(one_layer, small):
+    with pytest.raises(ValueError, match=r"stop=\['ad', 'cbc'\]: stop texts need a tokenizer"):
+        next(sampler(one_layer, 2, 2, generation=ENDS)(small, [[5]], jax.random.key(0)))
+
+
+@pytest.mark.parametrize("tokenizer, text", [(None, ": the weights"), (Letters(), ", 'cbcd': the weights")])
+def test_scores_that_are_no_numbers_are_an_error_that_names_the_prompt(two_slots, small, tokenizer, text):
+    """The embedding of token 30 is damaged, and only the third prompt holds it."""
+    damaged = small | {"embed": small["embed"].at[30].set(np.nan)}
+    prompts = [[5, 6], [7], [6, 30], [8]]
+    steps = two_slots(damaged, prompts, jax.random.key(0), limits=[1] * 4, tokenizer=tokenizer)
+    message = f"not finite at token 1 or a little later of completion 1 of prompt 3{text}"
+    with pytest.raises(FloatingPointError, match=message):
+        all_of(steps)
+
+
+# ---- keys and values
+
+GEMMA3_1B = ModelConfig(262_144, 26, 1152, 4, 1, 256, 6912)
+
+
+def test_a_cache_of_gemma_3_1b_takes_27_of_104_parts_of_one_that_keeps_everything():
+    """22 local layers keep 512 tokens and 4 global ones 4096: (22 * 512 + 4 * 4096) / (26 * 4096) = 27 / 104."""
+    all_global = replace(GEMMA3_1B, pattern=("global",))
+    small, large = (
+        kv_cache.num_bytes(jax.eval_shape(lambda c=c: kv_cache.empty_cache(c, 8, 4096, jnp.bfloat16, False)))
+        for c in (GEMMA3_1B, all_global)
+    )
+    assert large == 26 * 8 * 4096 * 256 * 2 * 2  # layers, rows, tokens, head, keys and values, bytes
+    assert small * 104 == large * 27 and small <= 0.30 * large
+
+
+@pytest.mark.parametrize("tp, copies, heads", [(1, 1, 2), (2, 1, 1), (4, 2, 1)])
+def test_every_shard_of_tp_keeps_the_heads_that_it_needs_and_no_more(cfg, tp, copies, heads):
+    set_mesh(1, tp)
+    cache = jax.jit(lambda: kv_cache.empty_cache(cfg, 3, 20, jnp.float32, False))()
+    for kv, columns in zip(cache, (5, 20, 5)):
+        assert kv.k.shape == kv.v.shape == (3, 2 * copies, columns, 8)
+        assert {shard.data.shape for shard in kv.k.addressable_shards} == {(3, heads, columns, 8)}
+
+
+def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
+    """Per head of a token: 8 codes and a scale of 4 bytes instead of 8 * 4; with a head of 256 in bf16, 260 for 512."""
+    k, v = np.random.default_rng(0).normal(size=(2, 3, 2, 7, 8)) * np.logspace(-3, 3, 7)[:, None]
+    k[0, 0, 0] = 0  # padding
+    codes_k, codes_v, scales_k, scales_v = map(np.asarray, kv_cache.as_codes(jnp.float32(k), jnp.float32(v)))
+    for x, codes, scales in ((k, codes_k, scales_k), (v, codes_v, scales_v)):
+        np.testing.assert_allclose(scales, np.abs(x).max(axis=-1) / 127, rtol=1e-6)
+        off = np.abs(codes.astype(np.float64) * scales[..., None] - x)
+        assert codes.dtype == np.int8 and (off <= (0.5 + 1e-4) * scales[..., None]).all()
+
+    def size(cfg, dtype, int8):
+        return kv_cache.num_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, 3, 20, dtype, int8)))
+
+    assert size(cfg, jnp.float32, True) * 32 == size(cfg, jnp.float32, False) * 12
+    assert size(GEMMA3_1B, jnp.bfloat16, True) * 512 == size(GEMMA3_1B, jnp.bfloat16, False) * 260
+
+
+def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
+    prompts = prompts_of(LENGTHS)
+    sample = sampler(two_layers, 4, 4, cache="int8")
+    answers, _ = all_of(sample(medium, prompts, jax.random.key(5), GROUP))
+    check_ends(answers)
+    gaps = [
+        np.abs(answer.logprobs - log_softmax(scores)[np.arange(len(scores)), answer.tokens])
+        for answer, scores in zip(answers, score(prompts, answers))
+    ]
+    first = np.array([gap[0] for gap in gaps])
+    rest = np.concatenate([gap[1:] for gap in gaps])
+    print("INT8", first.max(), rest.mean(), rest.max())
+    assert first.max() < 1e-5, "prompts are read at full precision"
+    assert 1e-5 < rest.mean() < 0.02 and rest.max() < 0.15
+
+
+# ---- where the weights are
+
+
+def test_weights_are_where_settings_or_one_device_say(cfg, params):
+    memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, Generation(LONG, ROOM))
+    for said in ("gathered", "sharded"):
+        assert memory_of(RolloutConfig(weights=said), 4) == (said, f"weights {said}, as rollout.weights says")
+    assert memory_of(RolloutConfig(), 4) == ("gathered", "weights whole on every device, as fsdp is 1")
+    set_mesh(1, 2)
+    params = random_params(cfg)
+    assert memory.choose_weights(params, cfg, jnp.float32, Generation(), RolloutConfig(), 4)[0] == "gathered"
+
+
+def test_weights_are_gathered_if_they_and_the_cache_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
+    """2 devices over fsdp, float32. A slot's keys and values: 2 * 2 heads * 8 * 4 bytes for each of 5 + 46 + 5 tokens;
+    each device has two of the four slots."""
+    set_mesh(2, 1)
+    params, generation = random_params(cfg), Generation(LONG, ROOM)
+    needed = 4 * weights.num_params(decoder.weights(cfg)) + 2 * 128 * (5 + 46 + 5)
+    for free, choice in ((needed / 0.9 + 10, "gathered"), (needed / 0.9 - 10, "sharded")):
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        got, why = memory.choose_weights(params, cfg, jnp.float32, generation, RolloutConfig(), 4)
+        assert got == choice and choice in why and ("do not fit" in why) == (choice == "sharded")
+    assert memory.free_bytes() > 0
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, gather):
+    set_mesh(2, 2)
+    layered = engine.make_prepare(cfg, jnp.float32, gather)(random_params(cfg))
+    places = [set(leaf.sharding.spec) for leaf in jax.tree.leaves(layered)]
+    assert any("tp" in place for place in places)
+    assert any("fsdp" in place for place in places) != gather

@@ -1,6 +1,7 @@
 """Data, prompts and rewards."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +105,139 @@ def test_prompts_stand_right_and_are_asked_by_the_template(task, tokenizer):
 def test_a_prompt_that_is_too_long_is_named(task):
     with pytest.raises(ValueError, match=r"1 \+ 1 \+.* tokens, more than generation.max_prompt_length=32"):
         task.prompts([{"question": " + ".join(["1"] * 30)}])
+
+
+class Words:
+    """A tokenizer whose tokens are the numbers in the text; it keeps what it was asked."""
+
+    pad_id = 0
+
+    def __init__(self):
+        self.seen = []
+
+    def prompt(self, asked):
+        self.seen.append(asked)
+        return [int(word) for word in asked.split()]
+
+    def decode(self, ids):
+        return ""
+
+
+def of_length(*lengths) -> list[dict]:
+    """Examples `n` = 0, 1 ... whose prompts are 1 2 3 ... of these lengths."""
+    return [{"n": n, "words": " ".join(str(t + 1) for t in range(length))} for n, length in enumerate(lengths)]
+
+
+def numbers_task(rows: list[dict], long_prompts: str, limit: int = 4) -> Task:
+    config = TaskConfig(
+        SimpleNamespace(train=rows, held_out=rows), "{words}", {"short": Reward(brevity)}, correct=brevity
+    )
+    return Task(config, Words(), limit, 8, long_prompts)
+
+
+def long_at(places: set[int], count: int) -> tuple[list[dict], list[int]]:
+    """`count` examples and their order in the first epoch; those at `places` of the order have 9 tokens, others 3."""
+    order = [e["n"] for e in batch_at(of_length(*[1] * count), count, seed=0, step=0)]
+    return of_length(*[9 if order.index(n) in places else 3 for n in range(count)]), order
+
+
+@pytest.mark.parametrize("treatment", ["error", "drop"])
+def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
+    said = (
+        r"the prompt '1 2 3 4 5' has 5 tokens, more than generation.max_prompt_length=4; "
+        "raise it to at least 5, or set generation.long_prompts=truncate or drop"
+    )
+    with pytest.raises(ValueError, match=said):
+        numbers_task([], treatment).prompts(of_length(2, 5))
+
+
+def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
+    prompts = numbers_task([], "truncate").prompts(of_length(6, 2, 4))
+    assert prompts.tokens.tolist() == [[3, 4, 5, 6], [0, 0, 1, 2], [1, 2, 3, 4]]
+    assert prompts.token_mask.sum(axis=1).tolist() == [4, 2, 4]
+
+
+def test_truncated_prompts_are_counted_once_per_group():
+    examples = [example for example in of_length(6, 4, 2, 5) for _ in range(2)]  # 4 fills its row and is whole
+    mask = np.array([[True] * 4, [True] * 4, [False] * 2 + [True] * 2, [True] * 4]).repeat(2, axis=0)
+    rollout = Rollout(np.ones((8, 4), int), mask, np.zeros((8, 4), bool), None, np.ones(8))
+    assert numbers_task([], "truncate").truncated(examples) == 2
+    task = numbers_task([], "truncate")
+    assert task.judge(examples, rollout).metrics["prompts/truncated"] == 2
+    assert [len(asked.split()) for asked in task.tokenizer.seen] == [6, 4, 5]  # a row with room left was not cut
+    assert "prompts/truncated" not in numbers_task([], "error").judge(examples, rollout).metrics
+
+
+def test_a_dropped_example_gives_its_place_to_the_next_that_fits_after_the_batch():
+    rows, order = long_at({1, 3}, count=9)
+    task = numbers_task(rows, "drop")
+    taken = [([e["n"] for e in examples], dropped) for examples, dropped in (task.batch(3, 0, step) for step in (0, 1))]
+    assert taken[0] == ([order[0], order[4], order[2]], 2)  # 1 and 3 are too long, 4 stands in for 1
+    assert taken[1] == ([order[6], order[4], order[5]], 1)  # 4 comes again in its own turn, 6 stands in for 3
+    rows, order = long_at({0, 2}, count=9)
+    assert [e["n"] for e in numbers_task(rows, "drop").batch(3, 0, 0)[0]] == [order[3], order[1], order[4]]
+    assert numbers_task(rows, "drop", limit=9).batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0)
+
+
+def test_a_batch_with_dropped_examples_is_a_function_of_seed_and_step():
+    task = numbers_task(long_at({0, 2, 5}, count=8)[0], "drop")
+    in_order = [task.batch(4, 0, step) for step in range(7)]
+    assert in_order == [task.batch(4, 0, step) for step in reversed(range(7))][::-1]
+    assert in_order != [task.batch(4, 1, step) for step in range(7)]
+
+
+def test_no_example_stands_twice_in_a_batch_with_replacements():
+    task = numbers_task(long_at({0, 2, 5}, count=8)[0], "drop")  # 5 fit, so 4 often reach into the next epoch
+    for step in range(40):
+        examples, dropped = task.batch(4, 0, step)
+        assert len({e["n"] for e in examples}) == 4 and dropped <= 3
+        assert all(len(e["words"].split()) == 3 for e in examples)
+
+
+def test_the_only_example_that_fits_is_found_wherever_the_batch_stands():
+    task = numbers_task(of_length(9, 9, 9, 9, 2, 9, 9, 9, 9, 9), "drop")
+    assert [[e["n"] for e in task.batch(1, 0, step)[0]] for step in range(20)] == [[4]] * 20
+
+
+@pytest.mark.parametrize(
+    "lengths, batch_size, said",
+    [
+        ((7, 6, 9), 1, r"no training prompt fits generation.max_prompt_length=4, .* the shortest has 6 tokens; .* 6,"),
+        ((7, 6, 9), 2, r"no training prompt fits .* a batch takes 2; the shortest has 6 tokens; .* to at least 7,"),
+        ((7, 2, 9), 2, r"only 1 of 3 training prompts fit .* a batch takes 2; the shortest has 2 tokens; .* least 7,"),
+        ((7, 2, 9), 5, r"only 1 of 3 training prompts fit .* a batch takes 5; .* to at least 9, or set .*=truncate"),
+    ],
+)
+def test_the_search_for_a_prompt_that_fits_ends(lengths, batch_size, said):
+    task = numbers_task(of_length(*lengths), "drop")
+    with pytest.raises(ValueError, match=said):
+        task.batch(batch_size, 0, 0)
+    assert sorted(task.tokenizer.seen) == sorted(e["words"] for e in of_length(*lengths))  # each was looked at once
+
+
+def test_held_out_examples_that_do_not_fit_are_passed_over_only_if_dropped():
+    rows = of_length(2, 5, 3, 9, 4)
+    assert [e["n"] for e in numbers_task(rows, "drop").held_out(2)] == [0, 2]
+    assert [e["n"] for e in numbers_task(rows, "drop").held_out(3)] == [0, 2, 4]
+    assert [e["n"] for e in numbers_task(rows, "truncate").held_out(3)] == [0, 1, 2]
+    assert [e["n"] for e in numbers_task(rows, "error").held_out(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"num_examples=4, but of 5 held-out prompts 3 fit .*max_prompt_length=4;"):
+        numbers_task(rows, "drop").held_out(4)
+
+
+@pytest.mark.parametrize("treatment", ["error", "truncate"])
+def test_only_dropping_costs_a_look_at_every_prompt(treatment):
+    rows = of_length(2, 5, 3)
+    task = numbers_task(rows, treatment)
+    assert task.batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0) and task.held_out(3) == rows
+    assert task.tokenizer.seen == []
+    task.prompts(rows[:1])
+    assert task.tokenizer.seen == ["1 2"]
+
+
+def test_an_empty_prompt_is_named():
+    with pytest.raises(ValueError, match=r"the prompt of the example {'n': 1, 'words': ''} has no tokens"):
+        numbers_task([], "error").prompts(of_length(2, 0))
 
 
 def test_a_prompt_with_an_unknown_field_is_named(task):

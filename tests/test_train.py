@@ -70,16 +70,16 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
     folder, state = finished
     run = compose(SHORT)
-    judge, calls = task_module.Task.judge, []
+    judged, calls = task_module.Judging.judged, []
 
-    def dies_in_step_4(self, examples, rollout):
-        calls.append(len(examples))
-        if calls.count(16) == 4 + 3:  # 4 rollouts, and 3 parts of evaluations with as many rows
+    def dies_in_step_4(self, rollout):
+        calls.append(len(self.examples))
+        if calls.count(16) == 4:  # evaluations judge another number
             raise RuntimeError("the power went out")
-        return judge(self, examples, rollout)
+        return judged(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
-        patch.setattr(task_module.Task, "judge", dies_in_step_4)
+        patch.setattr(task_module.Judging, "judged", dies_in_step_4)
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     resumed = train(run, tmp_path)

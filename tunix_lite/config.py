@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
-from tunix_lite.rollout.engine import Generation
+from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import TaskConfig
 
 
@@ -84,6 +84,7 @@ class RunConfig:
     task: TaskConfig
     model: Model = field(default_factory=Model)
     generation: Generation = field(default_factory=Generation)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: Training = field(default_factory=Training)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: Evaluation = field(default_factory=Evaluation)

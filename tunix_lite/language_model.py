@@ -21,7 +21,9 @@ from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.policy import DTYPES, token_logprobs
-from tunix_lite.rollout.engine import Generation, make_generate, make_stream
+from tunix_lite.rollout import memory
+from tunix_lite.rollout.engine import Sampled, make_sampler, power_of_two
+from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
@@ -38,10 +40,18 @@ class Completion:
     """What the model said to one prompt."""
 
     prompt: int  # index of the prompt that it answers
+    generation: int  # which of its completions
     text: str
     tokens: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
-    finished: bool  # ended by itself, not by max_new_tokens
+    whole_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
+    finish_reason: str  # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
+    seconds: tuple[float, float]  # from the start until its first tokens were seen, and until it had ended
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason != "length"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,48 +81,74 @@ class LanguageModel:
         num_generations: int = 1,
         seed: int = 0,
         batch_size: int = 64,
+        max_new_tokens: Sequence[int] | None = None,
+        rollout: RolloutConfig | None = None,
     ) -> list[Completion]:
         """Completions of each prompt, num_generations of the first, then of the second, and so on.
 
-        `batch_size` sequences go at a time; it changes nothing but memory and speed. A completion ends when the model
-        ends it, after generation.max_new_tokens, or where the longest prompt and it fill cfg.max_positions. Raises
-        ValueError for a prompt that is empty or longer than generation.max_prompt_length.
+        `batch_size` sequences are decoded at a time, unless rollout.num_slots says otherwise; it changes nothing but
+        memory and speed. max_new_tokens, one for each prompt, are below generation's. A completion ends when the
+        model or a stop text ends it, after max_new_tokens, or where the longest prompt and it fill cfg.max_positions.
+        Raises ValueError for no prompts, and for a prompt that is empty; and, if generation.long_prompts is error, for
+        one longer than generation.max_prompt_length. Dropped prompts have no completions.
         """
+        asked = _listed(prompts)
+        settings = RolloutConfig() if rollout is None else rollout
+        settings = replace(settings, num_slots=settings.num_slots or batch_size)
+        if max_new_tokens is not None and len(max_new_tokens) != len(asked):
+            raise ValueError(f"max_new_tokens has {len(max_new_tokens)} entries for {len(asked)} prompts")
+        ended: list[Completion] = []
+        for answers in self._sample(asked, generation, num_generations, seed, settings, max_new_tokens):
+            ended += [self._completion(answer) for answer in answers if answer.reason is not None]
+        return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
+
+    def stream(
+        self, prompt: Asked, generation: Generation = LONG, seed: int = 0, rollout: RolloutConfig | None = None
+    ) -> Iterator[str]:
+        """The text of one completion, piece by piece as it is drawn; together the text that `generate` returns."""
+        settings = replace(RolloutConfig() if rollout is None else rollout, num_slots=1, chunk=STEPS_PER_LOOK)
+        text, seen = self.tokenizer.stream(), 0
+        for (answer,) in self._sample([prompt], generation, 1, seed, settings):
+            yield text.feed(answer.tokens[seen:])
+            seen = len(answer.tokens)
+        yield text.end()
+
+    def _sample(
+        self, asked: list[Asked], generation, num_generations: int, seed: int, rollout: RolloutConfig, most=None
+    ) -> Iterator[list[Sampled]]:
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
-        asked = _listed(prompts)
-        ids = self._tokens(asked, generation)
-        together = max(1, min(len(ids), batch_size // num_generations))
-        together = -(-together // self.mesh.shape["fsdp"]) * self.mesh.shape["fsdp"]  # so that every device has rows
-        width, engine = self._engine(ids, generation)
-        run = _generate(*engine)
-        said: list[Completion] = []
+        tokens = self._tokens(asked, generation)
+        longest = max(map(len, tokens.values()))
+        width = -(-longest // WIDTH) * WIDTH
+        new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
+        generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
+        slots = min(rollout.num_slots, power_of_two(len(tokens) * num_generations))
+        limits = None if most is None else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         with jax.set_mesh(self.mesh):
-            for first in range(0, len(ids), together):
-                part = ids[first : first + together]
-                filled = _padded(part + [part[0]] * (together - len(part)), width)
-                rollout = run(self.params, filled, jax.random.key(seed), num_generations, first=first)
-                rows = zip(*(np.asarray(x) for x in (rollout.tokens, rollout.completion_mask, rollout.logprobs)))
-                finished = np.asarray(rollout.finished)
-                for i, (tokens, mask, logprobs) in enumerate(list(rows)[: len(part) * num_generations]):
-                    new = tokens[mask].tolist()
-                    text = self.tokenizer.decode(new)
-                    place = first + i // num_generations
-                    said.append(Completion(place, text, new, logprobs[mask].tolist(), bool(finished[i])))
-        return said
+            weights, _ = memory.choose_weights(self.params, self.cfg, self.dtype, generation, rollout, slots)
+            rollout = replace(rollout, num_slots=slots, weights=weights)
+            sample = _sampler(self.cfg, generation, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype, rollout)
+        key, options = jax.random.key(seed), {"limits": limits, "tokenizer": self.tokenizer}
+        steps = sample(self.params, [*tokens.values()], key, num_generations, indices=[*tokens], **options)
+        while True:
+            with jax.set_mesh(self.mesh):  # for each step anew: whoever asks for the next one may have set another
+                answers = next(steps, None)
+            if answers is None:
+                return
+            yield answers
 
-    def stream(self, prompt: Asked, generation: Generation = LONG, seed: int = 0) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is drawn; together the text that `generate` returns."""
-        (ids,) = self._tokens([prompt], generation)
-        width, engine = self._engine([ids], generation)
-        run = _stream(*engine)
-        text, seen = self.tokenizer.stream(), 0
-        with jax.set_mesh(self.mesh):
-            for state in run(self.params, _padded([ids], width), jax.random.key(seed)):
-                drawn = np.asarray(state.tokens)[0][width:][np.asarray(state.token_mask)[0][width:]]
-                yield text.feed(drawn[seen:])
-                seen = len(drawn)
-        yield text.end()
+    def _completion(self, answer: Sampled) -> Completion:
+        return Completion(
+            answer.index,
+            answer.generation,
+            self.tokenizer.decode(answer.tokens),
+            answer.tokens,
+            answer.logprobs,
+            answer.whole_logprobs,
+            answer.reason,
+            (answer.began, answer.ended),
+        )
 
     def score(self, prompts: Asked | Sequence[Asked], completions: str | Sequence[str]) -> list[np.ndarray]:
         """log p of each token of each completion, the end of the turn included, at temperature 1; float32 [T] each."""
@@ -138,15 +174,20 @@ class LanguageModel:
             params = merge(self.params, self.cfg, self.dtype)
         return replace(self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora)
 
-    def _tokens(self, asked: list[Asked], generation: Generation) -> list[list[int]]:
-        tokens = [self.tokenizer.prompt(prompt) for prompt in asked]
-        for i, ids in enumerate(tokens):
-            if not 0 < len(ids) <= generation.max_prompt_length:
+    def _tokens(self, asked: list[Asked], generation: Generation) -> dict[int, list[int]]:
+        """The tokens of each prompt, by its index; what is too long treated as generation.long_prompts says."""
+        tokens, longest = {}, generation.max_prompt_length
+        for i, ids in enumerate(self.tokenizer.prompt(prompt) for prompt in asked):
+            if not ids or (len(ids) > longest and generation.long_prompts == "error"):
                 raise ValueError(
-                    f"prompt {i + 1} of {len(tokens)} has {len(ids)} tokens; it takes 1 to "
-                    f"generation.max_prompt_length={generation.max_prompt_length}"
+                    f"prompt {i + 1} of {len(asked)} has {len(ids)} tokens; it takes 1 to "
+                    f"generation.max_prompt_length={longest}"
                 )
-        self._check_length(max(map(len, tokens), default=0) + 1)
+            if len(ids) <= longest or generation.long_prompts == "truncate":
+                tokens[i] = ids[-longest:]
+        if not tokens:
+            raise ValueError("there are no prompts to continue")
+        self._check_length(max(map(len, tokens.values())) + 1)
         return tokens
 
     def _check_length(self, tokens: int) -> None:
@@ -155,17 +196,8 @@ class LanguageModel:
                 f"a sequence of {tokens} tokens is more than the model was made for: {self.cfg.max_positions}"
             )
 
-    def _engine(self, prompts: list[list[int]], generation: Generation) -> tuple[int, tuple]:
-        """The width that these prompts are padded to, and what makes the functions that sample after them."""
-        longest = max(map(len, prompts), default=1)
-        width = -(-longest // WIDTH) * WIDTH
-        new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
-        settings = replace(generation, max_prompt_length=width, max_new_tokens=new)
-        return width, (self.cfg, settings, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype)
 
-
-_generate = cache(make_generate)  # compiled code is kept with the function that it belongs to
-_stream = cache(partial(make_stream, steps_per_chunk=STEPS_PER_LOOK))
+_sampler = cache(make_sampler)  # compiled code is kept with the function that it belongs to
 
 
 @cache

@@ -4,7 +4,7 @@ import contextlib
 import json
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -21,7 +21,8 @@ from tunix_lite.models.source import Source
 from tunix_lite.optim import describe, init_opt_state, learning_rate_at, make_optimizer
 from tunix_lite.parallel.mesh import as_text, make_mesh, put
 from tunix_lite.policy import DTYPES, Policy, make_policy
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout import memory
+from tunix_lite.rollout.engine import MOST_SLOTS, make_generate
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged, Task
 from tunix_lite.tracking.console import Console, minutes
@@ -51,11 +52,12 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at("generation"):
         check_generation(run, model)
     batch = plan_batch(run, mesh.shape["fsdp"])
-    task = Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
+    lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
+    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts)
     with at("hydra.run.dir"):
         run_dir.check()
     with at("task"):
-        first = next(task.batches(batch.prompts, run.seed))
+        first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
             raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
@@ -79,11 +81,6 @@ def check_generation(run: RunConfig, model: Source) -> None:
         )
     if settings.temperature == 0:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
-    if settings.top_k or settings.top_p < 1:
-        raise ValueError(
-            f"top_k={settings.top_k} and top_p={settings.top_p} cut the distribution off, and an update would learn "
-            "from the whole: train with top_k=0 and top_p=1 (generate and chat take others)"
-        )
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -121,7 +118,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     console.busy("loading the model…")
-    state, frozen, policy = initial_state(run, parts, optimizer)
+    state, frozen, policy = initial_state(run, parts, optimizer, console)
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
     start = int(state.step)
@@ -134,7 +131,6 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     trackers.append(console)
     lora = parts.model.lora
     train_step = make_train_step(policy, algorithm, optimizer, parts.batch.num_micro_batches, lora, run.seed)
-    batches = task.batches(parts.batch.prompts, run.seed, start // algorithm.updates_per_rollout)
     seed_key = jax.random.key(run.seed)
 
     def measure() -> Metrics:
@@ -143,7 +139,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             return {}
         began = time.perf_counter()
         acting = attached(frozen, state.params, lora)
-        seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples, parts.batch.sequences)
+        seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
@@ -158,7 +154,11 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             key = jax.random.fold_in(seed_key, step)
             acting = attached(frozen, state.params, lora)
             with at(f"step {step + 1}"):
-                batch, metrics, judged = algorithm.collect(policy, task, acting, next(batches), key)
+                number = step // algorithm.updates_per_rollout
+                examples, dropped = task.batch(parts.batch.prompts, run.seed, number)
+                batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
+            if task.long_prompts == "drop":
+                metrics["prompts/dropped"] = dropped
             batch = placed(batch)
         collected = time.perf_counter()
         state, learned = train_step(state, frozen, batch)
@@ -180,7 +180,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     return state
 
 
-def initial_state(run: RunConfig, parts: Parts, optimizer) -> tuple[TrainState, Params | None, Policy]:
+def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[TrainState, Params | None, Policy]:
     """What trains, the frozen base beside it (None without adapters), and the policy that acts with both.
 
     The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
@@ -191,7 +191,15 @@ def initial_state(run: RunConfig, parts: Parts, optimizer) -> tuple[TrainState, 
     reference = None
     if run.algorithm.needs_reference:
         reference = jax.tree.map(jnp.copy, params) if frozen is None else frozen
-    generate = make_generate(model.cfg, run.generation, model.tokenizer.eos_ids, model.tokenizer.pad_id, dtype)
+    slots = run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences)
+    acting = attached(frozen, params, model.lora)
+    weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)
+    if not run.algorithm.needs_demonstrations:
+        console.say(f"sampling: {slots} slots, {why}")
+    rollout = replace(run.rollout, num_slots=slots, weights=weights)
+    tokenizer = model.tokenizer
+    ends = tokenizer.eos_ids, tokenizer.pad_id
+    generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference)
     step = put(np.int32(0))
     return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy

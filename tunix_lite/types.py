@@ -27,15 +27,26 @@ class Prompts:
     token_mask: jax.Array  # [P, T] bool, True on real tokens
 
 
+FINISH = ("length", "eos", "stop")  # why a completion ended: no room left; end-of-sequence token; as settings say
+
+
 @flax.struct.dataclass
 class Rollout:
-    """Sampled completions: each row is a left-padded prompt, then a right-padded completion."""
+    """Sampled completions: each row is a left-padded prompt, then a right-padded completion. Arrays of the host."""
 
-    tokens: jax.Array  # [B, T] int32
-    token_mask: jax.Array  # [B, T] bool, True on real tokens of prompt and completion
-    completion_mask: jax.Array  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
-    logprobs: jax.Array  # [B, T] float32 under the policy that sampled; 0 off the completion
-    finished: jax.Array  # [B] bool: the sampler drew an end-of-sequence token before the length ran out
+    tokens: Any  # [B, T] int32
+    token_mask: Any  # [B, T] bool, True on real tokens of prompt and completion
+    completion_mask: Any  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
+    logprobs: Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
+    finish: Any  # [B] int8, index into FINISH
+    whole_logprobs: Any = None  # [B, T] float32 under softmax(scores / temperature), nothing cut off
+    seconds: Any = None  # [B, 2] from the start of the rollout until the first tokens, and until the end
+    metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
+
+    @property
+    def finished(self):
+        """[B] bool: it ended by itself, before its length ran out. The sampler says so, not the last token."""
+        return self.finish > 0
 
 
 @flax.struct.dataclass

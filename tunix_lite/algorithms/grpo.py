@@ -31,6 +31,7 @@ class GRPO:
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # and above 1 + clip_high
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
+    old_logprobs: str = "whole"  # of the ratio: whole: nothing cut off; sampled: of what top_k, top_p ... left to draw
 
     def __post_init__(self):
         if self.num_generations < 2:
@@ -43,6 +44,8 @@ class GRPO:
         for name in ("clip_low", "clip_high", "kl_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.old_logprobs not in ("whole", "sampled"):
+            raise ValueError(f"old_logprobs={self.old_logprobs!r}; it is whole or sampled")
         for name in ("advantages", "weighting"):
             try:
                 inspect.signature(getattr(self, name)).bind("an array")
@@ -57,9 +60,11 @@ class GRPO:
 
     def collect(self, policy, task, params, examples, key):
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was seen on the way."""
-        rollout = policy.generate(params, task.prompts(examples), key, self.num_generations)
         group = [example for example in examples for _ in range(self.num_generations)]
-        judged = task.judge(group, rollout)
+        judging = task.judging(group)  # of each completion as soon as it ends, while others are still drawn
+        prompts = task.prompts(examples)
+        rollout = policy.generate(params, prompts, key, self.num_generations, on_finished=judging.see)
+        judged = judging.judged(rollout)
         rewards_PG = judged.rewards.reshape(-1, self.num_generations)
         advantages_B1 = self.advantages(rewards_PG).reshape(-1, 1)
         batch = Batch(
@@ -67,11 +72,12 @@ class GRPO:
             token_mask=rollout.token_mask,
             loss_weight=self.weighting(np.asarray(rollout.completion_mask)),
             advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
-            old_logprobs=rollout.logprobs,
+            old_logprobs=rollout.logprobs if self.old_logprobs == "sampled" else rollout.whole_logprobs,
             ref_logprobs=policy.ref_logprobs(rollout.tokens, rollout.token_mask) if self.needs_reference else None,
         )
         agree_P = (rewards_PG == rewards_PG[:, :1]).all(axis=1)
-        return batch, judged.metrics | {"reward/groups_that_agree": float(agree_P.mean())}, judged
+        metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": float(agree_P.mean())}
+        return batch, metrics, judged
 
     def loss(self, logprobs_BT, batch: Batch):
         """The loss and its metrics, every one of them a sum that micro-batches may add up."""

@@ -23,6 +23,8 @@ class SFT:
     def collect(self, policy, task, params, examples, key):
         tokens, token_mask, completion_mask = task.demonstrations(examples)
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
+        if task.long_prompts == "truncate":
+            metrics["prompts/truncated"] = task.truncated(examples)
         return Batch(tokens=tokens, token_mask=token_mask, loss_weight=self.weighting(completion_mask)), metrics, None
 
     def loss(self, logprobs_BT, batch: Batch):

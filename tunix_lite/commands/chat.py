@@ -67,7 +67,7 @@ def _ask() -> str | None:
 
 def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
     pieces = []
-    for text in model.stream(asked, run.generation, run.seed + turn):
+    for text in model.stream(asked, run.generation, run.seed + turn, run.rollout):
         pieces.append(text)
         print(text, end="", flush=True)
     print()

@@ -41,7 +41,10 @@ def main() -> None:
 
 def generate(run: RunConfig, settings: Generate) -> None:
     """Reads the prompts, loads the model and writes what it says."""
-    asked = [settings.prompt] if settings.prompt is not None else read_prompts(Path(settings.prompts).expanduser())
+    if settings.prompt is not None:
+        asked, most = [settings.prompt], None
+    else:
+        asked, most = read_prompts(Path(settings.prompts).expanduser(), run.generation.max_new_tokens)
     out = None if settings.out is None else Path(settings.out).expanduser()
     if out is not None:
         if out.is_dir():
@@ -53,19 +56,22 @@ def generate(run: RunConfig, settings: Generate) -> None:
     model = opened(run, settings)
     with at("generate"):
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
-            for text in model.stream(settings.prompt, run.generation, run.seed):
+            for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
                 print(text, end="", flush=True)
             print()
             return
-        said = model.generate(asked, run.generation, settings.num_generations, run.seed, settings.batch_size)
+        how = settings.num_generations, run.seed, settings.batch_size
+        said = model.generate(asked, run.generation, *how, max_new_tokens=most, rollout=run.rollout)
+    if missing := len({*range(len(asked))} - {completion.prompt for completion in said}):
+        print(f"{missing} of {len(asked)} prompts were too long, and dropped", file=sys.stderr)
     rows = [{**asdict(completion), "prompt": asked[completion.prompt]} for completion in said]
     if out is not None:
         out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(f"{len(rows)} completions of {len(asked)} prompts are in {out}", file=sys.stderr)
+        print(f"{len(rows)} completions of {len(asked) - missing} prompts are in {out}", file=sys.stderr)
         return
     for row in rows:
         question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(f"> {question}\n{row['text']}{'' if row['finished'] else ' [cut]'}\n")
+        print(f"> {question}\n{row['text']}{' [cut]' if row['finish_reason'] == 'length' else ''}\n")
 
 
 def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
@@ -75,8 +81,9 @@ def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
     return open_model(run.model, folder, settings.step, dtype or run.training.mixed_precision, seed)
 
 
-def read_prompts(file: Path) -> list[Asked]:
-    """The prompts of a file: "prompt" or "messages" of each line of .jsonl, else each line. Raises ConfigError."""
+def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
+    """The prompts of a file, "prompt" or "messages" of each line of .jsonl, else each line; and for each how many tokens
+    its completions have at most: "max_new_tokens" of its line, else `most`. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:
@@ -85,10 +92,13 @@ def read_prompts(file: Path) -> list[Asked]:
         raise ConfigError(f"prompts={file} is not text ({error})") from error
     if not lines:
         raise ConfigError(f"prompts={file} holds no prompt")
-    return [_prompt(file, i, line) for i, line in lines] if file.suffix == ".jsonl" else [line for _, line in lines]
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines], [most] * len(lines)
+    asked, limits = zip(*(_prompt(file, i, line, most) for i, line in lines))
+    return list(asked), list(limits)
 
 
-def _prompt(file: Path, number: int, line: str) -> Asked:
+def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Asked, int]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -97,4 +107,9 @@ def _prompt(file: Path, number: int, line: str) -> Asked:
     is_conversation = isinstance(asked, list) and asked and all(isinstance(message, dict) for message in asked)
     if not (isinstance(asked, str) and asked) and not is_conversation:
         raise ConfigError(f'prompts={file}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
-    return asked
+    limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most
+    if type(limit) is not int or not 1 <= limit <= most:
+        raise ConfigError(
+            f"prompts={file}, line {number}: max_new_tokens={limit!r}; it is 1 to generation.max_new_tokens={most}"
+        )
+    return asked, limit

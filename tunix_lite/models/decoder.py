@@ -17,6 +17,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tunix_lite.models.weights import Weight, fan_in, is_quantized, ones, project, stacked, zeros
 from tunix_lite.parallel.mesh import constrain
@@ -172,6 +174,11 @@ def per_layer(params, cfg: ModelConfig, dtype) -> dict:
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
 
+def per_layer_places(places, cfg: ModelConfig):
+    """Where `per_layer` leaves its arrays, given where the parameters live: each where it comes from."""
+    return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
+
+
 def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
     """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has of a stacked leaf."""
     layers = []
@@ -183,48 +190,57 @@ def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
 
 def forward(params, cfg: ModelConfig, tokens_BT, token_mask_BT, dtype=jnp.float32):
     """Hidden states [B, T, D] of whole sequences, after the final norm. Padding may stand on either side."""
-    T = tokens_BT.shape[1]
     positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
-    view = look(cfg, positions_BT, jnp.arange(T), jnp.arange(T), token_mask_BT)
+    angles, masks = all_angles(cfg, positions_BT), causal_masks(cfg, token_mask_BT)
+
+    see = {kind: partial(see_each_other, cfg, mask_BTS) for kind, mask_BTS in masks.items()}
 
     def group(x_BTD, w):
         for place, kind in enumerate(cfg.pattern):
-            x_BTD, _ = block(x_BTD, w[str(place)], cfg, view[kind])
+            x_BTD, _ = block(x_BTD, w[str(place)], cfg, angles[kind], see[kind])
         return x_BTD, None
 
     x_BTD = embed(params, cfg, tokens_BT, dtype)
     if cfg.num_groups:
         x_BTD, _ = jax.lax.scan(group, x_BTD, params["groups"])
     for place, kind in enumerate(cfg.tail):
-        x_BTD, _ = block(x_BTD, params["tail"][str(place)], cfg, view[kind])
+        x_BTD, _ = block(x_BTD, params["tail"][str(place)], cfg, angles[kind], see[kind])
     return norm(x_BTD, params["final_norm"], cfg)
 
 
-def forward_cached(layered, cfg: ModelConfig, tokens_BT, positions_BT, key_mask_BS, cache, column):
-    """Hidden states of the T tokens that stand in columns `column ...`, and the cache with their keys and values.
+def forward_by_layer(layered, cfg: ModelConfig, tokens_BT, positions_BT, see) -> tuple[jax.Array, list]:
+    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`: from `per_layer`.
 
-    `layered` comes from `per_layer`; key_mask_BS marks the columns that hold real tokens, these T included.
+    see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what the tokens see:
+    a cache of earlier keys and values is its business.
     """
-    columns_T = column + jnp.arange(tokens_BT.shape[1])
-    view = look(cfg, positions_BT, columns_T, jnp.arange(key_mask_BS.shape[1]), key_mask_BS)
+    angles = all_angles(cfg, positions_BT)
     x_BTD = embed(layered, cfg, tokens_BT, layered["embed"].dtype)
-    written = []
-    for w, kind, kv in zip(layered["layers"], cfg.kinds, cache):
-        x_BTD, kv = block(x_BTD, w, cfg, view[kind], kv, column)
-        written.append(kv)
-    return norm(x_BTD, layered["final_norm"], cfg), written
+    kept = []
+    for layer, (w, kind) in enumerate(zip(layered["layers"], cfg.kinds)):
+        x_BTD, of_layer = block(x_BTD, w, cfg, angles[kind], partial(see, layer))
+        kept.append(of_layer)
+    return norm(x_BTD, layered["final_norm"], cfg), kept
 
 
-def look(cfg: ModelConfig, positions_BT, query_columns_T, key_columns_S, key_mask_BS) -> dict:
-    """What attention needs to know, by kind of layer: rope's angles and who may see whom."""
-    back_TS = query_columns_T[:, None] - key_columns_S[None, :]  # how far back each key stands
-    causal_BTS = (back_TS >= 0) & key_mask_BS[:, None, :]
-    view = {}
-    if "local" in cfg.pattern:
-        view["local"] = rope_angles(cfg, positions_BT, "local"), causal_BTS & (back_TS < cfg.window)
-    if "global" in cfg.pattern:
-        view["global"] = rope_angles(cfg, positions_BT, "global"), causal_BTS
-    return view
+def all_angles(cfg: ModelConfig, positions_BT) -> dict:
+    """rope's angles, by kind of layer."""
+    return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
+
+
+def causal_masks(cfg: ModelConfig, token_mask_BT) -> dict:
+    """Who may see whom within one sequence, [B, T, T] bool, by kind of layer."""
+    columns_T = jnp.arange(token_mask_BT.shape[1])
+    back_TS = columns_T[:, None] - columns_T[None, :]  # how far back each key stands
+    causal_BTS = (back_TS >= 0) & token_mask_BT[:, None, :]
+    kinds = dict.fromkeys(cfg.pattern)
+    return {kind: causal_BTS & (back_TS < cfg.window) if kind == "local" else causal_BTS for kind in kinds}
+
+
+def see_each_other(cfg: ModelConfig, mask_BTS, q_BTNH, k_BTKH, v_BTKH):
+    """Attention among the tokens at hand; nothing is kept."""
+    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS), None
 
 
 def embed(params, cfg: ModelConfig, tokens_BT, dtype):
@@ -245,20 +261,19 @@ def softcap(scores, cap: float | None):
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def block(x_BTD, w, cfg: ModelConfig, view, kv=None, column=None):
-    """One layer. With `kv`, its keys and values are written there first and attention reads the whole of it."""
-    attended_BTD, kv = attention(norm(x_BTD, w["attn_norm"], cfg), w, cfg, view, kv, column)
+def block(x_BTD, w, cfg: ModelConfig, angles, see):
+    """One layer, and what `see(q, k, v)` keeps of it."""
+    attended_BTD, kept = attention(norm(x_BTD, w["attn_norm"], cfg), w, cfg, angles, see)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(x_BTD + attended_BTD, "batch", "seq", "act_embed")
     fed_BTD = gated_mlp(norm(x_BTD, w["mlp_norm"], cfg), w, cfg)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
-    return constrain(x_BTD + fed_BTD, "batch", "seq", "act_embed"), kv
+    return constrain(x_BTD + fed_BTD, "batch", "seq", "act_embed"), kept
 
 
-def attention(x_BTD, w, cfg: ModelConfig, view, kv, column):
-    angles, mask_BTS = view
+def attention(x_BTD, w, cfg: ModelConfig, angles, see):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -266,27 +281,31 @@ def attention(x_BTD, w, cfg: ModelConfig, view, kv, column):
         )
     if cfg.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)
-    q_BTNH, k_BTKH = rope(q_BTNH, angles), rope(k_BTKH, angles)
-    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-    if kv is not None:
-        k_BKSH = jax.lax.dynamic_update_slice_in_dim(kv["k"], k_BKSH, column, axis=2)
-        v_BKSH = jax.lax.dynamic_update_slice_in_dim(kv["v"], v_BKSH, column, axis=2)
-        kv = {"k": k_BKSH, "v": v_BKSH}
-    out_BTNH = attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, cfg.query_scale**-0.5, cfg.attn_softcap)
-    return project(out_BTNH, w["o"], inputs=2), kv
+    out_BTNH, kept = see(rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH)
+    return project(out_BTNH, w["o"], inputs=2), kept
 
 
-def attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, scale: float, cap: float | None = None):
-    """Softmax attention, scores and softmax in float32; each key head serves N / K query heads."""
+def attend(cfg: ModelConfig, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BKS=None):
+    """Softmax attention, scores and softmax in float32; each key head serves N / K query heads.
+
+    With scales, keys and values are codes (int8) to be multiplied by them, one scale for a head of a token.
+    """
     B, T, N, H = q_BTNH.shape
-    K = k_BKSH.shape[1]
-    q_BTKQH = (q_BTNH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, T, K, N // K, H)
-    # t before q in the scores: the matrix products then need no transposed copies (3x faster on a CPU)
-    wide = at_least_float32(q_BTNH.dtype)
-    scores = jnp.einsum("btkqh,bksh->bktqs", q_BTKQH, k_BKSH, preferred_element_type=wide)
-    scores = jnp.where(mask_BTS[:, None, :, None], softcap(scores, cap), FAR_BELOW)
+    K, dtype = k_BKSH.shape[1], q_BTNH.dtype
+    # Without a dim of size 1 while decoding: with it, XLA's GPU backend makes transposed copies of the cache.
+    times, mask = ((T,), mask_BTS[:, None, :, None]) if T > 1 else ((), mask_BTS[:, :, None])
+    q = (q_BTNH * jnp.asarray(cfg.query_scale**-0.5, dtype)).reshape(B, *times, K, N // K, H)
+    # t, the dots, before q in the scores: the products then need no transposed copies (3x faster on a CPU)
+    scores = jnp.einsum(
+        "b...kqh,bksh->bk...qs", q, k_BKSH.astype(dtype), preferred_element_type=at_least_float32(dtype)
+    )
+    if k_scales_BKS is not None:
+        scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
+    scores = jnp.where(mask, softcap(scores, cfg.attn_softcap), FAR_BELOW)
     probs = jax.nn.softmax(scores, axis=-1)
-    return jnp.einsum("bktqs,bksh->btkqh", probs.astype(v_BKSH.dtype), v_BKSH).reshape(B, T, N, H)
+    if v_scales_BKS is not None:
+        probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
+    return jnp.einsum("bk...qs,bksh->b...kqh", probs.astype(dtype), v_BKSH.astype(dtype)).reshape(B, T, N, H)
 
 
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}

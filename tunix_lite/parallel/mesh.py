@@ -30,6 +30,7 @@ RULES: dict[str, str | None] = {
     "head_dim_blocks": None,
     # activations
     "batch": "fsdp",
+    "prompts": None,  # that wait to be continued: a slot on any shard may need them
     "seq": None,
     "act_embed": None,
 }

@@ -1,23 +1,131 @@
-"""Keys and values already computed: one {k, v} per layer, head-major [B, K, S, H].
+"""Keys and values already computed: one `KV` per layer, head-major, the token at position p in column p mod C.
 
-Head-major, and one array per layer, because that is the layout in which decoding updates it in place on a GPU.
+C is the whole length where a layer sees everything and the window where it slides: a ring, in which a token takes the
+place of the one that has just left the window. Where a token stands depends on its sequence alone, so neither the slot
+nor the time at which a sequence is decoded can change what it sees. Head-major, and one array per layer, because that
+is the layout that decoding updates in place on a GPU.
 """
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import constrain
+from tunix_lite.parallel.mesh import axis_size, constrain
 
 AXES = ("batch", "kv_heads", "seq", "head_dim")
 
 
-def empty_cache(cfg: ModelConfig, rows: int, columns: int, dtype) -> list[dict]:
-    """An empty cache for `rows` sequences of up to `columns` tokens."""
-    shape = (rows, cfg.num_kv_heads, columns, cfg.head_dim)
-    return [{name: constrain(jnp.zeros(shape, dtype), *AXES) for name in "kv"} for _ in cfg.kinds]
+@flax.struct.dataclass
+class KV:
+    """The keys and values of one layer; with scales, int8 codes of them, one scale for a head of a token."""
+
+    k: jax.Array  # [B, K, C, H]
+    v: jax.Array  # [B, K, C, H]
+    k_scales: jax.Array | None = None  # [B, K, C] float32
+    v_scales: jax.Array | None = None  # [B, K, C] float32
 
 
-def repeat_rows(cache: list[dict], times: int) -> list[dict]:
-    """Each row `times` in a row: a prompt's cache, for all completions of its group."""
-    return jax.tree.map(lambda x: constrain(jnp.repeat(x, times, axis=0), *AXES), cache)
+def head_copies(cfg: ModelConfig) -> int:
+    """How often each key/value head is kept: where there are fewer of them than tp, every shard of tp has its own."""
+    tp = axis_size("tp")
+    return tp // cfg.num_kv_heads if tp % cfg.num_kv_heads == 0 and tp > cfg.num_kv_heads else 1
+
+
+def num_columns(cfg: ModelConfig, kind: str, length: int) -> int:
+    """C for sequences of up to `length` tokens in a layer of this kind."""
+    return min(cfg.window, length) if kind == "local" else length
+
+
+def empty_cache(cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch") -> list[KV]:
+    """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its rows."""
+
+    def zeros(*shape, dtype=jnp.int8 if int8 else dtype):
+        return placed(jnp.zeros(shape, dtype), rows_axis)
+
+    heads = cfg.num_kv_heads * head_copies(cfg)
+    cache = []
+    for kind in cfg.kinds:
+        shape = rows, heads, num_columns(cfg, kind, length)
+        scales = [zeros(*shape, dtype=jnp.float32) for _ in "kv"] if int8 else (None, None)
+        cache.append(KV(zeros(*shape, cfg.head_dim), zeros(*shape, cfg.head_dim), *scales))
+    return cache
+
+
+def placed(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
+    """An array of a KV, told how it lies on the mesh."""
+    return constrain(x, *(rows_axis, *AXES[1:])[: x.ndim])
+
+
+def as_kept(cfg: ModelConfig, k_BTKH, v_BTKH, int8: bool) -> KV:
+    """New keys and values in the form that the cache has them in."""
+    k, v = (jnp.repeat(x, head_copies(cfg), axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
+    return KV(*as_codes(k, v)) if int8 else KV(k, v)
+
+
+def as_codes(k_BKTH, v_BKTH):
+    """int8 codes of both, then their scales: x is about code * scale, at most half a scale off."""
+    scales = [jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / 127 for x in (k_BKTH, v_BKTH)]
+    codes = [
+        jnp.round(x.astype(jnp.float32) / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8)
+        for x, scale in zip((k_BKTH, v_BKTH), scales)
+    ]
+    return *codes, *scales
+
+
+def write(kv: KV, new: KV, positions_B) -> KV:
+    """The cache with one new token per row, in place where the cache is donated."""
+    rows_B, columns_B = jnp.arange(len(positions_B)), positions_B % kv.k.shape[2]
+
+    def put(rows, x):
+        return placed(rows.at[rows_B, :, columns_B].set(x[:, :, 0], unique_indices=True, mode="promise_in_bounds"))
+
+    return jax.tree.map(put, kv, new)
+
+
+def as_ring(kv: KV, lengths_B, columns: int) -> KV:
+    """Whole prompts, right-padded, as a cache of at most `columns` columns keeps them."""
+    if kv.k.shape[2] <= columns:
+        return kv
+    index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
+    take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
+    return jax.tree.map(lambda x: take(x, index_BC), kv)
+
+
+def positions_held(newest_B, columns: int):
+    """Which position each column holds, [B, C], when the newest is newest_B; negative: none of this sequence."""
+    return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
+
+
+def visible(cfg: ModelConfig, kind: str, newest_B, columns: int):
+    """Which columns the newest token of each row sees, [B, C]."""
+    held_BC = positions_held(newest_B, columns)
+    is_there_BC = held_BC >= 0
+    return is_there_BC & (newest_B[:, None] - held_BC < cfg.window) if kind == "local" else is_there_BC
+
+
+def store(kept: KV, kv: KV, first_row, rows_axis: str) -> KV:
+    """`kept` with the rows of `kv` from `first_row` on; columns that kv has not stay as they are."""
+
+    def put(all_rows, rows):
+        start = (first_row, *[0] * (rows.ndim - 1))
+        return placed(jax.lax.dynamic_update_slice(all_rows, placed(rows, rows_axis), start), rows_axis)
+
+    return jax.tree.map(put, kept, kv)
+
+
+def load(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
+    """The cache with, in each row that is new, the beginning that stands in row rows_B of `kept`."""
+
+    def put(all_columns, beginnings):
+        width = beginnings.shape[2]
+        is_new = is_new_B.reshape(-1, *[1] * (beginnings.ndim - 1))
+        merged = jnp.where(is_new, jnp.take(beginnings, rows_B, axis=0), all_columns[:, :, :width])
+        return placed(jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2))
+
+    return jax.tree.map(put, kv, kept)
+
+
+def num_bytes(cache) -> int:
+    """Bytes of a cache, or of the shapes of one, over all devices."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

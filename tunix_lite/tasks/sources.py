@@ -4,6 +4,7 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,47 @@ import numpy as np
 
 def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of its own."""
-    order = grain.MapDataset.source(examples).shuffle(seed=seed).repeat()
-    return [order[step * batch_size + i] for i in range(batch_size)]
+    order = _order(examples, seed)
+    return [examples[order[step * batch_size + i]] for i in range(batch_size)]
+
+
+def fitting_batch_at(
+    examples, batch_size: int, seed: int, step: int, length: Callable, limit: int
+) -> tuple[list[dict], int]:
+    """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for being longer.
+
+    An example that does not fit gives its place to the next in the order, from the end of this batch on, that fits
+    and that the batch does not hold. `length` is example -> tokens. Raises ValueError if too few of all examples fit.
+    """
+    order = _order(examples, seed)
+    at = (step + 1) * batch_size
+    chosen = [order[i] for i in range(at - batch_size, at)]
+    lengths = {i: length(examples[i]) for i in set(chosen)}  # of all examples looked at, each once
+    gaps = [place for place, i in enumerate(chosen) if lengths[i] > limit]
+    while gaps:
+        if len(lengths) == len(examples):  # at the latest when the next epoch ends
+            raise ValueError(_too_few_fit(sorted(lengths.values()), batch_size, limit))
+        i = order[at]
+        at += 1
+        if i not in lengths:  # else the batch holds it, or it is too long
+            lengths[i] = length(examples[i])
+            if lengths[i] <= limit:
+                chosen[gaps.pop(0)] = i
+    return [examples[i] for i in chosen], sum(n > limit for n in lengths.values())
+
+
+def _order(examples, seed: int):
+    return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
+
+
+def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
+    fit = sum(n <= limit for n in lengths)
+    few = f"only {fit} of {len(lengths)} training prompts fit" if fit else "no training prompt fits"
+    enough = lengths[min(batch_size, len(lengths)) - 1]
+    return (
+        f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest has {lengths[0]} "
+        f"tokens; raise generation.max_prompt_length to at least {enough}, or set generation.long_prompts=truncate"
+    )
 
 
 @dataclass(frozen=True)

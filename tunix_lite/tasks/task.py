@@ -1,15 +1,18 @@
 """A task: where examples come from, how they are asked, how they are judged."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.tasks.sources import batch_at
+from tunix_lite.tasks.sources import batch_at, fitting_batch_at
 from tunix_lite.types import Metrics, Prompts, Rollout
 
 
@@ -66,20 +69,30 @@ class Task:
     tokenizer: Tokenizer
     max_prompt_length: int
     max_new_tokens: int
+    long_prompts: str = "error"  # a longer prompt: error; truncate: keep its last tokens; drop: take another example
 
-    def batches(self, batch_size: int, seed: int, start: int = 0) -> Iterator[list[dict]]:
-        """Batches number `start`, `start + 1` ... of training examples."""
-        step = start
-        while True:
-            yield batch_at(self.config.source.train, batch_size, seed, step)
-            step += 1
+    def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
+        """Training examples number `step`, and how many were dropped on the way to them."""
+        train = self.config.source.train
+        if self.long_prompts != "drop":
+            return batch_at(train, batch_size, seed, step), 0
+        return fitting_batch_at(train, batch_size, seed, step, self._length, self.max_prompt_length)
 
     def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples. Raises ValueError if there are fewer."""
+        """The first `count` held-out examples, of those that fit if others are dropped. ValueError if too few."""
         examples = self.config.source.held_out
         if len(examples) < count:
             raise ValueError(f"evaluation.num_examples={count}, but the held-out set has {len(examples)}")
-        return [examples[i] for i in range(count)]
+        if self.long_prompts != "drop":
+            return [examples[i] for i in range(count)]
+        everything = (examples[i] for i in range(len(examples)))
+        fitting = list(islice((e for e in everything if self._length(e) <= self.max_prompt_length), count))
+        if len(fitting) < count:
+            raise ValueError(
+                f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts {len(fitting)} fit "
+                f"generation.max_prompt_length={self.max_prompt_length}; lower the one or raise the other"
+            )
+        return fitting
 
     def ask(self, example: dict) -> str:
         """The user's message for an example."""
@@ -92,14 +105,17 @@ class Task:
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
     def prompts(self, examples: list[dict]) -> Prompts:
-        """Raises ValueError naming the example if its prompt is longer than `max_prompt_length`."""
-        rows = [self.tokenizer.prompt(self.ask(example)) for example in examples]
+        """Left-padded to `max_prompt_length`. A longer prompt loses its beginning, or is a ValueError naming it."""
+        rows = [self._tokens(example) for example in examples]
         width = self.max_prompt_length
+        if self.long_prompts == "truncate":
+            rows = [row[-width:] for row in rows]
         for example, row in zip(examples, rows):
             if len(row) > width:
                 raise ValueError(
                     f"the prompt {self.ask(example)!r} has {len(row)} tokens, more than "
-                    f"generation.max_prompt_length={width}; raise it to at least {len(row)}"
+                    f"generation.max_prompt_length={width}; raise it to at least {len(row)}, "
+                    "or set generation.long_prompts=truncate or drop"
                 )
         tokens = np.full((len(rows), width), self.tokenizer.pad_id, np.int32)
         token_mask = np.zeros((len(rows), width), bool)
@@ -107,6 +123,10 @@ class Task:
             tokens[i, width - len(row) :] = row
             token_mask[i, width - len(row) :] = True
         return Prompts(tokens, token_mask)
+
+    def truncated(self, examples: list[dict]) -> int:
+        """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group, are one prompt."""
+        return sum(self._length(next(group)) > self.max_prompt_length for _, group in groupby(examples, key=id))
 
     def demonstrations(self, examples: list[dict]):
         """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each example."""
@@ -130,29 +150,68 @@ class Task:
             np.concatenate([none, mask], axis=1),
         )
 
+    def judging(self, examples: list[dict]) -> "Judging":
+        """Judges the completions of `examples`, one of each, as they come."""
+        return Judging(self, examples)
+
     def judge(self, examples: list[dict], rollout: Rollout) -> Judged:
         """Every completion as text, its rewards, and their metrics."""
+        return self.judging(examples).judged(rollout)
+
+    def _tokens(self, example: dict) -> list[int]:
+        row = self.tokenizer.prompt(self.ask(example))
+        if not row:
+            raise ValueError(f"the prompt of the example {example} has no tokens; task.prompt={self.config.prompt!r}")
+        return row
+
+    def _length(self, example: dict) -> int:
+        return len(self._tokens(example))
+
+
+class Judging:
+    """Verdicts that are reached one by one. Rewards run where `see` is called, so they need not be thread-safe."""
+
+    def __init__(self, task: Task, examples: list[dict]):
+        self.task, self.examples = task, examples
+        self.seen: dict[int, tuple[str, dict[str, float], bool]] = {}  # row -> text, rewards, whether it is right
+        self.seconds = 0.0
+
+    def see(self, row: int, tokens) -> None:
+        """Judges a completion that has ended."""
+        began = time.perf_counter()
+        config, example = self.task.config, self.examples[row]
+        text = self.task.tokenizer.decode(tokens)
+        rewards = {name: float(reward.fn(text, example)) for name, reward in config.rewards.items()}
+        for name, value in rewards.items():
+            if not math.isfinite(value):
+                raise ValueError(f"reward {name!r} is {value} for the completion {text!r}")
+        self.seen[row] = text, rewards, config.correct(text, example) > 0
+        self.seconds += time.perf_counter() - began
+
+    def judged(self, rollout: Rollout) -> Judged:
+        """All of them, those included that `see` was not called for."""
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
-        completions = [self.tokenizer.decode(row[keep]) for row, keep in zip(tokens, mask)]
-        each = {name: self._score(name, reward, completions, examples) for name, reward in self.config.rewards.items()}
-        total_B = sum(self.config.rewards[name].weight * values for name, values in each.items())
-        right_B = np.array([self.config.correct(c, e) > 0 for c, e in zip(completions, examples)])
+        for row in range(len(self.examples)):
+            if row not in self.seen:
+                self.see(row, tokens[row][mask[row]])
+        completions, rewards, right = zip(*(self.seen[row] for row in range(len(self.examples))))
+        config = self.task.config
+        each = {name: np.array([values[name] for values in rewards]) for name in config.rewards}
+        total_B = sum(config.rewards[name].weight * values for name, values in each.items())
         lengths_B = mask.sum(axis=1)
         metrics = {
             "reward/mean": float(total_B.mean()),
             "reward/std": float(total_B.std()),
             **{f"reward/{name}": float(values.mean()) for name, values in each.items()},
-            "completions/correct": float(right_B.mean()),
+            "completions/correct": float(np.mean(right)),
             "completions/mean_length": float(lengths_B.mean()),
             "completions/max_length": int(lengths_B.max()),
             "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
+            "time/rewards": self.seconds,
         }
-        asked = [self.ask(example) for example in examples]
-        return Judged(asked, completions, total_B, right_B, [self.config.extract(c) for c in completions], metrics)
-
-    def _score(self, name, reward: Reward, completions, examples) -> np.ndarray:
-        values = np.array([reward.fn(c, e) for c, e in zip(completions, examples)], np.float64)
-        if not np.isfinite(values).all():
-            bad = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(f"reward {name!r} is {values[bad]} for the completion {completions[bad]!r}")
-        return values
+        if self.task.long_prompts == "truncate":
+            full_B = np.asarray(rollout.token_mask)[:, 0]  # only a prompt that fills its row can have been cut
+            metrics["prompts/truncated"] = self.task.truncated([e for e, full in zip(self.examples, full_B) if full])
+        asked = [self.task.ask(example) for example in self.examples]
+        extracted = [config.extract(text) for text in completions]
+        return Judged(asked, list(completions), total_B, np.array(right), extracted, metrics)

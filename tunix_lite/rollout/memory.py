@@ -1,0 +1,63 @@
+"""How large sampling is on a device, and whether the weights can be whole there while it lasts."""
+
+import math
+import os
+from functools import partial
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from tunix_lite.models import decoder
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.parallel.mesh import axis_size, gathered, sharding
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+
+USABLE = 0.9  # of what is free: the rest is for temporaries
+
+
+def choose_weights(
+    params, cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int
+) -> tuple[str, str]:
+    """gathered or sharded, and in words why. All hosts get the answer of the first."""
+    if rollout.weights != "auto":
+        return rollout.weights, f"weights {rollout.weights}, as rollout.weights says"
+    if axis_size("fsdp") == 1:
+        return "gathered", "weights whole on every device, as fsdp is 1"
+    weights, cache = gathered_bytes(params, cfg, dtype), cache_bytes(cfg, dtype, generation, rollout, num_slots)
+    free = free_bytes()
+    fits = weights + cache <= USABLE * free
+    if jax.process_count() > 1:
+        fits = bool(multihost_utils.broadcast_one_to_all(np.bool_(fits)))
+    choice = "gathered" if fits else "sharded"
+    sizes = f"{weights / 1e6:,.0f} MB of them and {cache / 1e6:,.0f} MB of cache {'fit' if fits else 'do not fit'}"
+    return choice, f"weights {choice} over fsdp: whole, {sizes} into {USABLE:.0%} of {free / 1e6:,.0f} MB free"
+
+
+def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
+    """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
+    shapes = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
+    places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, params), cfg)
+    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered(place)), shapes, places)
+    return sum(jax.tree.leaves(sizes))
+
+
+def cache_bytes(cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int) -> int:
+    """Bytes a device holds of the slots' keys and values, on the current mesh."""
+    length = generation.max_prompt_length + generation.max_new_tokens
+    cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, num_slots, length, dtype, rollout.cache == "int8"))
+    return sum(_bytes(x, sharding(kv_cache.AXES[: x.ndim], x.shape)) for x in jax.tree.leaves(cache))
+
+
+def free_bytes() -> int:
+    """Memory that is free on this host's fullest device; pretend devices of a CPU share the host's."""
+    devices = jax.local_devices()
+    stats = [device.memory_stats() for device in devices]
+    if any(s is None or "bytes_limit" not in s for s in stats):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+
+
+def _bytes(x, place) -> int:
+    return math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,0 +1,233 @@
+"""What runs on the devices while sampling: three compiled programs, and the arrays that they hand to one another.
+
+prefill      reads prompts, once each, and keeps them in a `Shelf` of prompts that wait to be continued
+refill       gives every slot whose sequence has ended the next request of the `Queue`
+decode       draws `chunk` tokens in every slot, and reports what it drew
+
+None of them waits for the host: who has ended, and how far the queue has been worked off, they know by themselves.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.models import decoder
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.parallel.mesh import constrain
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout import sampling
+from tunix_lite.rollout.cache import KV
+from tunix_lite.rollout.settings import Generation
+
+
+@flax.struct.dataclass
+class Shelf:
+    """Prompts that have been read, M of them, whole on every fsdp shard."""
+
+    cache: list[KV]  # of up to max_prompt_length columns
+    hidden: jax.Array  # [M, D] of the last token: the first one drawn comes from it
+    lengths: jax.Array  # [M] tokens
+    seen: jax.Array | None  # [M, V] bool, the tokens in it; only for a repetition penalty
+
+
+@flax.struct.dataclass
+class Queue:
+    """All requests of a rollout, in the order in which slots take them; padded to one of a few lengths."""
+
+    rows: jax.Array  # [Q] of the shelf, where the prompt will stand
+    keys: jax.Array  # [Q]
+    limits: jax.Array  # [Q] tokens of the completion, at most
+
+
+@flax.struct.dataclass
+class Slots:
+    """The sequences being decoded. Donated from program to program."""
+
+    cache: list[KV]
+    hidden: jax.Array  # [B, D] of the newest token
+    seen: jax.Array | None  # [B, V] bool
+    requests: jax.Array  # [B] index in the queue; -1: none yet
+    keys: jax.Array  # [B]
+    lengths: jax.Array  # [B] tokens in the cache, which is the position of the next one
+    drawn: jax.Array  # [B] tokens of the completion so far
+    limits: jax.Array  # [B]
+    running: jax.Array  # [B]
+    head: jax.Array  # [] requests taken from the queue so far
+
+
+@flax.struct.dataclass
+class Drawn:
+    """What one chunk drew: whole on every device, so that every host sees all of it."""
+
+    tokens: jax.Array  # [chunk, B]; -1: the slot was not running
+    logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
+    whole_logprobs: jax.Array  # [chunk, B] under softmax(scores / temperature)
+    requests: jax.Array  # [B]
+    running: jax.Array  # [B] after the chunk
+    head: jax.Array  # []
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled programs for one model and one way of sampling."""
+
+    make_shelf: Callable  # (rows) -> Shelf
+    make_slots: Callable  # (slots) -> Slots
+    make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
+    prefill: Callable  # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
+    refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
+    decode: Callable  # (slots, layered, temperature) -> (Slots, Drawn); the slots are donated
+    compiles: Counter  # by program, how many times it was compiled
+
+
+def at_home(state, rows_axis: str):
+    """A Slots, Shelf or Queue, each array told where it lies on the mesh: from program to program the same place."""
+
+    def place(x):
+        return constrain(x, *(rows_axis, *["seq"] * x.ndim)[: x.ndim])
+
+    def place_any(x):
+        return jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x) if isinstance(x, KV) else place(x)
+
+    return jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+
+
+def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int, dtype, chunk: int, int8: bool):
+    """The programs that sample from a decoder. `end_ids` end a completion and are part of it."""
+    prompt, length = generation.max_prompt_length, generation.max_prompt_length + generation.max_new_tokens
+    penalises = generation.repetition_penalty != 1
+    compiles = Counter()
+
+    def counted(function, **options):
+        """Compiled, and counted each time that it is: jit runs the body of a function only to compile it."""
+
+        def body(*args):
+            compiles[function.__name__] += 1
+            return function(*args)
+
+        body.__name__ = function.__name__  # what profiles and logs call it
+        return jax.jit(body, **options)
+
+    def seen(*shape):
+        return jnp.zeros((*shape, cfg.vocab_size), bool) if penalises else None
+
+    def make_shelf(rows):
+        cache = kv_cache.empty_cache(cfg, rows, prompt, dtype, int8, "prompts")
+        hidden, lengths = jnp.zeros((rows, cfg.embed_dim), dtype), jnp.zeros(rows, jnp.int32)
+        return at_home(Shelf(cache, hidden, lengths, seen(rows)), "prompts")
+
+    def make_slots(slots):
+        zeros = jnp.zeros(slots, jnp.int32)
+        state = Slots(
+            cache=kv_cache.empty_cache(cfg, slots, length, dtype, int8),
+            hidden=jnp.zeros((slots, cfg.embed_dim), dtype),
+            seen=seen(slots),
+            requests=zeros - 1,
+            keys=jnp.broadcast_to(jax.random.key(0), (slots,)),
+            lengths=zeros,
+            drawn=zeros,
+            limits=zeros,
+            running=jnp.zeros(slots, bool),
+            head=jnp.int32(0),
+        )
+        return at_home(state, "batch")
+
+    def make_queue(key_data, prompts_Q, generations_Q, rows_Q, limits_Q):
+        key = jax.random.wrap_key_data(key_data)
+        return at_home(Queue(rows_Q, sampling.row_keys(key, prompts_Q, generations_Q), limits_Q), "prompts")
+
+    def prefill(shelf: Shelf, layered, tokens_MT, lengths_M, first_row) -> Shelf:
+        M, T = tokens_MT.shape
+        tokens_MT = constrain(tokens_MT, "batch", "seq")
+        is_token_MT = jnp.arange(T) < lengths_M[:, None]
+        masks = decoder.causal_masks(cfg, is_token_MT)
+
+        def see(layer, q_BTNH, k_BTKH, v_BTKH):
+            attended, _ = decoder.see_each_other(cfg, masks[cfg.kinds[layer]], q_BTNH, k_BTKH, v_BTKH)
+            kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
+            return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
+
+        positions_MT = jnp.broadcast_to(jnp.arange(T), (M, T))
+        hidden_MTD, kept = decoder.forward_by_layer(layered, cfg, tokens_MT, positions_MT, see)
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
+        if penalises:
+            in_it_MV = jnp.zeros((M, cfg.vocab_size), bool).at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
+        filled = Shelf(
+            [kv_cache.store(old, new, first_row, "prompts") for old, new in zip(shelf.cache, kept)],
+            put(shelf.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
+            put(shelf.lengths, lengths_M),
+            put(shelf.seen, in_it_MV) if penalises else None,
+        )
+        return at_home(filled, "prompts")
+
+    def refill(slots: Slots, shelf: Shelf, queue: Queue, ready, stopped_B) -> Slots:
+        """`ready` requests have their prompts on the shelf; a slot whose request is stopped_B ends here."""
+        is_free_B = ~slots.running | (slots.requests == stopped_B)
+        request_B = slots.head + jnp.cumsum(is_free_B) - 1
+        is_new_B = is_free_B & (request_B < ready)
+        request_B = jnp.minimum(request_B, len(queue.rows) - 1)
+        row_B = queue.rows[request_B]
+
+        def take(new, old):
+            return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+        state = Slots(
+            cache=[kv_cache.load(kv, kept, row_B, is_new_B) for kv, kept in zip(slots.cache, shelf.cache)],
+            hidden=take(shelf.hidden[row_B], slots.hidden),
+            seen=take(shelf.seen[row_B], slots.seen) if penalises else None,
+            requests=take(request_B, slots.requests),
+            keys=take(queue.keys[request_B], slots.keys),
+            lengths=take(shelf.lengths[row_B], slots.lengths),
+            drawn=take(jnp.zeros_like(slots.drawn), slots.drawn),
+            limits=take(queue.limits[request_B], slots.limits),
+            running=is_new_B | ~is_free_B,
+            head=slots.head + is_new_B.sum(),
+        )
+        return at_home(state, "batch")
+
+    def decode(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
+        step = partial(decode_step, layered=layered, temperature=temperature)
+        slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
+        report = Drawn(*drawn, slots.requests, slots.running, slots.head)
+        return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
+
+    def decode_step(slots: Slots, _, layered, temperature):
+        """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as of a completion."""
+        scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
+        token_B, *logprobs = sampling.draw(scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen)
+        is_live_B, newest_B = slots.running, slots.lengths
+        token_B = jnp.where(is_live_B, token_B, pad_id)
+        num_columns = {kind: kv_cache.num_columns(cfg, kind, length) for kind in cfg.kinds}
+        masks = {kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None] for kind, columns in num_columns.items()}
+
+        def see(layer, q_BTNH, k_BTKH, v_BTKH):
+            kv = kv_cache.write(slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B)
+            return decoder.attend(cfg, q_BTNH, kv.k, kv.v, masks[cfg.kinds[layer]], kv.k_scales, kv.v_scales), kv
+
+        hidden_B1D, cache = decoder.forward_by_layer(layered, cfg, token_B[:, None], newest_B[:, None], see)
+        drawn_B = slots.drawn + is_live_B
+        is_last_B = jnp.isin(token_B, jnp.asarray(end_ids, jnp.int32)) | (drawn_B >= slots.limits)
+        after = slots.replace(
+            cache=cache,
+            hidden=hidden_B1D[:, 0],
+            seen=slots.seen.at[jnp.arange(len(token_B)), token_B].max(is_live_B) if penalises else None,
+            lengths=newest_B + is_live_B,
+            drawn=drawn_B,
+            running=is_live_B & ~is_last_B,
+        )
+        return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
+
+    return Programs(
+        make_shelf=counted(make_shelf, static_argnums=0),
+        make_slots=counted(make_slots, static_argnums=0),
+        make_queue=counted(make_queue),
+        prefill=counted(prefill, donate_argnums=0),
+        refill=counted(refill, donate_argnums=0),
+        decode=counted(decode, donate_argnums=0),
+        compiles=compiles,
+    )

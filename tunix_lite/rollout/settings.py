@@ -1,0 +1,63 @@
+"""What is drawn, and how the drawing is organised."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How completions are sampled: the distribution of each token, and when a completion ends."""
+
+    max_prompt_length: int = 32  # tokens
+    max_new_tokens: int = 64  # tokens of a completion, the end-of-sequence token included
+    temperature: float = 1.0  # scores are divided by it, in sampling and in scoring alike; 0: the best token
+    top_k: int = 0  # draw from the k likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
+    min_p: float = 0.0  # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
+    repetition_penalty: float = 1.0  # above 1: makes tokens of the prompt and the completion so far less likely
+    stop: tuple[str, ...] = ()  # texts that end a completion; they stay in it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end it, besides the end-of-sequence tokens of the model
+    long_prompts: str = "error"  # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
+
+    def __post_init__(self):
+        for name in ("max_prompt_length", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.long_prompts not in ("error", "truncate", "drop"):
+            raise ValueError(f"long_prompts={self.long_prompts!r}; it is error, truncate or drop")
+        if self.temperature < 0 or self.top_k < 0:
+            raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} is a share, from 0 to 1")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing")
+        if not all(self.stop):
+            raise ValueError(f"stop={list(self.stop)}: an empty text would end every completion")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids={list(self.stop_token_ids)} must not be negative")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing made less likely."""
+        return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How sampling is organised. Nothing here changes what is said; it changes memory and speed."""
+
+    num_slots: int | None = None  # sequences decoded at once; null: one per completion of a step, at most 256
+    chunk: int = 16  # tokens each slot decodes between two looks at who has finished
+    weights: str = "auto"  # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
+    cache: str = "compute"  # keys and values: in the type of the computation, or int8, which is half the bytes of bf16
+
+    def __post_init__(self):
+        if self.num_slots is not None and self.num_slots < 1:
+            raise ValueError(f"num_slots={self.num_slots} must be at least 1, or null to derive it")
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} must be at least 1")
+        if self.weights not in ("auto", "gathered", "sharded"):
+            raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
+        if self.cache not in ("compute", "int8"):
+            raise ValueError(f"cache={self.cache!r}; it is compute or int8")
