@@ -18,7 +18,7 @@ from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.policy import token_logprobs  # noqa: E402
 from tunix_lite.rollout.engine import make_generate  # noqa: E402
-from tunix_lite.rollout.settings import Generation  # noqa: E402
+from tunix_lite.rollout.settings import Generation, RolloutConfig  # noqa: E402
 from tunix_lite.types import Prompts  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -107,13 +107,17 @@ def test_logits_equal_those_of_transformers(both):
 
 
 def test_greedy_continuations_are_the_same(both):
+    """Of prompts of several lengths, longer and shorter than the window, in fewer slots than there are prompts."""
     model, cfg, params, _, _ = both
-    tokens = np.random.default_rng(1).integers(1, VOCAB, (2, PROMPT))
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
-    ours = generate(params, Prompts(tokens, np.ones_like(tokens, bool)), jax.random.key(0), temperature=0.0)
-    asked = torch.tensor(tokens)
-    theirs = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
-    np.testing.assert_array_equal(np.asarray(ours.tokens), theirs.numpy())
+    lengths = np.array([PROMPT, 1, PROMPT - 3, 2, PROMPT // 2])
+    mask = np.arange(PROMPT) >= PROMPT - lengths[:, None]
+    tokens = np.where(mask, np.random.default_rng(1).integers(1, VOCAB, (len(lengths), PROMPT)), 0)
+    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
+    ours = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0)
+    for row, real in zip(ours.tokens, ours.token_mask):
+        asked = torch.tensor(row[:PROMPT][real[:PROMPT]])[None]
+        theirs = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
+        np.testing.assert_array_equal(row[real], theirs[0].numpy())
 
 
 def test_gradients_equal_those_of_transformers(both):

@@ -82,8 +82,8 @@ def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
 
 
 def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
-    """The prompts of a file, "prompt" or "messages" of each line of .jsonl, else each line; and for each how many tokens
-    its completions have at most: "max_new_tokens" of its line, else `most`. Raises ConfigError."""
+    """The prompts of a file, "prompt" or "messages" of each line of .jsonl, else each line; and the most tokens of each
+    one's completions: "max_new_tokens" of its line, else `most`. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:
