@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -17,6 +17,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.policy import Policy, token_logprobs
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory
+from tunix_lite.rollout import work as host_work
 from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -97,7 +98,7 @@ def test_the_compiled_programs_of_a_rollout_do_not_grow(cfg, generate, params):
     with jax.log_compiles(False), _count_compiles() as compiles:
         for step in range(3):
             generate(random_params(cfg, seed=step), ragged_prompts(5, seed=step), jax.random.key(step), 4)
-    assert not [name for name in compiles if "decode_chunk" in name or "prefill" in name]
+    assert not [name for name in compiles if "decode" in name or "prefill" in name]
 
 
 class _count_compiles:
@@ -137,8 +138,8 @@ GROUP, END = 2, (1,)
 def small_blocks():
     """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the shelf's four places twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "NARROWEST", 6)
-        patch.setattr(engine, "TOKENS_PER_PREFILL", 2 * LONG)
+        patch.setattr(host_work, "NARROWEST", 6)
+        patch.setattr(host_work, "TOKENS_PER_PREFILL", 2 * LONG)
         yield
 
 
@@ -362,6 +363,7 @@ class Letters:
 
 BRIEF = Generation(LONG, 8)
 ENDS = replace(BRIEF, stop=("ad", "cbc"), stop_token_ids=(9, 17))
+EITHER = (2, 30)  # eos
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +414,7 @@ def test_limits_and_times_are_those_of_each_completion(two_slots, small):
     assert [len(answer.tokens) for answer in answers] == limits
     assert {answer.reason for answer in answers} == {"length"}
     began, ended = np.array([(answer.began, answer.ended) for answer in answers]).T
-    assert (0 < began).all() and (began <= ended).all() and ended.max() <= metrics["time/rollout"] <= whole
+    assert (began > 0).all() and (began <= ended).all() and ended.max() <= metrics["time/rollout"] <= whole
     assert (np.diff(began) >= 0).all(), "the queue is taken in order"
     assert began[2] > began[0] and began[2] >= ended[1], "the third waits for a slot"
     free, _ = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2))
@@ -427,7 +429,7 @@ def unstopped(two_slots, small):
 
 
 def ended_by_hand(tokens: list[int], eos, generation) -> tuple[list[int], str]:
-    """The shortest beginning that has ended; eos before stop where both hold."""
+    """The shortest beginning that has ended."""
     for count in range(1, len(tokens) + 1):
         said = tokens[:count]
         if said[-1] in eos:
@@ -437,13 +439,18 @@ def ended_by_hand(tokens: list[int], eos, generation) -> tuple[list[int], str]:
     return tokens, "length"
 
 
+@pytest.fixture(scope="module")
+def ending(one_layer):
+    """Samplers whose completions end in all ways, by slots and chunk."""
+    return cache(lambda slots, chunk: sampler(one_layer, slots, chunk, generation=ENDS, eos=EITHER))
+
+
 @pytest.mark.parametrize("slots, chunk", [(2, 1), (3, 5)])
-def test_a_completion_ends_at_the_first_token_that_ends_it(one_layer, small, unstopped, slots, chunk):
+def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstopped, slots, chunk):
     """Whatever the chunk: tokens that a chunk drew after a stop text are dropped."""
-    eos = (2, 30)
-    sample = sampler(one_layer, slots, chunk, generation=ENDS, eos=eos)
-    answers, _ = all_of(sample(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
-    expected = [ended_by_hand(whole.tokens, eos, ENDS) for whole in unstopped]
+    steps = ending(slots, chunk)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters())
+    answers, _ = all_of(steps)
+    expected = [ended_by_hand(whole.tokens, EITHER, ENDS) for whole in unstopped]
     assert [(answer.tokens, answer.reason) for answer in answers] == expected
     for answer, whole in zip(answers, unstopped):
         np.testing.assert_allclose(answer.logprobs, whole.logprobs[: len(answer.tokens)], atol=1e-5)
@@ -452,6 +459,36 @@ def test_a_completion_ends_at_the_first_token_that_ends_it(one_layer, small, uns
     assert len(by_text) > 2 and len(by_token) > 2 and {"eos", "length"} < {reason for _, reason in expected}
     assert any(len(tokens) % 5 for tokens in by_text), "none ends within a chunk"
     assert any(Letters().decode(tokens[-1:]) not in ENDS.stop for tokens in by_text), "none spans tokens"
+
+
+def test_a_slot_is_free_two_chunks_after_a_stop_text(ending, small, unstopped):
+    """Until then its chunks have been started already. In chunks of one token."""
+    _, metrics = all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
+    unread = [len(ended_by_hand(whole.tokens, EITHER, replace(ENDS, stop=()))[0]) for whole in unstopped]
+    ended = [len(ended_by_hand(whole.tokens, EITHER, ENDS)[0]) for whole in unstopped]
+    most = sum(min(long, short + 2) for long, short in zip(unread, ended)) + 2 * (8 + 2)  # and the end of the queue
+    assert metrics["rollout/decode_steps"] * 2 <= most < sum(unread)
+
+
+def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypatch):
+    """jax reads a host array when the program runs, which may be after the host has read the next chunk. Hosts that
+    are not equally fast would then give unequal arrays to one program."""
+    given, refill = [], engine.Work.refill
+
+    def watched(work):
+        def recorded(*args):
+            given.extend((arg, arg.copy()) for arg in args if isinstance(arg, np.ndarray))
+            return whole.refill(*args)
+
+        whole, work.programs = work.programs, replace(work.programs, refill=recorded)
+        refill(work)
+        work.programs = whole
+
+    monkeypatch.setattr(engine.Work, "refill", watched)
+    all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
+    assert len(given) > 10 and any((array >= 0).any() for array, _ in given), "nothing was stopped"
+    for array, as_given in given:
+        np.testing.assert_array_equal(array, as_given)
 
 
 class Watched:
@@ -517,9 +554,7 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
     config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
     task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
     monkeypatch.setattr(Task, "prompts", lambda task, examples: left_padded(prompts_of(MANY[: len(examples)])))
-    batch, metrics, judged = GRPO(num_generations=2).collect(
-        Policy(acting, None), task, small, [{}, {}], jax.random.key(0)
-    )
+    _, metrics, judged = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
     assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
     np.testing.assert_array_equal(judged.rewards, [2, 12, 4, 6])  # two letters a token
@@ -617,9 +652,8 @@ def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
     ]
     first = np.array([gap[0] for gap in gaps])
     rest = np.concatenate([gap[1:] for gap in gaps])
-    print("INT8", first.max(), rest.mean(), rest.max())
     assert first.max() < 1e-5, "prompts are read at full precision"
-    assert 1e-5 < rest.mean() < 0.02 and rest.max() < 0.15
+    assert 1e-4 < rest.mean() < 0.01 and rest.max() < 0.1  # measured: 0.004 and 0.04
 
 
 # ---- where the weights are
@@ -655,3 +689,10 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
     places = [set(leaf.sharding.spec) for leaf in jax.tree.leaves(layered)]
     assert any("tp" in place for place in places)
     assert any("fsdp" in place for place in places) != gather
+
+
+def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
+    generate(params, ragged_prompts(3), jax.random.key(0), 2)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    generate(params, ragged_prompts(3), jax.random.key(1), 2)
+    assert sum(x.nbytes for x in jax.live_arrays()) <= before

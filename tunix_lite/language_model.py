@@ -22,8 +22,10 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.policy import DTYPES, token_logprobs
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import Sampled, make_sampler, power_of_two
+from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.work import power_of_two
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 

@@ -1,0 +1,54 @@
+"""A queue of requests in four slots on a mesh of four devices, of one process or of several: what it draws.
+
+As a script, one of several processes with four devices together: rollout_worker.py ADDRESS COUNT INDEX FILE.
+"""
+
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    address, count, index, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(4 // count)
+
+import jax
+import numpy as np
+
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+
+CFG = ModelConfig(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [4, 4], [30, 31, 29, 28]]
+
+
+def draw() -> dict:
+    """Ten requests in four slots on [[2,2]]: tokens, logprobs and reasons, and what was read and how many steps."""
+    with jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")))):
+        params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
+        sample = make_sampler(CFG, Generation(8, 10), (1, 2, 3), 0, rollout=RolloutConfig(4, 3))
+        steps, found = sample(params, PROMPTS, jax.random.key(1), 2), {}
+        while True:
+            try:
+                found |= {answer.prompt * 2 + answer.generation: answer for answer in next(steps)}
+            except StopIteration as end:
+                metrics = end.value
+                break
+    answers = [found[row] for row in sorted(found)]
+    return {
+        "tokens": [answer.tokens for answer in answers],
+        "reasons": [answer.reason for answer in answers],
+        "logprobs": [answer.logprobs for answer in answers],
+        "took": [metrics["rollout/prefill_tokens"], metrics["rollout/decode_steps"]],
+    }
+
+
+if __name__ == "__main__":
+    jax.distributed.initialize(address, count, index)
+    said = draw() | {"devices": [jax.device_count(), jax.local_device_count()]}
+    with open(file, "w") as out:
+        json.dump(said, out, default=np.ndarray.tolist)
+    jax.distributed.shutdown()

@@ -1,0 +1,217 @@
+"""Tokens are drawn from the distribution that settings describe: chi-squares against float64 numpy, fixed seeds."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_params, set_mesh
+
+from tunix_lite.models import decoder
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.policy import token_logprobs
+from tunix_lite.rollout import sampling
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.types import Prompts
+
+COUNT = 20_000
+SCORES = np.array([2.0, 0.5, -1.0, 0.0, 1.75, -0.25, 1.0, -2.0])
+SEEN = np.array([1, 0, 1, 0, 0, 1, 0, 0], bool)
+CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 15: 37.70}  # p = 0.001, by freedom
+
+SETTINGS = {
+    "temperature": (Generation(temperature=0.7), {0, 1, 2, 3, 4, 5, 6, 7}),
+    "hot": (Generation(temperature=2.5), {0, 1, 2, 3, 4, 5, 6, 7}),
+    "top_k": (Generation(top_k=3), {0, 4, 6}),
+    # the best three hold 0.80 of all, and with the fourth 0.88
+    "top_p": (Generation(top_p=0.85), {0, 4, 6, 1}),
+    "top_p of the best alone": (Generation(top_p=0.2), {0}),
+    # at least 0.3 of the best: scores of at least 2 + ln 0.3 = 0.796
+    "min_p": (Generation(min_p=0.3), {0, 4, 6}),
+    "repetition penalty": (Generation(repetition_penalty=1.6), {0, 1, 2, 3, 4, 5, 6, 7}),
+    # 2, -1 and -0.25 become 1, -2 and -0.5: behind 1.75 there are now two of 1, and a tie is in
+    "repetition penalty and top_k": (Generation(repetition_penalty=2.0, top_k=2), {4, 0, 6}),
+    # of what the best four hold, the best two have 0.75 and with the third 0.906
+    "top_k and top_p": (Generation(top_k=4, top_p=0.9), {0, 4, 6}),
+    # scores / 2: 1, 0.875, 0.5, 0.25, 0 ...; at least 1 + ln 0.4 = 0.084
+    "temperature and min_p": (Generation(temperature=2.0, min_p=0.4), {0, 4, 6, 1}),
+}
+
+
+def exact(scores, generation: Generation, seen=None) -> tuple[np.ndarray, np.ndarray]:
+    """What is drawn from, and softmax(scores / temperature): token by token, in float64."""
+    whole = np.asarray(scores, np.float64) / generation.temperature
+    left = whole.copy()
+    if seen is not None:
+        for t in np.flatnonzero(seen):
+            left[t] = (
+                left[t] / generation.repetition_penalty if left[t] > 0 else left[t] * generation.repetition_penalty
+            )
+    if generation.top_k:
+        left[[np.sum(left > score) >= generation.top_k for score in left]] = -np.inf
+    p = softmax(left)
+    # in: those with less than top_p before them
+    left[[generation.top_p < 1 and p[p > q].sum() >= generation.top_p for q in p]] = -np.inf
+    left[p < generation.min_p * p.max()] = -np.inf
+    return softmax(left), softmax(whole)
+
+
+def softmax(scores):
+    p = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def chi_square(tokens, p) -> float:
+    """Raises if a token was drawn that has no probability."""
+    counts = np.bincount(tokens, minlength=len(p))
+    assert not counts[p == 0].any()
+    counts, expected = counts[p > 0], (len(tokens) * p)[p > 0]
+    assert expected.min() > 5, "too few draws for a chi-square"
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.fixture(scope="module")
+def draw():
+    """20000 draws from SCORES: tokens, logprobs, whole_logprobs."""
+    set_mesh(1, 1)
+    keys = sampling.row_keys(jax.random.key(0), np.arange(COUNT) // 100, np.arange(COUNT) % 100)
+    many = partial(jnp.broadcast_to, shape=(COUNT, len(SCORES)))
+
+    def draw(generation, temperature=None):
+        temperature = np.float32(generation.temperature if temperature is None else temperature)
+        seen = many(SEEN) if generation.repetition_penalty != 1 else None
+        drawn = partial(sampling.draw, generation=generation)
+        return [np.asarray(x) for x in jax.jit(drawn)(
+            many(np.float32(SCORES)), keys, np.full(COUNT, 3), temperature, seen_BV=seen)]  # fmt: skip
+
+    return draw
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_follow_the_distribution_that_settings_describe(draw, name):
+    generation, kept = SETTINGS[name]
+    p, whole = exact(SCORES, generation, SEEN)
+    assert set(np.flatnonzero(p)) == kept, "by hand"
+    tokens, logprobs, whole_logprobs = draw(generation)
+    assert set(tokens) == kept
+    if len(kept) > 1:
+        assert chi_square(tokens, p) < CRITICAL[len(kept) - 1]
+    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
+    np.testing.assert_allclose(whole_logprobs, np.log(whole[tokens]), atol=1e-5)
+
+
+def test_temperature_0_takes_the_best_token_that_is_left_and_says_how_likely_it_is_at_1(draw):
+    tokens, logprobs, whole_logprobs = draw(Generation(repetition_penalty=1.6, top_k=3), temperature=0.0)
+    p, whole = exact(SCORES, Generation(repetition_penalty=1.6, top_k=3), SEEN)
+    assert set(tokens) == {4} and p.argmax() == 4 and whole.argmax() == 0
+    np.testing.assert_allclose(logprobs, np.log(p[4]), atol=1e-5)
+    np.testing.assert_allclose(whole_logprobs, np.log(whole[4]), atol=1e-5)
+
+
+ROWS, VOCAB = 64, 50
+CUTS = [dict(top_k=1), dict(top_k=7), dict(top_k=50), dict(top_k=99), dict(top_p=0.05), dict(top_p=0.5),
+        dict(top_p=0.95), dict(min_p=0.02), dict(min_p=0.5), dict(min_p=1.0), dict(top_k=9, top_p=0.7),
+        dict(top_p=0.9, min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.05)]  # fmt: skip
+
+
+def random_scores(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_what_is_cut_off_is_what_numpy_cuts_off(cut):
+    scores = random_scores()
+    got = np.asarray(sampling.cut_off(jnp.asarray(scores), **cut))
+    left = [exact(row, Generation(**cut))[0] > 0 for row in scores]
+    np.testing.assert_array_equal(np.isfinite(got), left)
+    np.testing.assert_array_equal(got[left], scores[left])
+    assert np.any(left, axis=1).all() and (np.sum(left) < scores.size) == (cut not in (dict(top_k=50), dict(top_k=99)))
+
+
+def test_tokens_as_good_as_the_last_one_that_is_in_are_in():
+    scores = jnp.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
+    for cut in (dict(top_k=2), dict(top_p=0.6), dict(min_p=np.exp(-1) * 0.999)):
+        assert np.flatnonzero(np.isfinite(sampling.cut_off(scores, **cut))[0]).tolist() == [1, 2, 3, 4]
+
+
+def test_a_repetition_penalty_moves_scores_towards_the_unlikely():
+    got = sampling.penalised(jnp.array([[3.0, -3.0, 0.0, 3.0]]), jnp.array([[True, True, True, False]]), 1.5)
+    np.testing.assert_allclose(got, [[2.0, -4.5, 0.0, 3.0]])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_cut_off_is_what_transformers_cut_off(seed):
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    process = pytest.importorskip("transformers.generation.logits_process", reason="needs the parity extra")
+    scores = random_scores(seed)
+    theirs = [
+        (dict(top_k=7), process.TopKLogitsWarper(7)),
+        (dict(top_p=0.3), process.TopPLogitsWarper(0.3)),
+        (dict(top_p=0.9), process.TopPLogitsWarper(0.9)),
+        (dict(min_p=0.1), process.MinPLogitsWarper(0.1)),
+    ]
+    for cut, warper in theirs:
+        expected = warper(None, torch.from_numpy(scores.copy())).numpy()
+        np.testing.assert_array_equal(sampling.cut_off(jnp.asarray(scores), **cut), expected)
+    said = np.random.default_rng(seed).integers(0, VOCAB, (ROWS, 12))
+    seen = np.zeros((ROWS, VOCAB), bool)
+    np.put_along_axis(seen, said, True, axis=1)
+    penalty = process.RepetitionPenaltyLogitsProcessor(1.3)
+    expected = penalty(torch.from_numpy(said), torch.from_numpy(scores.copy())).numpy()
+    np.testing.assert_allclose(sampling.penalised(jnp.asarray(scores), seen, 1.3), expected, rtol=1e-6)
+
+
+# ---- a whole rollout
+
+CFG = ModelConfig(8, 1, 16, 2, 1, 8, 24, pattern=("global",), query_scale=8)
+CUT = Generation(4, 2, temperature=0.9, top_k=4, repetition_penalty=1.4)
+PROMPT = [5, 2, 7]
+DRAWS = 4096
+
+
+@pytest.fixture(scope="module")
+def params():
+    set_mesh(1, 1)
+    return random_params(CFG, seed=3)
+
+
+@pytest.fixture(scope="module")
+def rollout(params):
+    """Two tokens after one prompt, 4096 times, in 64 slots."""
+    set_mesh(1, 1)
+    generate = make_generate(CFG, CUT, (), 0, rollout=RolloutConfig(64, 2))
+    prompts = Prompts(np.array([[0, *PROMPT]]), np.array([[False, True, True, True]]))
+    return generate(params, prompts, jax.random.key(1), DRAWS)
+
+
+def scores_after(params, tokens) -> np.ndarray:
+    tokens = np.array([tokens])
+    return np.asarray(decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, tokens >= 0)[0, -1]), np.float64)
+
+
+def test_pairs_of_tokens_follow_the_distribution_of_pairs(params, rollout):
+    """The penalty counts the prompt for the first and the first, too, for the second; and the noise of the second is
+    not that of the first: their chi-square is one of 4 * 4 cells."""
+    first, second = rollout.tokens[:, 4:].T
+    seen = np.isin(np.arange(8), PROMPT)
+    p_first, _ = exact(scores_after(params, PROMPT), CUT, seen)
+    assert chi_square(first, p_first) < CRITICAL[3]
+    pairs = np.zeros((8, 8))
+    for token in np.flatnonzero(p_first):
+        p_second, _ = exact(scores_after(params, [*PROMPT, token]), CUT, seen | (np.arange(8) == token))
+        pairs[token] = p_first[token] * p_second
+        rows = np.flatnonzero(first == token)
+        np.testing.assert_allclose(rollout.logprobs[rows, 4], np.log(p_first[token]), atol=1e-5)
+        np.testing.assert_allclose(rollout.logprobs[rows, 5], np.log(p_second[second[rows]]), atol=1e-5)
+    assert (pairs > 0).sum() == 16
+    assert chi_square(first * 8 + second, pairs.ravel()) < CRITICAL[15]
+
+
+def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollout):
+    rows = slice(0, 256)
+    scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
+    np.testing.assert_allclose(rollout.whole_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
+    assert np.abs(rollout.logprobs - rollout.whole_logprobs)[rows, 4:].max() > 0.1
