@@ -69,9 +69,10 @@ def make_sampler(
             Sampled(p, indices[p], g, limits[p * num_generations + g]) for p in order for g in range(num_generations)
         ]
         work = Work(programs, prepare(params), np.float32(temperature), asked, chunk)
-        work.shelve([prompts[p] for p in order], num_generations, widths, generation.max_prompt_length)
+        slots = rollout.num_slots or min(MOST_SLOTS, len(asked))
+        work.shelve([prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens)
         work.line_up(key)
-        work.open(rollout.num_slots or min(MOST_SLOTS, len(asked)))
+        work.open(slots)
         while (drawn := work.next_chunk()) is not None:
             yield work.read(drawn, ends, generation.stop, tokenizer, prompts)
         return work.metrics()

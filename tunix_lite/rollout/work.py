@@ -5,6 +5,7 @@ decoding before it reads what the one before drew. (A loop that asks after every
 host after every token.) On several hosts, each runs this and sees all tokens, so all of them decide the same.
 """
 
+import math
 import time
 from collections import deque
 from itertools import groupby
@@ -18,6 +19,7 @@ from tunix_lite.rollout.requests import Sampled, not_finite, up_to_stop
 from tunix_lite.types import Metrics
 
 TOKENS_PER_PREFILL = 4096  # prompts that are read together, padded: enough to keep any device busy
+CHUNKS_AHEAD = 3  # that prompts are read: two are under way, and a third is being started
 NARROWEST = 64  # tokens; below it, prompts are not sorted by length
 
 
@@ -33,17 +35,23 @@ class Work:
         self.began = time.perf_counter()
         self.num_chunks = self.prefill_tokens = 0
 
-    def shelve(self, prompts, num_generations: int, widths: list[int], longest: int) -> None:
-        """Prepares reading the prompts, in blocks of as many as are read together. At most two blocks wait at once."""
-        fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // longest)
+    def shelve(self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int) -> None:
+        """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for some of the blocks.
+
+        `longest`: tokens of a completion.
+        """
+        fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
         self.block = -(-min(power_of_two(len(prompts)), per_prefill) // fsdp) * fsdp
         # prompts of one width together: what a prompt is padded to depends on it alone, and so do the last digits
         alike = [[*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))]
         self.blocks = [group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)]
         self.num_generations, self.widths, self.num_read = num_generations, widths, 0
         self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])  # by blocks read
-        # blocks that the shelf holds: as many whatever the lengths are, so that all steps run the same programs
-        self.room = 1 if len(widths) == 1 and len(self.blocks) == 1 else 2
+        # The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where completions have
+        # a quarter of their longest length on average. Their own lengths do not count: all steps run one program.
+        starting = num_slots * min(1, 4 * CHUNKS_AHEAD * self.chunk / longest)
+        most = -(-len(prompts) // self.block) + len(widths) - 1  # blocks that there can be
+        self.room = min(most, max(2, math.ceil(starting / (num_generations * self.block))))
         self.shelf = self.programs.make_shelf(self.room * self.block)
 
     def line_up(self, key) -> None:
