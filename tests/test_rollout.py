@@ -19,6 +19,7 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory
 from tunix_lite.rollout import work as host_work
 from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
+from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Prompts
@@ -696,3 +697,14 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
     before = sum(x.nbytes for x in jax.live_arrays())
     generate(params, ragged_prompts(3), jax.random.key(1), 2)
     assert sum(x.nbytes for x in jax.live_arrays()) <= before
+
+
+def test_decoding_updates_the_cache_in_place(cfg):
+    programs = make_programs(cfg, Generation(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
+    slots = programs.make_slots(2)
+    layered = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
+    memory = programs.decode.lower(slots, layered, np.float32(1)).compile().memory_analysis()
+    cache = kv_cache.num_bytes(slots.cache)
+    assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < 0.3 * cache  # of which the attention scores of one layer
