@@ -363,8 +363,11 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
         run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
     assert seen == ["12", "What is 1, 2?", "{quoted}"]
     lines = tmp_path / "asked.jsonl"
-    lines.write_text('{"prompt": "1\u2028 + 2"}\n', encoding="utf-8")
-    assert generate_command.read_prompts(lines) == ["1\u2028 + 2"]
+    lines.write_text('{"prompt": "1\u2028 + 2"}\n{"prompt": "3", "max_new_tokens": 2}\n', encoding="utf-8")
+    assert generate_command.read_prompts(lines, 5) == (["1\u2028 + 2", "3"], [5, 2])
+    lines.write_text('{"prompt": "3", "max_new_tokens": 6}\n')
+    with pytest.raises(ConfigError, match="line 1: max_new_tokens=6; it is 1 to generation.max_new_tokens=5"):
+        generate_command.read_prompts(lines, 5)
 
 
 def test_every_command_shows_its_settings(capsys, monkeypatch):
@@ -382,3 +385,32 @@ def test_random_weights_of_a_named_family_can_be_exported(tmp_path):
         export(load(compose([*SMALL, "model.lora.rank=2"])), tmp_path / "adapter")
     assert export(model, tmp_path / "out", dtype="fp32").difference < 1e-6
     np.testing.assert_allclose(logits(load(tmp_path / "out")), logits(model), atol=1e-5)
+
+
+def test_settings_of_the_wrong_kind_are_refused_in_python_too(model):
+    for wrong, message in (
+        ({"stop": "answer"}, "stop='answer'; it is a list of str"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids=.1.5.; it is a list of int"),
+        ({"temperature": float("nan")}, "temperature=nan and .* must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Generation(64, 8, **wrong)
+    assert Generation(64, 8, stop=["a"]) == Generation(64, 8, stop=("a",))
+    with pytest.raises(ValueError, match="stop_token_ids: 100000 is beyond the model's vocab_size=512"):
+        model.generate("1", Generation(64, 8, stop_token_ids=(100000,)))
+    with pytest.raises(ValueError, match="max_new_tokens=9; it is 1 to generation.max_new_tokens=8"):
+        model.generate("1", Generation(64, 8), max_new_tokens=9)
+    with pytest.raises(ValueError, match="all 2 prompts are longer than generation.max_prompt_length=1: dropped"):
+        model.generate(["one", "two"], Generation(1, 8, long_prompts="drop"))
+    with pytest.raises(ValueError, match="there are no prompts to continue"):
+        model.generate([], Generation(8, 8))
+
+
+def test_limits_of_prompts_and_prompts_that_are_dropped(model):
+    greedy = Generation(64, 6, temperature=0.0)
+    short, long = model.generate(QUESTIONS[:2], greedy, max_new_tokens=[2, 6])
+    assert len(short.tokens) == 2 and short.finish_reason == "length" and len(long.tokens) > 2
+    width = len(model.tokenizer.prompt("1"))
+    kept = model.generate([QUESTIONS[0], "1"], Generation(width, 6, temperature=0.0, long_prompts="drop"))
+    assert [c.prompt for c in kept] == [1]
+    assert len(model.generate([QUESTIONS[0], "1"], Generation(width, 6, long_prompts="truncate"))) == 2

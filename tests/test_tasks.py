@@ -204,8 +204,16 @@ def test_the_only_example_that_fits_is_found_wherever_the_batch_stands():
     [
         ((7, 6, 9), 1, r"no training prompt fits generation.max_prompt_length=4, .* the shortest has 6 tokens; .* 6,"),
         ((7, 6, 9), 2, r"no training prompt fits .* a batch takes 2; the shortest has 6 tokens; .* to at least 7,"),
-        ((7, 2, 9), 2, r"only 1 of 3 training prompts fit .* a batch takes 2; the shortest has 2 tokens; .* least 7,"),
-        ((7, 2, 9), 5, r"only 1 of 3 training prompts fit .* a batch takes 5; .* to at least 9, or set .*=truncate"),
+        (
+            (7, 2, 9),
+            2,
+            r"only 1 of the 3 training prompts looked at fit .* a batch takes 2; the shortest has 2 tokens; .* least 7,",
+        ),
+        (
+            (7, 2, 9),
+            5,
+            r"only 1 of the 3 training prompts looked at fit .* a batch takes 5; .* to at least 9, or set .*=truncate",
+        ),
     ],
 )
 def test_the_search_for_a_prompt_that_fits_ends(lengths, batch_size, said):
@@ -283,3 +291,19 @@ def test_the_bundled_tokenizer_says_anything_and_stops_as_gemma_3_does(tokenizer
     for text in ("Grüße, 你好! 12 + 34", "tab\tand\nnewline"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert json.loads((BUNDLED / "generation_config.json").read_text())["eos_token_id"] == [1, 106]
+
+
+def test_a_search_among_very_many_examples_is_given_up():
+    class Endless:
+        def __len__(self):
+            return 1_000_000
+
+        def __getitem__(self, index):
+            return {"n": int(index), "words": "1 2 3 4 5"}
+
+    task = Task(
+        TaskConfig(SimpleNamespace(train=Endless(), held_out=[]), "{words}", {"short": Reward(brevity)}),
+        numbers_task([], "drop").tokenizer, 3, 4, "drop",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no training prompt fits generation.max_prompt_length=3, .* has 5"):
+        task.batch(4, 0, 0)

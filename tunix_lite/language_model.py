@@ -22,7 +22,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.policy import DTYPES, token_logprobs
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.engine import in_shards, make_sampler
 from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
@@ -83,22 +83,30 @@ class LanguageModel:
         num_generations: int = 1,
         seed: int = 0,
         batch_size: int = 64,
-        max_new_tokens: Sequence[int] | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         rollout: RolloutConfig | None = None,
     ) -> list[Completion]:
         """Completions of each prompt, num_generations of the first, then of the second, and so on.
 
         `batch_size` sequences are decoded at a time, unless rollout.num_slots says otherwise; it changes nothing but
-        memory and speed. max_new_tokens, one for each prompt, are below generation's. A completion ends when the
-        model or a stop text ends it, after max_new_tokens, or where the longest prompt and it fill cfg.max_positions.
+        memory and speed. max_new_tokens, one for all prompts or for each, is at most generation's. A completion ends
+        when the model or a stop text ends it, after max_new_tokens, or where the longest prompt and it fill
+        cfg.max_positions.
         Raises ValueError for no prompts, and for a prompt that is empty; and, if generation.long_prompts is error, for
         one longer than generation.max_prompt_length. Dropped prompts have no completions.
         """
         asked = _listed(prompts)
         settings = RolloutConfig() if rollout is None else rollout
         settings = replace(settings, num_slots=settings.num_slots or batch_size)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(asked)
         if max_new_tokens is not None and len(max_new_tokens) != len(asked):
             raise ValueError(f"max_new_tokens has {len(max_new_tokens)} entries for {len(asked)} prompts")
+        for limit in max_new_tokens or ():
+            if not isinstance(limit, int) or not 1 <= limit <= generation.max_new_tokens:
+                raise ValueError(
+                    f"max_new_tokens={limit!r}; it is 1 to generation.max_new_tokens={generation.max_new_tokens}"
+                )
         ended: list[Completion] = []
         for answers in self._sample(asked, generation, num_generations, seed, settings, max_new_tokens):
             ended += [self._completion(answer) for answer in answers if answer.reason is not None]
@@ -128,6 +136,7 @@ class LanguageModel:
         slots = min(rollout.num_slots, power_of_two(len(tokens) * num_generations))
         limits = None if most is None else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         with jax.set_mesh(self.mesh):
+            slots = in_shards(slots)
             weights, _ = memory.choose_weights(self.params, self.cfg, self.dtype, generation, rollout, slots)
             rollout = replace(rollout, num_slots=slots, weights=weights)
             sample = _sampler(self.cfg, generation, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype, rollout)
@@ -187,6 +196,10 @@ class LanguageModel:
                 )
             if len(ids) <= longest or generation.long_prompts == "truncate":
                 tokens[i] = ids[-longest:]
+        if not tokens and asked:
+            raise ValueError(
+                f"all {len(asked)} prompts are longer than generation.max_prompt_length={longest}: dropped"
+            )
         if not tokens:
             raise ValueError("there are no prompts to continue")
         self._check_length(max(map(len, tokens.values())) + 1)

@@ -22,7 +22,7 @@ from tunix_lite.optim import describe, init_opt_state, learning_rate_at, make_op
 from tunix_lite.parallel.mesh import as_text, make_mesh, put
 from tunix_lite.policy import DTYPES, Policy, make_policy
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import MOST_SLOTS, make_generate
+from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged, Task
 from tunix_lite.tracking.console import Console, minutes
@@ -79,6 +79,7 @@ def check_generation(run: RunConfig, model: Source) -> None:
             f"max_prompt_length={settings.max_prompt_length} + max_new_tokens={settings.max_new_tokens} = {total} "
             f"tokens, and the model was made for {longest}"
         )
+    settings.check_fits(model.cfg.vocab_size)
     if settings.temperature == 0:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 
@@ -191,7 +192,7 @@ def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[Tra
     reference = None
     if run.algorithm.needs_reference:
         reference = jax.tree.map(jnp.copy, params) if frozen is None else frozen
-    slots = run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences)
+    slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting = attached(frozen, params, model.lora)
     weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)
     if not run.algorithm.needs_demonstrations:

@@ -215,6 +215,9 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except FloatingPointError as error:  # says what to do about it, and where in the code does not help
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except ConfigError as error:
         if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:
             shutil.rmtree(made_by_hydra)

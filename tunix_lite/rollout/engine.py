@@ -14,7 +14,7 @@ import numpy as np
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import gathered
+from tunix_lite.parallel.mesh import axis_size, gathered
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.requests import Sampled, check_limits, check_prompts
 from tunix_lite.rollout.settings import Generation, RolloutConfig
@@ -42,6 +42,7 @@ def make_sampler(
     for generation.stop, and otherwise only makes messages readable.
     """
     rollout = RolloutConfig() if rollout is None else rollout
+    generation.check_fits(cfg.vocab_size)
     chunk = min(rollout.chunk, generation.max_new_tokens)
     ends = {token: "stop" for token in generation.stop_token_ids} | {token: "eos" for token in eos_ids}
     programs = make_programs(cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8")
@@ -69,7 +70,7 @@ def make_sampler(
             Sampled(p, indices[p], g, limits[p * num_generations + g]) for p in order for g in range(num_generations)
         ]
         work = Work(programs, prepare(params), np.float32(temperature), asked, chunk)
-        slots = rollout.num_slots or min(MOST_SLOTS, len(asked))
+        slots = in_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
         work.shelve([prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens)
         work.line_up(key)
         work.open(slots)
@@ -151,6 +152,11 @@ def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
         return compiled[place](params)
 
     return prepare
+
+
+def in_shards(num_slots: int) -> int:
+    """As many slots, and no more than fsdp does not divide: a share for each device, not all of them on every one."""
+    return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 
 def left_padded(rows, width: int) -> np.ndarray:

@@ -69,7 +69,7 @@ def not_finite(answer: Sampled, prompt, tokenizer: Tokenizer | None) -> str:
     return (
         f"the model's scores are not finite at token {len(answer.tokens) + 1} or a little later of completion "
         f"{answer.generation + 1} of prompt {answer.prompt + 1}{quoted(prompt, tokenizer)}: the weights are damaged, "
-        "or too large for the type of the computation"
+        "or too large for the type of the computation, or the temperature is all but 0"
     )
 
 

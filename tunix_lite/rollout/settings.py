@@ -1,5 +1,6 @@
 """What is drawn, and how the drawing is organised."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -19,11 +20,19 @@ class Generation:
     long_prompts: str = "error"  # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
 
     def __post_init__(self):
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            values = getattr(self, name)
+            if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+                raise ValueError(f"{name}={values!r}; it is a list of {kind.__name__}")
+            object.__setattr__(self, name, tuple(values))  # a list would have no hash
         for name in ("max_prompt_length", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.long_prompts not in ("error", "truncate", "drop"):
             raise ValueError(f"long_prompts={self.long_prompts!r}; it is error, truncate or drop")
+        if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
+            both = f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
+            raise ValueError(f"{both} must be finite numbers")
         if self.temperature < 0 or self.top_k < 0:
             raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
         if not 0 < self.top_p <= 1:
@@ -42,12 +51,17 @@ class Generation:
         """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing made less likely."""
         return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
 
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises ValueError for tokens that a model does not have."""
+        if beyond := [token for token in self.stop_token_ids if token >= vocab_size]:
+            raise ValueError(f"stop_token_ids: {beyond[0]} is beyond the model's vocab_size={vocab_size}")
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How sampling is organised. Nothing here changes what is said; it changes memory and speed."""
+    """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a little."""
 
-    num_slots: int | None = None  # sequences decoded at once; null: one per completion of a step, at most 256
+    num_slots: int | None = None  # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
     chunk: int = 16  # tokens each slot decodes between two looks at who has finished
     weights: str = "auto"  # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
     cache: str = "compute"  # keys and values: in the type of the computation, or int8, which is half the bytes of bf16

@@ -12,6 +12,8 @@ from pathlib import Path
 import grain
 import numpy as np
 
+LOOKED_AT = 2000  # examples, at least, before a search for prompts that fit is given up
+
 
 def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of its own."""
@@ -25,15 +27,17 @@ def fitting_batch_at(
     """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for being longer.
 
     An example that does not fit gives its place to the next in the order, from the end of this batch on, that fits
-    and that the batch does not hold. `length` is example -> tokens. Raises ValueError if too few of all examples fit.
+    and that the batch does not hold. `length` is example -> tokens. Raises ValueError if too few fit, of all examples
+    or of the first that are looked at.
     """
     order = _order(examples, seed)
     at = (step + 1) * batch_size
     chosen = [order[i] for i in range(at - batch_size, at)]
     lengths = {i: length(examples[i]) for i in set(chosen)}  # of all examples looked at, each once
     gaps = [place for place, i in enumerate(chosen) if lengths[i] > limit]
+    most = min(len(examples), max(LOOKED_AT, 100 * batch_size))
     while gaps:
-        if len(lengths) == len(examples):  # at the latest when the next epoch ends
+        if len(lengths) >= most:  # of few examples, at the latest when the next epoch ends
             raise ValueError(_too_few_fit(sorted(lengths.values()), batch_size, limit))
         i = order[at]
         at += 1
@@ -50,7 +54,7 @@ def _order(examples, seed: int):
 
 def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
     fit = sum(n <= limit for n in lengths)
-    few = f"only {fit} of {len(lengths)} training prompts fit" if fit else "no training prompt fits"
+    few = f"only {fit} of the {len(lengths)} training prompts looked at fit" if fit else "no training prompt fits"
     enough = lengths[min(batch_size, len(lengths)) - 1]
     return (
         f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest has {lengths[0]} "
