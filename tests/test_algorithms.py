@@ -1,5 +1,7 @@
 """Advantages, weights and losses against hand-worked cases, float64 numpy and another project's vectors."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from tunix_lite.algorithms.advantages import centre, leave_one_out, standardise
 from tunix_lite.algorithms.grpo import GRPO, kl
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
-from tunix_lite.types import Batch
+from tunix_lite.policy import Policy
+from tunix_lite.types import Batch, Rollout
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
 
@@ -135,3 +138,18 @@ def test_sft_is_the_weighted_negative_log_likelihood(batch):
     logprobs = jnp.asarray(batch.old_logprobs)
     loss, _ = SFT().loss(logprobs, batch)
     np.testing.assert_allclose(loss, -(batch.loss_weight * batch.old_logprobs).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chosen", ["whole", "sampled"])
+def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
+    shape = (4, 3)
+    said = Rollout(
+        *(np.ones(shape, kind) for kind in (int, bool, bool)), np.full(shape, -1.0), np.ones(4), np.full(shape, -2.0)
+    )
+    judged = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), metrics={})
+    task = SimpleNamespace(
+        judging=lambda group: SimpleNamespace(see=None, judged=lambda rollout: judged), prompts=lambda examples: None
+    )
+    policy = Policy(lambda *_, on_finished: said, None)
+    batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)
+    assert (batch.old_logprobs == {"sampled": -1, "whole": -2}[chosen]).all()

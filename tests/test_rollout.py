@@ -279,8 +279,7 @@ def test_the_order_of_the_queue_changes_no_token_and_no_bit_of_a_logprob(four_sl
 
 
 def test_a_prompt_that_is_read_beside_wider_ones_has_the_same_bits(four_slots, medium):
-    """Three wide prompts and four narrow ones, two at a time: one narrow one is read with a wide one, and another
-    one in another order."""
+    """Three wide prompts and four narrow ones, two at a time: an odd number of either is left over in any order."""
     prompts = prompts_of((12, 2, 7, 3, 9, 1, 5))
     forwards, backwards = (in_order(four_slots, medium, prompts, order) for order in (range(7), range(6, -1, -1)))
     assert tokens_of(forwards) == tokens_of(backwards)
@@ -708,3 +707,8 @@ def test_decoding_updates_the_cache_in_place(cfg):
     assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < 0.3 * cache  # of which the attention scores of one layer
+
+
+def test_slots_are_a_multiple_of_fsdp():
+    set_mesh(4, 1)
+    assert [engine.in_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]

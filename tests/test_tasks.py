@@ -160,7 +160,7 @@ def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
 def test_truncated_prompts_are_counted_once_per_group():
     examples = [example for example in of_length(6, 4, 2, 5) for _ in range(2)]  # 4 fills its row and is whole
     mask = np.array([[True] * 4, [True] * 4, [False] * 2 + [True] * 2, [True] * 4]).repeat(2, axis=0)
-    rollout = Rollout(np.ones((8, 4), int), mask, np.zeros((8, 4), bool), None, np.ones(8))
+    rollout = Rollout(np.ones((8, 4), int), mask, np.zeros((8, 4), bool), None, np.ones(8), None)
     assert numbers_task([], "truncate").truncated(examples) == 2
     task = numbers_task([], "truncate")
     assert task.judge(examples, rollout).metrics["prompts/truncated"] == 2
@@ -266,7 +266,9 @@ def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
     width = max(map(len, rows))
     tokens = np.array([row + [0] * (width - len(row)) for row in rows])
     mask = np.array([[0 < i < len(row) for i in range(width)] for row in rows])
-    judged = task.judge([{"question": "1 + 2", "answer": "3"}] * 2, Rollout(tokens, mask, mask, None, np.array([1, 0])))
+    judged = task.judge(
+        [{"question": "1 + 2", "answer": "3"}] * 2, Rollout(tokens, mask, mask, None, np.array([1, 0]), None)
+    )
     short = 1 - 16 / 200
     np.testing.assert_allclose(judged.rewards, [1 + 0.5 * short, 0.5 * short])
     assert judged.completions == said and judged.extracted == ["3", "4"] and list(judged.correct) == [True, False]
@@ -276,7 +278,7 @@ def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
 def test_a_reward_that_is_no_number_is_an_error(tokenizer):
     config = TaskConfig(Arithmetic(), "{question}", {"odd": Reward(lambda completion, example: float("nan"))})
     task = Task(config, tokenizer, 32, 48)
-    rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1))
+    rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1), None)
     with pytest.raises(ValueError, match="reward 'odd' is nan for the completion"):
         task.judge([{"question": "1", "answer": "1"}], rollout)
 

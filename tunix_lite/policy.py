@@ -19,10 +19,12 @@ LOGITS_PER_CHUNK = 2**24  # elements of float32 scores held at once per call: 64
 class Policy:
     """All that an algorithm may ask of a model. Tests and other engines supply their own.
 
+    generate(params, prompts, key, num_generations, temperature=..., on_finished=None) -> Rollout may call
+    on_finished(row, tokens) when a completion has ended; what it does not call it for is judged at the end.
     `params` are what the policy acts with; under LoRA, the frozen base with its adapters attached.
     """
 
-    generate: Callable  # (params, prompts, key, num_generations) -> Rollout
+    generate: Callable  # as above
     logprobs: Callable  # (params, tokens, token_mask) -> [B, T]
     ref_logprobs: Callable | None = None  # (tokens, token_mask) -> [B, T]; None: there is no reference
 

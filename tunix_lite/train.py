@@ -195,10 +195,8 @@ def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[Tra
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting = attached(frozen, params, model.lora)
     weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)
-    if not run.algorithm.needs_demonstrations:
-        console.say(f"sampling: {slots} slots, {why}")
-    rollout = replace(run.rollout, num_slots=slots, weights=weights)
-    tokenizer = model.tokenizer
+    console.say(f"sampling: {slots} slots, {why}")
+    rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference)

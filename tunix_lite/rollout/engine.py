@@ -113,13 +113,13 @@ def make_generate(
         tokens, completion_mask = np.full((B, width + new), pad_id, np.int32), np.zeros((B, width + new), bool)
         logprobs, whole_logprobs = np.zeros((2, B, width + new), np.float32)
         finish, seconds = np.zeros(B, np.int8), np.zeros((B, 2), np.float32)
-        steps = sample(params, rows, key, num_generations, temperature, limits=limits, tokenizer=tokenizer)
-        while True:
-            try:
-                touched = next(steps)
-            except StopIteration as end:
-                metrics: Metrics = end.value
-                break
+        metrics: Metrics = {}
+
+        def chunks():
+            options = {"limits": limits, "tokenizer": tokenizer}
+            metrics.update((yield from sample(params, rows, key, num_generations, temperature, **options)))
+
+        for touched in chunks():
             for answer in touched:
                 if answer.reason is not None:
                     row, count = answer.prompt * num_generations + answer.generation, len(answer.tokens)
@@ -155,7 +155,7 @@ def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
 
 
 def in_shards(num_slots: int) -> int:
-    """As many slots, and no more than fsdp does not divide: a share for each device, not all of them on every one."""
+    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every device, whole."""
     return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.rollout.settings import Generation
@@ -47,9 +49,10 @@ def check_prompts(prompts, cfg: ModelConfig, generation: Generation, tokenizer: 
             raise ValueError(
                 f"{name} has {len(row)} tokens; it takes 1 to max_prompt_length={generation.max_prompt_length}"
             )
-        if (top := int(max(row))) >= cfg.vocab_size or min(row) < 0:
+        least, top = np.min(row), np.max(row)
+        if top >= cfg.vocab_size or least < 0:
             raise ValueError(
-                f"{name} holds token {top if top >= cfg.vocab_size else min(row)}, and the model has tokens 0 to "
+                f"{name} holds token {top if top >= cfg.vocab_size else least}, and the model has tokens 0 to "
                 f"{cfg.vocab_size - 1}: the tokenizer is not this model's{quoted(row, tokenizer)}"
             )
 
