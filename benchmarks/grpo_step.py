@@ -1,6 +1,6 @@
 """One GRPO step on a fixed workload, on one device: rollout, reference pass, update. Prints one JSON line.
 
-    python benchmarks/grpo_step.py [--repeats 7]
+    python benchmarks/grpo_step.py [--repeats 7] [--packing none|sequences|prefix] [--remat none|dots|...]
 
 6 layers, embed 256, 4 heads, 1 key/value head, head dim 64, mlp 1024, vocabulary 512, float32; 8 prompts x 8
 generations, prompts of 32 tokens, exactly 64 new ones; KL 0.04 against a reference; one update with AdamW. Without
@@ -26,6 +26,7 @@ import numpy as np
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -37,6 +38,12 @@ from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Prompts, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
+GROUP = PROMPT_LENGTH + GENERATIONS * NEW_TOKENS
+ROWS = {  # what fills rows in the order of the workload: all at once, or 8 micro-batches
+    "none": Rows("none", 1, NEW_TOKENS),
+    "sequences": Rows("sequences", 8, None, GROUP, 1),
+    "prefix": Rows("prefix", 8, None, GROUP, 1),
+}
 CFG = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
 
 
@@ -56,17 +63,21 @@ def matmul_peak(size: int = 2048, repeats: int = 5) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--packing", choices=ROWS, default="none")
+    parser.add_argument("--remat", choices=decoder.REMAT, default="none")
+    args = parser.parse_args()
+    repeats = args.repeats
 
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
     rng = np.random.default_rng(0)
     params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
     generate = make_generate(CFG, Generation(PROMPT_LENGTH, NEW_TOKENS), eos_ids=(CFG.vocab_size,), pad_id=0)
-    policy = make_policy(CFG, generate, 1.0, reference=jax.tree.map(jnp.copy, params))
+    rows = ROWS[args.packing]
+    policy = make_policy(CFG, generate, 1.0, reference=jax.tree.map(jnp.copy, params), rows=rows, remat=args.remat)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
-    train_step = make_train_step(policy, algorithm, optimizer)
+    train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts)
     prompts = Prompts(
         rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).astype(np.int32),
         np.ones((PROMPTS, PROMPT_LENGTH), bool),
@@ -78,8 +89,6 @@ def main() -> None:
         began = time.perf_counter()
         rollout = jax.block_until_ready(generate(state.params, prompts, key, GENERATIONS))
         rolled = time.perf_counter()
-        ref_logprobs = policy.ref_logprobs(rollout.tokens, rollout.token_mask).block_until_ready()
-        scored = time.perf_counter()
         mask = np.asarray(rollout.completion_mask)
         assert (mask.sum(axis=1) == NEW_TOKENS).all()
         rewards = (np.asarray(rollout.tokens) % 7 == 0).mean(axis=1).reshape(PROMPTS, GENERATIONS)
@@ -89,15 +98,17 @@ def main() -> None:
             loss_weight=per_token(mask),
             advantages=np.broadcast_to(standardise(rewards).reshape(-1, 1), mask.shape).astype(np.float32),
             old_logprobs=rollout.logprobs,
-            ref_logprobs=ref_logprobs,
         )
-        state, metrics = train_step(state, None, batch)
+        judged = time.perf_counter()
+        batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
+        scored = time.perf_counter()
+        state, metrics = train_step(state, None, rows.lay_out(batch)[0])
         jax.block_until_ready((state, metrics))
         ended = time.perf_counter()
         if step:  # the first one compiles
             for name, seconds in (
                 ("rollout", rolled - began),
-                ("reference", scored - rolled),
+                ("reference", scored - judged),
                 ("update", ended - scored),
                 ("step", ended - began),
             ):
@@ -108,6 +119,8 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "grpo_step",
+                "packing": args.packing,
+                "remat": args.remat,
                 "seconds": medians,
                 "repeats": repeats,
                 "matmul_peak_gflops": round(matmul_peak()),

@@ -34,13 +34,13 @@ def main() -> None:
 
     @jax.jit
     def scores(params):
-        return decoder.logits(params, model.cfg, decoder.forward(params, model.cfg, tokens, mask))
+        return decoder.logits(params, model.cfg, decoder.forward(params, model.cfg, tokens, decoder.whole(mask)))
 
     whole, projections, reference = {}, {}, None
     for storage in ("bf16", "int8", "nf4"):
         params = source.load_base(model, 0, storage)
         whole[storage] = sum(x.nbytes for x in jax.tree.leaves(params))
-        rest = {name: leaf for name, leaf in params.items() if name not in ("groups", "tail")}
+        rest = {name: leaf for name, leaf in params.items() if name != "layers"}
         small = sum(x.nbytes for path, x in jax.tree.leaves_with_path(params) if is_small(path))
         projections[storage] = whole[storage] - small - sum(x.nbytes for x in jax.tree.leaves(rest))
         said = scores(params)[mask]
@@ -60,7 +60,7 @@ def main() -> None:
 def is_small(path) -> bool:
     """A norm or a bias of a layer."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.startswith(("groups", "tail")) and name.endswith(("norm", "bias"))
+    return name.startswith("layers") and name.endswith(("norm", "bias"))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from tunix_lite.algorithms import advantages, grpo, sft, weighting
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.plan import PlanSettings
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
-from tunix_lite.parallel.mesh import MeshShape, as_text
+from tunix_lite.parallel.mesh import MeshShape, Rules, as_text
 from tunix_lite.rewards import math, text
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks import sources, task
@@ -57,10 +58,12 @@ GROUPS = (
     Group("Training", "training.", config.Training, lambda run: run.training),
     Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
     Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),
+    Group("Sharding", "sharding.", Rules, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.Tracking, lambda run: run.tracking),
     Group("The command generate", "", Generate, None),
     Group("The command chat", "", Chat, None),
     Group("The command export", "", Export, None),
+    Group("The command plan", "", PlanSettings, None),
 )
 OF_PROGRAMS = {"command"}  # groups of which nobody chooses an option: a program begins with its own
 # What YAML may name where, the modules to look in, and the arguments that the caller passes: the rest are settings.

@@ -25,8 +25,11 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "rollout": {"rollout", "models", "parallel", "types"},
     "tasks": {"tasks", "rewards", "types", "models.tokenizer"},
     "tracking": {"tracking", "types"},
-    "step.py": {"parallel", "models.lora"},
-    "policy.py": {"models", "parallel"},
+    "packing.py": {"types"},
+    "micro_batches.py": {"packing", "parallel", "types"},
+    "step.py": {"micro_batches", "models.lora", "optim"},
+    "policy.py": {"micro_batches", "models", "parallel", "types"},
+    "planning": {"planning", "models", "parallel", "rollout", "types", "step", "policy", "micro_batches", "optim", "config"},
     "optim.py": {"types"},
     "checkpoint.py": {"types"},
 }

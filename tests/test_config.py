@@ -1,6 +1,7 @@
 """conf/ and the dataclasses say the same; wrong settings are named; the arithmetic of a batch holds."""
 
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.optim import OptimizerConfig
+from tunix_lite.parallel.mesh import RULES, Rules
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
@@ -46,6 +48,7 @@ KINDS = {
     "command/generate": Generate,
     "generation": Generation,
     "rollout": RolloutConfig,
+    "sharding": Rules,
     "training": Training,
     "optimizer": OptimizerConfig,
     "evaluation": Evaluation,
@@ -80,7 +83,9 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
         groups = {next(iter(entry)) for entry in values.pop("defaults") if isinstance(entry, dict)}
         values.pop("hydra")
         fields -= groups
-    values.pop("defaults", None)
+    if "default" in values.pop("defaults", []):  # says only what it changes
+        assert set(values) < fields
+        return
     assert set(values) - {"_target_"} == fields
     if source := values.get("source"):
         assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(Arithmetic)}
@@ -156,7 +161,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is dr_grpo, grpo, sft"),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is judged against the others"),
         (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
-        (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32 or bf16"),
+        (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16 or bf16_params"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
         (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; did you mean"),
@@ -251,3 +256,24 @@ def test_build_binds_functions_and_builds_classes():
         "rewards": {"short": {"fn": {"_target_": "tunix_lite.rewards.text.brevity", "length": 10}, "weight": 2}},
     }).rewards["short"]  # fmt: skip
     assert reward.fn("12345", {}) == 0.5 and reward.weight == 2.0
+
+
+def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
+    run = compose([])
+    assert run.sharding.train == run.sharding.rollout == RULES
+    assert compose(["sharding=data_parallel"]).sharding.train == RULES | {"embed": None, "embed_blocks": None}
+    assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("+sharding.train.width=tp", "sharding: train.width: there is no such logical axis"),
+        ("sharding.train.mlp=dp", "sharding: train.mlp='dp'; it is fsdp, tp or null"),
+        ("sharding.rollout.residual_seq=tp", "sharding: rollout.residual_seq: a token that is sampled has no length"),
+        ("sharding.train.batch=null", "sharding: batch: sequences are divided over fsdp"),
+    ],
+)
+def test_rules_that_cannot_be_are_named(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose([override])

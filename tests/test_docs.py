@@ -25,6 +25,7 @@ from tunix_lite.commands import program
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.plan import PlanSettings, make_plans
 from tunix_lite.config import RunConfig, build, plan_batch
 from tunix_lite.export import KINDS
 from tunix_lite.models import decoder, weights
@@ -33,8 +34,8 @@ from tunix_lite.models.quantize import stored
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.prepare import check_generation
 from tunix_lite.tasks.task import Reward, Task
-from tunix_lite.train import check_generation
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -49,7 +50,7 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export}  # and their own settings
+PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanSettings}  # and their own settings
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -218,6 +219,9 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     values = program.composed(overrides, of=(f"+command={name}",))
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
+    if name == "plan":
+        make_plans(run, dataclasses.replace(settings, analytic=True), overrides)
+        return
     if settings.checkpoint is not None:
         assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"
     check_model(run, devices)

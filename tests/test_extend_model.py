@@ -91,7 +91,7 @@ def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
     shapes = {path: x.shape for path, x in hf.flat(state.params).items()}
-    assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["groups/0/q"] == (2, 64, 4, 16)
+    assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["layers/q"] == (2, 64, 4, 16)
 
 
 def test_the_count_that_the_page_prints_is_the_count_by_hand(capsys):
@@ -192,7 +192,11 @@ def test_a_mistral_equals_that_of_transformers(window, tmp_path):
     asked, mask = torch.tensor(tokens), np.ones_like(tokens, bool)
     with torch.no_grad():
         theirs = model(asked).logits.numpy()
-    ours = jax.jit(lambda params: decoder.logits(params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), mask)))
+    ours = jax.jit(
+        lambda params: decoder.logits(
+            params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), decoder.whole(mask))
+        )
+    )
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
 

@@ -177,4 +177,3 @@ def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
     cfg, _ = read_config(tmp_path)
     assert cfg == scaled
     assert cfg.kinds == ("local",) * 5 + ("global", "local")
-    assert cfg.num_groups == 1 and cfg.tail == ("local",)

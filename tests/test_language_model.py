@@ -69,7 +69,7 @@ def trained(folder, *more: str):
         return folder, train(compose([*TRAINING, f"model.weights={TINY}", *more]), folder)
 
 
-ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="groups/./(q|down)"']
+ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="layers/(q|down)"']
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_overwriting_replaces_only_what_export_wrote(tmp_path):
     with pytest.raises(ConfigError, match="holds notes.txt, which export did not write, so it is not replaced"):
         export(one(), tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "notes.txt").unlink()
-    stands_on = one(Model(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="groups/0/q")))
+    stands_on = one(Model(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
     with pytest.raises(ConfigError, match="is the folder of the base that the model stands on"):
         export(stands_on, tmp_path / "out", overwrite=True)
 

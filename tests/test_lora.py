@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
+from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, merge, pairs
@@ -64,7 +65,9 @@ def adapters_of(lora: LoraConfig = LORA, seed: int = 1, trained: bool = True):
 def logits(params, tokens, dtype=jnp.float32):
     @jax.jit
     def run(params):
-        return decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, jnp.ones_like(tokens, bool), dtype))
+        return decoder.logits(
+            params, CFG, decoder.forward(params, CFG, tokens, decoder.whole(jnp.ones_like(tokens, bool)), dtype)
+        )
 
     return run(params)
 
@@ -110,15 +113,15 @@ def test_adapters_lie_as_their_weights_do():
     set_mesh(2, 2)
     P = jax.sharding.PartitionSpec
     placed = {path: (a.sharding.spec, b.sharding.spec) for path, (a, b) in pairs(adapters_of()).items()}
-    assert placed["groups/0/q"] == (P(None, "fsdp", None), P(None, None, "tp", None))
-    assert placed["tail/0/down"] == (P("tp", None), P(None, "fsdp"))
-    assert placed["groups/1/o"] == (P(None, "tp", None, None), P(None, None, "fsdp"))
+    assert placed["layers/q"] == (P(None, "fsdp", None), P(None, None, "tp", None))
+    assert placed["layers/down"] == (P(None, "tp", None), P(None, None, "fsdp"))
+    assert placed["layers/o"] == (P(None, "tp", None, None), P(None, None, "fsdp"))
 
 
 @pytest.mark.parametrize(
     "targets, message",
     [
-        ("attention/q", "matches no weight; paths look like groups/0/q, groups/0/k, groups/0/v"),
+        ("attention/q", "matches no weight; paths look like layers/q, layers/k, layers/v"),
         (".*", "matches embed, which is not a projection"),
         (".*/(q|q_norm)", "which is not a projection"),
     ],
@@ -179,7 +182,7 @@ def test_a_quantised_base_takes_the_bytes_that_it_should():
     size = {}
     for storage in ("bf16", "int8", "nf4"):
         params = init_stored(decoder.weights(cfg), jax.random.key(0), storage)
-        projections = {name: leaf for name, leaf in params["groups"]["0"].items() if "norm" not in name}
+        projections = {name: leaf for name, leaf in params["layers"].items() if "norm" not in name}
         size[storage] = sum(x.nbytes for x in jax.tree.leaves(projections))
     assert size["nf4"] / size["bf16"] == pytest.approx((4 + 32 / 64) / 16, abs=1e-3)  # 0.281
     # o's blocks end with the head: 64
@@ -191,7 +194,7 @@ def test_random_bases_are_the_random_weights_quantised():
     plain = init_params(table, jax.random.key(3))
     packed = init_stored(table, jax.random.key(3), "int8")
     np.testing.assert_allclose(
-        dense(jax.tree.map(lambda x: x[0], packed["groups"]["0"]["q"])), plain["groups"]["0"]["q"][0], atol=2e-3
+        dense(jax.tree.map(lambda x: x[0], packed["layers"]["q"])), plain["layers"]["q"][0], atol=2e-3
     )
     assert packed["embed"].dtype == jnp.bfloat16
 
@@ -209,9 +212,7 @@ def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
 def batch() -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
-    return jax.tree.map(
-        lambda x: put(x, "batch", "seq"), Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32))
-    )
+    return Rows().lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[0]
 
 
 class Likelihood:
@@ -257,9 +258,9 @@ def test_gradients_of_adapters_are_those_of_the_merged_weight():
         return -jnp.sum(token_logprobs(params, TOKENS, mask, cfg=CFG))
 
     merged = merge(attach(base, adapters, LORA), CFG)
-    whole = jax.jit(jax.grad(loss))(merged)["tail"]["0"]["gate"]
-    ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, LORA))))(adapters)["tail"]["0"]["gate"]
-    a, b = pairs(adapters)["tail/0/gate"]
+    whole = jax.jit(jax.grad(loss))(merged)["layers"]["gate"]
+    ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, LORA))))(adapters)["layers"]["gate"]
+    a, b = pairs(adapters)["layers/gate"]
     np.testing.assert_allclose(ours["a"], LORA.scale * whole @ b.T, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(ours["b"], LORA.scale * a.T @ whole, rtol=1e-3, atol=1e-3)
 
@@ -300,5 +301,5 @@ def test_adapters_decay_and_biases_do_not():
 def test_without_a_base_the_params_act_themselves():
     params = {"w": 1}
     assert attached(None, params, None) is params
-    assert isinstance(attached(base_of(), adapters_of(), LORA)["tail"]["0"]["q"], Lora)
-    assert isinstance(base_of("int8")["tail"]["0"]["q"], Int8) and isinstance(base_of("nf4")["tail"]["0"]["q"], Nf4)
+    assert isinstance(attached(base_of(), adapters_of(), LORA)["layers"]["q"], Lora)
+    assert isinstance(base_of("int8")["layers"]["q"], Int8) and isinstance(base_of("nf4")["layers"]["q"], Nf4)

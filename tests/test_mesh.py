@@ -9,6 +9,7 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -18,7 +19,6 @@ from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
-from tunix_lite.train import placed
 from tunix_lite.types import TrainState
 
 CFG = ModelConfig(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
@@ -45,7 +45,8 @@ def run(fsdp: int, tp: int):
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, Generation(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)
-    policy = make_policy(CFG, generate, 1.0, reference=jax.tree.map(jnp.copy, params))
+    rows = Rows(num_parts=2, num_scored=8)
+    policy = make_policy(CFG, generate, 1.0, rows=rows, reference=jax.tree.map(jnp.copy, params))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     # Plain rewards as advantages: centred ones make a loss of zero, of which nothing is a small fraction.
@@ -55,7 +56,7 @@ def run(fsdp: int, tp: int):
     for step in range(STEPS):
         key = jax.random.fold_in(jax.random.key(0), step)
         batch, *_ = algorithm.collect(policy, EvenTask(), state.params, [{}] * 4, key)
-        state, metrics = train_step(state, None, placed(batch))
+        state, metrics = train_step(state, None, rows.lay_out(batch)[0])
         tokens.append(np.asarray(batch.tokens))
         seen.append({name: float(value) for name, value in metrics.items()})
     return tokens, seen, state

@@ -91,7 +91,9 @@ def both(request, tmp_path_factory):
 def scores(params, cfg, tokens):
     @jax.jit
     def run(params, tokens):
-        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, jnp.ones_like(tokens, bool)))
+        return decoder.logits(
+            params, cfg, decoder.forward(params, cfg, tokens, decoder.whole(jnp.ones_like(tokens, bool)))
+        )
 
     return run(params, tokens)
 

@@ -45,11 +45,11 @@ def test_adapters_come_back_as_they_went(folder):
 
 
 def test_adapters_of_some_layers_only_name_their_modules_in_full(tmp_path):
-    some = LoraConfig(rank=2, targets="groups/0/q")
+    some = LoraConfig(rank=2, targets="layers/q")
     peft.save_adapters(random_adapters(CFG, some), CFG, GEMMA3, some, tmp_path, "base")
     modules = json.loads((tmp_path / peft.CONFIG).read_text())["target_modules"]
     assert modules == ["model.layers.0.self_attn.q_proj", "model.layers.2.self_attn.q_proj"]
-    assert peft.read_config(LoraConfig(adapter=str(tmp_path)), CFG, GEMMA3).targets == "groups/0/q"
+    assert peft.read_config(LoraConfig(adapter=str(tmp_path)), CFG, GEMMA3).targets == "layers/q"
 
 
 def change_config(folder, **values):
@@ -125,7 +125,9 @@ TOKENS = np.random.default_rng(0).integers(0, 97, (2, 20))
 def our_logits(params, cfg):
     @jax.jit
     def run(params):
-        return decoder.logits(params, cfg, decoder.forward(params, cfg, TOKENS, jnp.ones_like(TOKENS, bool)))
+        return decoder.logits(
+            params, cfg, decoder.forward(params, cfg, TOKENS, decoder.whole(jnp.ones_like(TOKENS, bool)))
+        )
 
     return np.asarray(run(params))
 
@@ -163,7 +165,7 @@ def test_an_adapter_of_pefts_says_the_same_here(theirs, tmp_path, use_rslora):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("targets", [".*/(q|k|v|o|gate|up|down)", "groups/0/(v|down)"])
+@pytest.mark.parametrize("targets", [".*/(q|k|v|o|gate|up|down)", "layers/(v|down)"])
 def test_peft_says_the_same_with_ours_and_merged_equals_adapter(theirs, tmp_path, targets):
     library, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     import torch

@@ -40,7 +40,7 @@ def test_greedy_equals_decoding_without_a_cache(cfg, params, generate):
         for _ in range(NEW):
             fixed = np.array([tokens + [0] * (PROMPT + NEW - len(tokens))])  # one shape: compiled once
             mask = np.arange(PROMPT + NEW)[None] < len(tokens)
-            hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, fixed, mask)
+            hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, fixed, decoder.whole(mask))
             tokens.append(int(jnp.argmax(decoder.logits(params, cfg, hidden[0, len(tokens) - 1]))))
             if tokens[-1] in EOS:
                 break
@@ -203,7 +203,9 @@ def score(two_layers, medium):
     """Scores of the tokens of completions by the whole sequences, without a cache: for each completion [tokens, V]."""
     rows = len(LENGTHS) * GROUP
     forward = jax.jit(
-        lambda params, *row: decoder.logits(params, two_layers, decoder.forward(params, two_layers, *row))
+        lambda params, tokens, mask: decoder.logits(
+            params, two_layers, decoder.forward(params, two_layers, tokens, decoder.whole(mask))
+        )
     )
 
     def score(prompts, answers):

@@ -189,7 +189,9 @@ def rollout(params):
 
 def scores_after(params, tokens) -> np.ndarray:
     tokens = np.array([tokens])
-    return np.asarray(decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, tokens >= 0)[0, -1]), np.float64)
+    return np.asarray(
+        decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, decoder.whole(tokens >= 0))[0, -1]), np.float64
+    )
 
 
 def test_pairs_of_tokens_follow_the_distribution_of_pairs(params, rollout):

@@ -89,7 +89,7 @@ def test_a_size_runs_in_shape(name):
     cfg = model(name).architecture
 
     def run(params, tokens_BT, token_mask_BT):
-        hidden_BTD = decoder.forward(params, cfg, tokens_BT, token_mask_BT, jnp.bfloat16)
+        hidden_BTD = decoder.forward(params, cfg, tokens_BT, decoder.whole(token_mask_BT), jnp.bfloat16)
         return hidden_BTD, decoder.logits(params, cfg, hidden_BTD)
 
     params = weights.shapes(decoder.weights(cfg), jnp.bfloat16)

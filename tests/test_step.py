@@ -10,9 +10,12 @@ import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.micro_batches import Rows, summed
 from tunix_lite.models import decoder
+from tunix_lite.models.vocabulary import Scores
+from tunix_lite.parallel.mesh import put
 from tunix_lite.policy import Policy, token_logprobs
-from tunix_lite.step import make_train_step, summed
+from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 
@@ -77,7 +80,7 @@ def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, ro
         return jax.jit(jax.value_and_grad(loss))(params)
 
     whole = value_and_gradient()
-    monkeypatch.setattr("tunix_lite.policy.LOGITS_PER_CHUNK", 20 * 32 * 4)  # 4 columns at a time, 21 to do
+    monkeypatch.setattr("tunix_lite.models.vocabulary.SCORES_AT_ONCE", 20 * 21 * 4)  # 4 entries of the 32 at a time
     chunked = value_and_gradient()
     np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
     assert relative_difference(chunked[1], whole[1]) < 1e-5
@@ -86,7 +89,7 @@ def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, ro
 def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
     score = jax.jit(partial(token_logprobs, cfg=cfg, temperature=0.8))
     got = score(params, rollout.tokens, rollout.token_mask)
-    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, rollout.tokens, rollout.token_mask)
+    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, rollout.tokens, decoder.whole(rollout.token_mask))
     scores = decoder.logits(params, cfg, hidden)
     scores = np.asarray(scores, np.float64) / 0.8
     full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
@@ -113,9 +116,11 @@ def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
 
 def small_problem(max_grad_norm, steps=3):
     """A policy of one vector, whose gradient is known: loss = - sum_v w_v logprob_v = - w . x."""
-    policy = Policy(generate=None, logprobs=lambda params, tokens, mask: params["x"][None] + jnp.zeros(tokens.shape))
+    zeros = jnp.zeros((1, 3))
+    policy = Policy(generate=None, scores=lambda params, batch: Scores(params["x"][None] + zeros, zeros))
     slope = np.array([30.0, -40.0, 0.0], np.float32)
     batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
+    batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)
     from tunix_lite.algorithms.sft import SFT
     from tunix_lite.optim import OptimizerConfig, make_optimizer
 
@@ -142,6 +147,7 @@ def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, roll
     copied = jax.tree.map(jnp.copy, params)
     state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
     train_step = make_train_step(policy, GRPO(), optimizer)
-    new, _ = train_step(state, None, batch_of(rollout))
+    batch, _ = Rows().lay_out(batch_of(rollout))
+    new, _ = train_step(state, None, batch)
     assert int(new.step) == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

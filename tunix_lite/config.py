@@ -6,14 +6,21 @@ import difflib
 import importlib
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from tunix_lite.micro_batches import PACKING, Rows
+from tunix_lite.models.attention import IMPLEMENTATIONS
+from tunix_lite.models.decoder import REMAT, ModelConfig, layer_weights
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
+from tunix_lite.packing import rows_needed_at_most
+from tunix_lite.parallel.mesh import Rules
+from tunix_lite.policy import DTYPES
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import TaskConfig
 
@@ -25,26 +32,54 @@ class ConfigError(ValueError):
 # ---- the settings of a run, one class per folder of conf/
 
 
+TOKENS_AT_ONCE = 2048  # of packed rows in a micro-batch, where nobody says
+SCORE_COST = (
+    4  # of a FLOP in attention, against one of a product with weights: softmax and masks move more than they do
+)
+CHOICES = {  # settings of Training that name one of a few
+    "packing": PACKING,
+    "mixed_precision": tuple(DTYPES),
+    "remat": tuple(REMAT),
+    "attention": ("auto", *IMPLEMENTATIONS),
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """How long to train, on how much at a time, and what to keep."""
 
     max_steps: int = 60  # optimizer updates
     prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
-    micro_batch_size: int | None = None  # sequences per fsdp shard in one forward and backward; null: derived
+    micro_batch_size: int | str | None = None  # sequences per fsdp shard at a time; null: derived; auto: all that fit
     gradient_accumulation_steps: int | None = None  # micro-batches summed into an update; null: derived
-    mixed_precision: str = "fp32"  # fp32, or bf16: compute in bfloat16, keep weights and optimizer in float32
+    packing: str = "none"  # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
+    micro_batch_tokens: int | None = None  # of packed rows, per fsdp shard in one forward and backward; null: one row
+    mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
+    remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
+    attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
+    sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
+    profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
     save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
 
     def __post_init__(self):
-        if self.mixed_precision not in ("fp32", "bf16"):
-            raise ValueError(f"mixed_precision={self.mixed_precision!r}; it is fp32 or bf16")
-        for name in ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or {choices[-1]}")
+        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
+            raise ValueError(f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to derive it")
+        for name in ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens"):
+            if (value := getattr(self, name)) not in (None, "auto") and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
-        for name in ("max_steps", "log_interval_steps", "keep_checkpoints"):
+        if self.packing == "none" and self.micro_batch_tokens is not None:
+            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is none")
+        if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
+            raise ValueError(
+                f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
+                "micro_batch_size or gradient_accumulation_steps"
+            )
+        for name in ("max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.save_interval_steps < 0:
@@ -83,6 +118,7 @@ class RunConfig:
     algorithm: Any  # has collect(policy, task, params, examples, key) and loss(logprobs, batch)
     task: TaskConfig
     model: Model = field(default_factory=Model)
+    sharding: Rules = field(default_factory=Rules)
     generation: Generation = field(default_factory=Generation)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: Training = field(default_factory=Training)
@@ -109,12 +145,15 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the sequences of one update are made up. All four numbers of the identity, which holds."""
+    """How the sequences of one update are made up. All four numbers of the identity, which holds.
+
+    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers are 0.
+    """
 
     prompts: int
     num_generations: int
-    micro_batch_size: int
     fsdp: int
+    micro_batch_size: int
     num_micro_batches: int
 
     @property
@@ -122,8 +161,11 @@ class BatchPlan:
         return self.prompts * self.num_generations
 
     def __str__(self) -> str:
+        sequences = f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences"
+        if not self.num_micro_batches:
+            return sequences
         return (
-            f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences = "
+            f"{sequences} = "
             f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x {self.num_micro_batches} accumulation"
         )
 
@@ -136,6 +178,10 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     settings, G = run.training, run.algorithm.num_generations
     prompts, micro = settings.prompts_per_step, settings.micro_batch_size
     accumulation = settings.gradient_accumulation_steps
+    if settings.packing != "none":
+        if prompts is None:
+            raise ConfigError(f"training: packing={settings.packing} needs prompts_per_step")
+        return BatchPlan(prompts, G, fsdp, 0, 0)
     if prompts is None:
         if micro is None:
             raise ConfigError("training: give prompts_per_step or micro_batch_size; the rest is derived")
@@ -164,7 +210,52 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
             f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to "
             "have it derived"
         )
-    return BatchPlan(prompts, G, micro, fsdp, accumulation)
+    if accumulation % settings.sync_gradients_every:
+        raise ConfigError(
+            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the {accumulation} "
+            f"micro-batches of an update ({total})"
+        )
+    return BatchPlan(prompts, G, fsdp, micro, accumulation)
+
+
+def plan_rows(run: RunConfig, batch: BatchPlan, cfg: ModelConfig) -> Rows:
+    """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit into a micro-batch."""
+    settings, every = run.training, run.training.sync_gradients_every
+    if settings.packing == "none":
+        return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    longest, width = run.generation.max_prompt_length + run.generation.max_new_tokens, row_width(run, cfg)
+    if (settings.micro_batch_tokens or longest) < longest:
+        raise ConfigError(
+            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest sequence: "
+            f"max_prompt_length={run.generation.max_prompt_length} + max_new_tokens={run.generation.max_new_tokens} = "
+            f"{longest}"
+        )
+    rows_per_part = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // width)
+    parts = -(-rows_needed_at_most(batch.sequences, longest, width) // (rows_per_part * batch.fsdp))
+    return Rows(settings.packing, -(-parts // every) * every, None, width, rows_per_part)
+
+
+def row_width(run: RunConfig, cfg: ModelConfig) -> int:
+    """Tokens of a row: the longest sequence or, with its prompt once, as much of a group as pays and fits.
+
+    Of k completions with one prompt each costs (prompt / k + new) tokens, and each token products with weights and
+    scores for the whole row: what the one saves, the other takes when rows grow.
+    """
+    prompt, new = run.generation.max_prompt_length, run.generation.max_new_tokens
+    if run.training.packing != "prefix":
+        return min(prompt + new, run.training.micro_batch_tokens or sys.maxsize)
+    scores = SCORE_COST * 4 * cfg.num_heads * cfg.head_dim  # of a token with one key
+    products = 2 * sum(math.prod(w.shape) for w in layer_weights(cfg).values() if w.inputs)
+
+    def cost(k: int) -> float:
+        return (prompt / k + new) * (products + scores * (prompt + k * new))
+
+    fitting = [
+        k
+        for k in range(1, run.algorithm.num_generations + 1)
+        if prompt + k * new <= (run.training.micro_batch_tokens or sys.maxsize)
+    ]
+    return prompt + min(fitting, key=cost, default=1) * new
 
 
 def _least_prompts(num_generations: int, fsdp: int) -> int:
@@ -197,8 +288,9 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (types.UnionType, Union):  # `X | None`
-        return None if value is None else build(args[0], value, where)
+    if origin in (types.UnionType, Union):  # `X | None`, or of several plain types the one that the value has
+        kinds = [kind for kind in args if kind is not type(None)]
+        return None if value is None else build(type(value) if type(value) in kinds else kinds[0], value, where)
     if kind is Any or origin is Callable or kind is Callable:
         raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
     if origin is dict:

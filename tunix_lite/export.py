@@ -167,7 +167,7 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
 
     @jax.jit
     def scores(params):
-        hidden = decoder.forward(params, cfg, tokens, jnp.ones_like(tokens, bool))
+        hidden = decoder.forward(params, cfg, tokens, decoder.whole(jnp.ones_like(tokens, bool)))
         return decoder.logits(params, cfg, hidden)
 
     ours, theirs = scores(model.params), scores(params)

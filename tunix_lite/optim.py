@@ -1,15 +1,18 @@
 """The optimizer: clip by global norm, Adam with decoupled weight decay (arXiv:1711.05101), a schedule over the run."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
 
-from tunix_lite.types import Params
+from tunix_lite.types import Params, TrainState
 
 SCHEDULES = ("constant", "linear", "cosine")
+ROUNDING = 0x70D  # folded into the seed, so that rounding and sampling share no numbers
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,52 @@ def is_matrix(params: Params) -> Params:
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params):
     """The optimizer's state, born sharded: its moments lie where their weights lie, its counters everywhere."""
-    leaf = jax.tree.leaves(params)[0]
-    everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-    shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        jax.tree.map(lambda p: p.sharding, params),
-        transform_non_params=lambda _: everywhere,
-    )
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+    places = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
+    return jax.jit(optimizer.init, out_shardings=places)(params)
+
+
+def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params):
+    """The optimizer's state as ShapeDtypeStructs, placed; params: arrays, or shapes with places."""
+    everywhere = jax.sharding.NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, jax.sharding.PartitionSpec())
+    places = jax.tree.map(lambda p: p.sharding, params)
+    shapes = jax.eval_shape(optimizer.init, params)
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # optax makes small arrays, here and not elsewhere
+        placed = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, place: place, shapes, places, transform_non_params=lambda _: everywhere
+        )
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, placed)
+
+
+def updated(optimizer: optax.GradientTransformation, grads, state: TrainState, seed: int):
+    """The new params, the new state of the optimizer, and the norm of what was added.
+
+    What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and rounded up or down by
+    chance, the nearer the likelier: to the nearest, an update of less than half a last digit would never arrive. The
+    chance comes from (seed, step), so that it is the same on every mesh.
+    """
+    wide = partial(jax.tree.map, lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x)
+    params = wide(state.params)
+    updates, opt_state = optimizer.update(wide(grads), wide(state.opt_state), params)
+    new = optax.apply_updates(params, updates), opt_state
+    old, key = (state.params, state.opt_state), jax.random.fold_in(jax.random.key(seed), ROUNDING)
+    leaves, form = jax.tree.flatten(new)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
+    rounded = [round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, jax.tree.leaves(old), keys)]
+    return *form.unflatten(rounded), optax.tree.norm(updates)
+
+
+def is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def round_by_chance(x, dtype, key):
+    """x as dtype. From float32 to bfloat16, which is its upper half, up with the chance that the lower half says."""
+    if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = (bits + (jax.random.bits(key, x.shape, jnp.uint16)).astype(jnp.uint32)) >> 16
+    rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))
 
 
 def learning_rate_at(cfg: OptimizerConfig, max_steps: int, step: int) -> float:

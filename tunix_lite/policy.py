@@ -7,12 +7,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models import decoder
+from tunix_lite.micro_batches import Rows, mapped
+from tunix_lite.models import attention, decoder
+from tunix_lite.models.attention import Sight
 from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.vocabulary import Scores, token_scores
 from tunix_lite.parallel.mesh import constrain
+from tunix_lite.types import Batch
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}  # of the computation, as training.mixed_precision names it
-LOGITS_PER_CHUNK = 2**24  # elements of float32 scores held at once per call: 64 MiB
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}  # of the computation
+STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}  # and of what trains
+ROWS = Rows()
 
 
 @dataclass(frozen=True)
@@ -25,43 +30,73 @@ class Policy:
     """
 
     generate: Callable  # as above
-    logprobs: Callable  # (params, tokens, token_mask) -> [B, T]
-    ref_logprobs: Callable | None = None  # (tokens, token_mask) -> [B, T]; None: there is no reference
+    scores: Callable  # (params, batch in rows) -> Scores, [R, W] each, 0 where no token counts; inside jit
+    ref_logprobs: Callable | None = None  # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference
 
 
-def make_policy(cfg: ModelConfig, generate, temperature: float, dtype=jnp.float32, reference=None) -> Policy:
-    """A decoder as a Policy. `reference` are the frozen params of the KL term, or None."""
-    logprobs = jax.jit(partial(token_logprobs, cfg=cfg, temperature=temperature, dtype=dtype))
-    ref_logprobs = None if reference is None else partial(logprobs, reference)
-    return Policy(generate, logprobs, ref_logprobs)
+def make_policy(
+    cfg: ModelConfig, generate, temperature: float, dtype=jnp.float32, reference=None, rows: Rows = ROWS, **scoring
+) -> Policy:
+    """A decoder as a Policy. `reference` are the frozen params of the KL term, or None.
+
+    rows: how sequences are laid out; scoring: `remat` and `attend` as decoder.forward takes them.
+    """
+    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+    if reference is None:
+        return Policy(generate, scores)
+    score = scoring_program(scores, rows)
+
+    def ref_logprobs(batch: Batch):
+        laid_out, layout = rows.lay_out(batch)
+        return layout.back(score(reference, laid_out))
+
+    return Policy(generate, scores, ref_logprobs)
+
+
+def scoring_program(scores: Callable, rows: Rows):
+    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as the update is.
+
+    Every device has all of them, so that every process can read them.
+    """
+
+    def score(params, batch):
+        return constrain(mapped(lambda part: scores(params, part).logprobs, batch, rows.num_parts), "seq", "seq")
+
+    return jax.jit(score)
+
+
+def batch_scores(params, batch: Batch, *, cfg: ModelConfig, temperature: float, dtype, **forward) -> Scores:
+    """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
+
+    Only they get scores over the vocabulary, and of those [R, W, V] never exist.
+    """
+    sight = Sight(batch.positions, batch.segment_ids, batch.branches)
+    hidden_RWD = decoder.forward(params, cfg, batch.tokens, sight, dtype, **forward)
+    before_RMD, targets_RM = to_score(hidden_RWD, batch)
+    found = token_scores(before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature)
+    return Scores(*(in_place(jnp.where(batch.is_scored, x_RM, 0.0), batch) for x_RM in found))
+
+
+def to_score(hidden_RWD, batch: Batch):
+    """The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M]."""
+    if batch.scored is None:  # slices: gathers take a CPU twice as long as the head
+        M = batch.is_scored.shape[1]
+        return hidden_RWD[:, -M - 1 : -1], batch.tokens[:, -M:]
+    before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
+    return before_RMD, jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
+
+
+def in_place(x_RM, batch: Batch):
+    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
+    R, W = batch.tokens.shape
+    if batch.scored is None:
+        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
+    return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
 
 def token_logprobs(params, tokens_BT, token_mask_BT, *, cfg: ModelConfig, temperature: float = 1.0, dtype=jnp.float32):
-    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts, is 0.
-
-    The scores [B, T, V] never exist: they are made, and in the backward pass remade, a few columns at a time.
-    """
-    hidden_BTD = decoder.forward(params, cfg, tokens_BT, token_mask_BT, dtype)[:, :-1]
-    targets_BT = tokens_BT[:, 1:]
-    B, T = targets_BT.shape
-    width = max(1, min(T, LOGITS_PER_CHUNK // (B * cfg.vocab_size)))
-    chunks = -(-T // width)
-    pad = ((0, 0), (0, chunks * width - T))
-    hidden = jnp.pad(hidden_BTD, (*pad, (0, 0))).reshape(B, chunks, width, -1).swapaxes(0, 1)
-    targets = jnp.pad(targets_BT, pad).reshape(B, chunks, width).swapaxes(0, 1)
-
-    @jax.checkpoint
-    def one_chunk(_, part):
-        hidden, targets = part
-        scores = constrain(decoder.logits(params, cfg, hidden) / temperature, "batch", "seq", "vocab")
-        return None, pick(scores, targets) - jax.nn.logsumexp(scores, axis=-1)
-
-    _, logprobs = jax.lax.scan(one_chunk, None, (hidden, targets))
-    logprobs_BT = logprobs.swapaxes(0, 1).reshape(B, -1)[:, :T]
-    return jnp.pad(logprobs_BT, ((0, 0), (1, 0)))
-
-
-def pick(scores, targets):
-    """scores[..., targets], written as a masked sum so that a vocabulary divided over tp needs no gather."""
-    vocabulary = jnp.arange(scores.shape[-1])
-    return jnp.sum(jnp.where(vocabulary == targets[..., None], scores, 0.0), axis=-1)
+    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts, is 0."""
+    hidden_BTD = decoder.forward(params, cfg, tokens_BT, attention.whole(token_mask_BT), dtype)[:, :-1]
+    table_VD = decoder.output_table(params, cfg)
+    found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
+    return jnp.pad(found.logprobs, ((0, 0), (1, 0)))

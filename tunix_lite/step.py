@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tunix_lite.micro_batches import summed
 from tunix_lite.models.lora import LoraConfig, attached
-from tunix_lite.parallel.mesh import axis_size, constrain
+from tunix_lite.optim import updated
 
 DROPOUT = 0xD0  # folded into the seed, so that dropout and sampling share no numbers
 
@@ -19,38 +20,55 @@ def make_train_step(
     num_micro_batches: int = 1,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    sync_every: int = 1,
 ):
     """train_step(state, frozen, batch) -> (state, metrics), compiled once.
 
     The old state is donated: do not use it again. `frozen` is the base that `lora` adapts (None: all weights train);
-    it stays. `seed` is that of the adapters' dropout.
+    it stays. `batch` is in rows (micro_batches.Rows). `seed` is that of the adapters' dropout and of rounding. The
+    gradient crosses the mesh once in `sync_every` micro-batches. `train_step.program(*args)` is what is compiled, for
+    arguments or their shapes, and `train_step.compiled(*args)` is compiled: it knows its memory and what it sends.
     """
 
-    def objective(params, frozen, batch, keys_B):
-        acting = attached(frozen, params, lora, keys_B)
-        return algorithm.loss(policy.logprobs(acting, batch.tokens, batch.token_mask), batch)
+    def objective(params, frozen, batch, keys_R):
+        scores = policy.scores(attached(frozen, params, lora, keys_R), batch)
+        loss, metrics = algorithm.loss(scores.logprobs, batch)
+        entropy = jnp.sum(batch.loss_weight * scores.entropy)
+        return loss, {"train/loss": loss, "train/entropy": jax.lax.stop_gradient(entropy), **metrics}
 
     def gradient(params, frozen, part):
-        (loss, metrics), grads = jax.value_and_grad(objective, has_aux=True)(params, frozen, *part)
-        return grads, {"train/loss": loss, **metrics}
+        grads, metrics = jax.grad(objective, has_aux=True)(params, frozen, *part)
+        return grads, metrics
 
-    def update(state, frozen, batch):
-        keys_B = dropout_keys(seed, state.step, len(batch.tokens)) if lora and lora.dropout else None
-        grads, metrics = summed(partial(gradient, state.params, frozen), (batch, keys_B), num_micro_batches)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+    def update(state, frozen, batch, places):
+        keys_R = dropout_keys(seed, state.step, len(batch.tokens)) if lora and lora.dropout else None
+        used, batch = batch.num_parts, batch.replace(num_parts=None)
+        of_part = partial(gradient, state.params, frozen)
+        grads, metrics = summed(of_part, (batch, keys_R), num_micro_batches, used, places, sync_every)
+        params, opt_state, size = updated(optimizer, grads, state, seed)
         metrics["train/grad_norm"] = optax.tree.norm(grads)
-        metrics["train/update_norm"] = optax.tree.norm(updates)
+        metrics["train/update_norm"] = size
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    compiled = {}
+    def program(*args):
+        places = jax.tree.map(lambda x: x.sharding, args)
+        state = places[0]  # where the state lives that comes in, the one that goes out does, too
+        with_places = partial(update, places=state.params)
+        return jax.jit(with_places, in_shardings=places, out_shardings=(state, None), donate_argnums=0)
+
+    ready = {}
+
+    def compiled(*args):
+        leaves, form = jax.tree.flatten(args)
+        key = (form, *((x.shape, x.dtype, x.sharding) for x in leaves))
+        if key not in ready:
+            ready[key] = program(*args).lower(*args).compile()
+        return ready[key]
 
     def train_step(state, frozen, batch):
-        if not compiled:  # the state that comes in says where the state that comes out must live
-            out_shardings = (jax.tree.map(lambda x: x.sharding, state), None)
-            compiled["update"] = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
-        return compiled["update"](state, frozen, batch)
+        return compiled(state, frozen, batch)(state, frozen, batch)
 
+    train_step.program, train_step.compiled = program, compiled
     return train_step
 
 
@@ -58,27 +76,3 @@ def dropout_keys(seed: int, step, rows: int):
     """One key per sequence of the whole batch, [B]: what is dropped does not depend on micro-batches or the mesh."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
-
-
-def summed(fn, batch, parts: int):
-    """fn over equal parts of the batch, results added up; exact, because losses and metrics are plain sums.
-
-    Part i takes the i-th share of each fsdp shard's rows, so no row moves between devices.
-    """
-    if parts == 1:
-        return fn(batch)
-    shards = axis_size("fsdp")
-
-    def divide(x):
-        rows = x.shape[0] // (shards * parts)
-        x = x.reshape(shards, parts, rows, *x.shape[1:]).swapaxes(0, 1).reshape(parts, shards * rows, *x.shape[1:])
-        return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
-
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, fn(part)), None
-
-    divided = jax.tree.map(divide, batch)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, jax.tree.map(lambda x: x[0], divided))
-    )
-    return jax.lax.scan(add, zeros, divided)[0]

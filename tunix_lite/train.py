@@ -1,87 +1,34 @@
 """The run: build the parts, then learn, one batch of experience at a time."""
 
 import contextlib
-import json
-import platform
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import BatchPlan, ConfigError, RunConfig, at, plan_batch
+from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.evaluate import evaluate
-from tunix_lite.models import decoder, source, weights
+from tunix_lite.models import decoder, source
+from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
-from tunix_lite.models.source import Source
-from tunix_lite.optim import describe, init_opt_state, learning_rate_at, make_optimizer
-from tunix_lite.parallel.mesh import as_text, make_mesh, put
-from tunix_lite.policy import DTYPES, Policy, make_policy
+from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer
+from tunix_lite.parallel.mesh import put
+from tunix_lite.planning.profile import Profile
+from tunix_lite.planning.throughput import Throughput, timed
+from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
+from tunix_lite.prepare import Parts, panel, prepare, provenance
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.step import make_train_step
-from tunix_lite.tasks.task import Judged, Task
+from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Batch, Metrics, Params, TrainState
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of, once its settings have been found right."""
-
-    model: Source
-    mesh: jax.sharding.Mesh
-    batch: BatchPlan
-    task: Task
-    resume_from: Path | None  # a folder with checkpoints
-
-
-def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
-    """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
-    with at(""):  # the messages begin with the setting
-        model = source.find(run.model)
-    with at("model.mesh_shape"):
-        mesh = make_mesh(run.model.mesh_shape)
-        source.check_mesh(model, mesh)
-    with at("generation"):
-        check_generation(run, model)
-    batch = plan_batch(run, mesh.shape["fsdp"])
-    lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
-    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts)
-    with at("hydra.run.dir"):
-        run_dir.check()
-    with at("task"):
-        first, _ = task.batch(batch.prompts, run.seed, 0)
-        asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
-            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
-        if run.algorithm.needs_demonstrations:
-            task.demonstrations(first)
-    resume_from = _resume_from(run, run_dir)
-    if resume_from is not None:
-        with at("resume"):
-            _check_same_model(source.settings_to_keep(run.model, model, run.seed)["model"], RunDir(resume_from.parent))
-    with at(""):
-        return Parts(source.fetch(model), mesh, batch, task, resume_from)
-
-
-def check_generation(run: RunConfig, model: Source) -> None:
-    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
-    settings, longest = run.generation, model.cfg.max_positions
-    if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
-        raise ValueError(
-            f"max_prompt_length={settings.max_prompt_length} + max_new_tokens={settings.max_new_tokens} = {total} "
-            f"tokens, and the model was made for {longest}"
-        )
-    settings.check_fits(model.cfg.vocab_size)
-    if settings.temperature == 0:
-        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+from tunix_lite.types import Metrics, Params, TrainState
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -94,10 +41,10 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     jax.set_mesh(parts.mesh)
     run_dir.make()
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
-    status = Status(run_dir, _provenance(run, parts))
+    status = Status(run_dir, provenance(run, parts))
     console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
     try:
-        console.panel(*_panel(run, parts, run_dir))
+        console.panel(*panel(run, parts, run_dir))
         with contextlib.ExitStack() as closing:
             state = fit(run, parts, run_dir, console, status, closing)
     except BaseException as error:
@@ -131,8 +78,13 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         closing.callback(opened.close)
     trackers.append(console)
     lora = parts.model.lora
-    train_step = make_train_step(policy, algorithm, optimizer, parts.batch.num_micro_batches, lora, run.seed)
-    seed_key = jax.random.key(run.seed)
+    rows, every = parts.rows, settings.sync_gradients_every
+    train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
+    seed_key, seconds = jax.random.key(run.seed), Counter()
+    policy = timed(policy, seconds)
+    profile = Profile(run_dir.path if settings.profile_communication else None)
+    closing.callback(profile.close)
+    throughput = Throughput.on(parts.mesh, parts.model.cfg, source.num_adapters(parts.model))
 
     def measure() -> Metrics:
         """Held-out accuracy now; {} if the run has no evaluation."""
@@ -150,24 +102,29 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
 
     for step in range(start, settings.max_steps):
         began = time.perf_counter()
+        seconds.clear()
         metrics: Metrics = {}
-        if step % algorithm.updates_per_rollout == 0:
-            key = jax.random.fold_in(seed_key, step)
-            acting = attached(frozen, state.params, lora)
-            with at(f"step {step + 1}"):
-                number = step // algorithm.updates_per_rollout
-                examples, dropped = task.batch(parts.batch.prompts, run.seed, number)
-                batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
-            if task.long_prompts == "drop":
-                metrics["prompts/dropped"] = dropped
-            batch = placed(batch)
-        collected = time.perf_counter()
-        state, learned = train_step(state, frozen, batch)
+        with profile.step(step - start):
+            if step % algorithm.updates_per_rollout == 0:
+                key = jax.random.fold_in(seed_key, step)
+                acting = attached(frozen, state.params, lora)
+                with at(f"step {step + 1}"):
+                    number = step // algorithm.updates_per_rollout
+                    examples, dropped = task.batch(parts.batch.prompts, run.seed, number)
+                    batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
+                if task.long_prompts == "drop":
+                    metrics["prompts/dropped"] = dropped
+                laid_out, _ = rows.lay_out(batch)
+            collected = time.perf_counter()
+            if step == start:
+                profile.write_table(train_step.compiled(state, frozen, laid_out), parts.mesh)
+            state, learned = jax.block_until_ready(train_step(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
         if not np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all():
             raise FloatingPointError(_diverged(step + 1, metrics))
         metrics["train/learning_rate"] = learning_rate_at(run.optimizer, settings.max_steps, step)
-        metrics |= _timing(began, collected, time.perf_counter(), batch)
+        metrics |= _timing(began, collected, time.perf_counter(), seconds)
+        metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
 
         done = step + 1
         if _is_due(done, run.evaluation.interval_steps, settings.max_steps):
@@ -188,10 +145,10 @@ def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[Tra
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with at("model.weights"):
-        frozen, params = source.load(model, run.seed)
+        frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
     reference = None
     if run.algorithm.needs_reference:
-        reference = jax.tree.map(jnp.copy, params) if frozen is None else frozen
+        reference = decoder.copy_to_score(params, model.cfg, dtype) if frozen is None else frozen
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting = attached(frozen, params, model.lora)
     weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)
@@ -199,14 +156,10 @@ def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[Tra
     rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
-    policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference)
+    scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
+    policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference, parts.rows, **scoring)
     step = put(np.int32(0))
     return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy
-
-
-def placed(batch: Batch) -> Batch:
-    """The batch on the mesh: rows divided over fsdp. What is there already stays."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else put(x, "batch", "seq"), batch)
 
 
 # ---- small print
@@ -229,13 +182,12 @@ def _log(trackers: list[Tracker], step: int, metrics: Metrics) -> None:
         tracker.log(step, metrics)
 
 
-def _timing(began: float, collected: float, ended: float, batch: Batch) -> Metrics:
-    tokens = int(np.asarray(batch.token_mask).sum())
-    return {
+def _timing(began: float, collected: float, ended: float, seconds: Counter) -> Metrics:
+    """Where the time went; of collecting, what sampling and the reference took."""
+    return dict(seconds) | {
         "time/collect": collected - began,
         "time/update": ended - collected,
         "time/step": ended - began,
-        "perf/tokens_per_second": tokens / (ended - began),
     }
 
 
@@ -257,32 +209,6 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
     console.samples(step, [ranked[i] for i in places])
 
 
-def _resume_from(run: RunConfig, run_dir: RunDir) -> Path | None:
-    resume, own = run.resume, Checkpoints(run_dir.checkpoints).latest_step() is not None
-    with at("resume"):
-        if own and resume != "auto":
-            raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
-        if resume == "none" or (resume == "auto" and not own):
-            return None
-        folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
-        if (step := Checkpoints(folder).latest_step()) is None:
-            raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
-        if step % (updates := run.algorithm.updates_per_rollout):
-            raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
-        if step >= run.training.max_steps:
-            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
-        return folder
-
-
-def _check_same_model(ours: dict, earlier: RunDir) -> None:
-    """Raises ValueError naming what differs: another base, or another scale of adapters, is another model."""
-    ours, theirs = json.loads(json.dumps(ours)), earlier.read_model()["model"]
-    for name in ("architecture", "lora"):
-        for key, value in ours[name].items():
-            if value != (there := (theirs.get(name) or {}).get(key)) and key != "dropout":
-                raise ValueError(f"model.{name}.{key}={value!r}, but the run in {earlier.path} has {there!r}")
-
-
 def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:
     checkpoints = Checkpoints(folder)
     try:
@@ -294,48 +220,6 @@ def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:
         checkpoints.close()
     console.say(f"resumed from step {int(state.step)} of {folder}")
     return state
-
-
-def _panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
-    devices = parts.mesh.devices.ravel()
-    width = run.generation.max_prompt_length, run.generation.max_new_tokens
-    resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
-    optimizer = describe(run.optimizer)
-    return f"tunix_lite {__version__} · {type(run.algorithm).__name__} · {run.project_name}", [
-        ("devices", f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"),
-        (
-            "mesh",
-            ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
-            + f" from {as_text(run.model.mesh_shape)}",
-        ),
-        ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
-        ("batch", str(parts.batch)),
-        ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
-        ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
-        ("outputs", f"{run_dir.path}" + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else "")),
-    ]
-
-
-def _size(model: Source) -> str:
-    total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
-    if model.lora is None:
-        return total
-    frozen, trained = source.tables(model)
-    return (
-        f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
-        f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
-    )
-
-
-def _provenance(run: RunConfig, parts: Parts) -> dict:
-    return {
-        "algorithm": type(run.algorithm).__name__,
-        "seed": run.seed,
-        "mesh": dict(parts.mesh.shape),
-        "batch": str(parts.batch),
-        "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
-        "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
-    }
 
 
 def _say_goodbye(console: Console, run_dir: RunDir, status: Status) -> None:

@@ -53,7 +53,9 @@ class Rollout:
 class Batch:
     """What one update learns from. Every field is [B, T] and speaks of `tokens[b, t]`.
 
-    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by one.
+    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by one. Algorithms make
+    the first six fields. Those below are made of them when the sequences are laid out in rows (packing.py), and the
+    others then have the shape of the rows, [R, W].
     """
 
     tokens: jax.Array  # int32
@@ -62,6 +64,13 @@ class Batch:
     advantages: jax.Array | None = None  # float32
     old_logprobs: jax.Array | None = None  # float32, under the policy that sampled
     ref_logprobs: jax.Array | None = None  # float32, under the reference of the KL term
+    segment_ids: jax.Array | None = None  # int32, which sequence of its row a token is of; 0: none
+    positions: jax.Array | None = None  # int32, of a token in its sequence
+    branches: jax.Array | None = None  # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
+    scored: jax.Array | None = None  # [R, M] int32, the columns of the tokens that count; None: the last M
+    previous: jax.Array | None = None  # [R, M] int32, the columns whose hidden states predict them; None: those before
+    is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
+    num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
 
 
 @flax.struct.dataclass

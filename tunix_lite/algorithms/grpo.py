@@ -73,8 +73,9 @@ class GRPO:
             loss_weight=self.weighting(np.asarray(rollout.completion_mask)),
             advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
             old_logprobs=rollout.logprobs if self.old_logprobs == "sampled" else rollout.whole_logprobs,
-            ref_logprobs=policy.ref_logprobs(rollout.tokens, rollout.token_mask) if self.needs_reference else None,
         )
+        if self.needs_reference:
+            batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
         agree_P = (rewards_PG == rewards_PG[:, :1]).all(axis=1)
         metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": float(agree_P.mean())}
         return batch, metrics, judged
@@ -92,7 +93,6 @@ class GRPO:
             "train/clipped_low": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT < 1))),
             "train/clipped_high": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT > 1))),
             "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_BT)),
-            "train/entropy": -jnp.sum(batch.loss_weight * logprobs_BT),  # of the tokens that were sampled
         }
         if self.needs_reference:
             ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - logprobs_BT, 0.0)

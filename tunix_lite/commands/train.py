@@ -1,8 +1,9 @@
 """`python run_training.py ...` and `tunix-lite train ...`: the same program."""
 
 from tunix_lite.commands import program
+from tunix_lite.prepare import prepare
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.train import prepare, train
+from tunix_lite.train import train
 
 
 def main() -> None:

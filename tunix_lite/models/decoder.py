@@ -6,9 +6,9 @@ layers see the last `window` tokens, "global" ones see all. What families do dif
 Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama
 3), and the published checkpoints.
 
-Layers are stored by their place in the pattern, `groups/<place>/<name>` with a leading dim over the repeats, and
-`tail/<place>/<name>` for what is left when the pattern does not divide the depth. Training scans over the repeats,
-so that compile time does not grow with depth; sampling runs layer by layer on `per_layer` weights.
+All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is goes beside them as
+data: training scans over single layers, so that compile time grows neither with depth nor with the pattern. Sampling
+runs layer by layer on `per_layer` weights.
 """
 
 from dataclasses import dataclass, fields
@@ -17,14 +17,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.models.weights import Weight, fan_in, is_quantized, ones, project, stacked, zeros
-from tunix_lite.parallel.mesh import constrain
+from tunix_lite.models import attention
+from tunix_lite.models.attention import Sight
+from tunix_lite.models.attention import whole as whole
+from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_weight, ones, project, stacked, zeros
+from tunix_lite.parallel.mesh import constrain, move
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
-FAR_BELOW = -1e30  # a masked score: finite, so that a row which sees nothing stays finite
+RESIDUAL = ("batch", "residual_seq", "act_embed")  # the axes of what runs between layers
+WHOLE = ("batch", "seq", "act_embed")  # and of what a layer reads
 
 
 @dataclass(frozen=True)
@@ -95,19 +100,9 @@ class ModelConfig:
             raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
 
     @property
-    def num_groups(self) -> int:
-        """How often the whole pattern repeats."""
-        return self.num_layers // len(self.pattern)
-
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The kinds of the layers left over after the repeats."""
-        return self.pattern[: self.num_layers % len(self.pattern)]
-
-    @property
     def kinds(self) -> tuple[str, ...]:
         """The kind of every layer, in order."""
-        return self.pattern * self.num_groups + self.tail
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
 
 def weights(cfg: ModelConfig) -> dict:
@@ -116,14 +111,7 @@ def weights(cfg: ModelConfig) -> dict:
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
-    layer = layer_weights(cfg)
-    if cfg.num_groups:
-        model["groups"] = {
-            str(place): {name: stacked(w, cfg.num_groups) for name, w in layer.items()}
-            for place in range(len(cfg.pattern))
-        }
-    if cfg.tail:
-        model["tail"] = {str(place): layer for place in range(len(cfg.tail))}
+    model["layers"] = {name: stacked(w, cfg.num_layers) for name, w in layer_weights(cfg).items()}
     return model
 
 
@@ -155,11 +143,10 @@ def norm_weight(cfg: ModelConfig, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def layer_places(cfg: ModelConfig) -> list[tuple[str, int | None]]:
-    """For each layer in order: the path of its weights, and its index in their leading dim (None: no such dim)."""
-    period = len(cfg.pattern)
-    grouped = [(f"groups/{i % period}", i // period) for i in range(cfg.num_groups * period)]
-    return grouped + [(f"tail/{place}", None) for place in range(len(cfg.tail))]
+def copy_to_score(params, cfg: ModelConfig, dtype):
+    """The parameters once more, to score with and never to train: what `at_work` casts is kept in the compute dtype."""
+    kept = jax.tree.map(lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight)
+    return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
 
 
 def per_layer(params, cfg: ModelConfig, dtype) -> dict:
@@ -181,31 +168,53 @@ def per_layer_places(places, cfg: ModelConfig):
 
 def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
     """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has of a stacked leaf."""
-    layers = []
-    for path, index in layer_places(cfg):
-        part, place = path.split("/")
-        layers.append(jax.tree.map(lambda leaf, i=index: leaf if i is None else of_layer(leaf, i), tree[part][place]))
-    return {name: leaf for name, leaf in tree.items() if name not in ("groups", "tail")} | {"layers": layers}
+    layers = [jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"]) for i in range(cfg.num_layers)]
+    return tree | {"layers": layers}
 
 
-def forward(params, cfg: ModelConfig, tokens_BT, token_mask_BT, dtype=jnp.float32):
-    """Hidden states [B, T, D] of whole sequences, after the final norm. Padding may stand on either side."""
-    positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
-    angles, masks = all_angles(cfg, positions_BT), causal_masks(cfg, token_mask_BT)
+def forward(params, cfg: ModelConfig, tokens_BT, sight: Sight, dtype=jnp.float32, remat="none", attend=attention.xla):
+    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either side.
 
-    see = {kind: partial(see_each_other, cfg, mask_BTS) for kind, mask_BTS in masks.items()}
+    remat: what the backward pass finds kept, a name of REMAT. attend: one of attention.IMPLEMENTATIONS.
+    """
+    angles = all_angles(cfg, sight.positions)
+    declared = layer_weights(cfg)
+    are_local = np.array([kind == "local" for kind in cfg.kinds])
+    of_one_kind = bool(are_local.all() or not are_local.any())
 
-    def group(x_BTD, w):
-        for place, kind in enumerate(cfg.pattern):
-            x_BTD, _ = block(x_BTD, w[str(place)], cfg, angles[kind], see[kind])
-        return x_BTD, None
+    def layer(x_BTD, of_layer):
+        w, is_local = of_layer
+        is_local = bool(are_local[0]) if of_one_kind else is_local  # known while compiling, where all are alike
+        w = {name: at_work(leaf, declared[name], dtype) for name, leaf in w.items()}
+        see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
+        return block(x_BTD, w, cfg, of_kind(angles, is_local), see)
 
-    x_BTD = embed(params, cfg, tokens_BT, dtype)
-    if cfg.num_groups:
-        x_BTD, _ = jax.lax.scan(group, x_BTD, params["groups"])
-    for place, kind in enumerate(cfg.tail):
-        x_BTD, _ = block(x_BTD, params["tail"][str(place)], cfg, angles[kind], see[kind])
-    return norm(x_BTD, params["final_norm"], cfg)
+    # prevent_cse is for code outside of loops, where the compiler could undo the repetition
+    layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
+    x_BTD, _ = jax.lax.scan(layer, x_BTD, (params["layers"], are_local))
+    return norm(move(x_BTD, RESIDUAL, WHOLE), params["final_norm"], cfg)
+
+
+def of_kind(of_kinds: dict, is_local):
+    """What the layer's kind has: chosen now if the kind is known, and otherwise where the program runs."""
+    if isinstance(is_local, bool):
+        return of_kinds["local" if is_local else "global"]
+    return jax.tree.map(partial(jnp.where, is_local), of_kinds["local"], of_kinds["global"])
+
+
+def _is_product(primitive, *_, **__) -> bool:
+    return primitive.name == "dot_general"
+
+
+# What is kept from the forward pass for the backward pass, which makes the rest again. Weights are never kept as they
+# are used: whole over fsdp, one after the other, they would be the model.
+REMAT = {
+    "none": _is_product,  # every product; what is cheap, such as norms and activations, is made again
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights, none within attention
+    "save_qkv_out": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attended"),  # into and out of it
+    "block": jax.checkpoint_policies.nothing_saveable,  # the input of each layer
+}
 
 
 def forward_by_layer(layered, cfg: ModelConfig, tokens_BT, positions_BT, see) -> tuple[jax.Array, list]:
@@ -228,31 +237,21 @@ def all_angles(cfg: ModelConfig, positions_BT) -> dict:
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def causal_masks(cfg: ModelConfig, token_mask_BT) -> dict:
-    """Who may see whom within one sequence, [B, T, T] bool, by kind of layer."""
-    columns_T = jnp.arange(token_mask_BT.shape[1])
-    back_TS = columns_T[:, None] - columns_T[None, :]  # how far back each key stands
-    causal_BTS = (back_TS >= 0) & token_mask_BT[:, None, :]
-    kinds = dict.fromkeys(cfg.pattern)
-    return {kind: causal_BTS & (back_TS < cfg.window) if kind == "local" else causal_BTS for kind in kinds}
-
-
-def see_each_other(cfg: ModelConfig, mask_BTS, q_BTNH, k_BTKH, v_BTKH):
-    """Attention among the tokens at hand; nothing is kept."""
-    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-    return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS), None
-
-
 def embed(params, cfg: ModelConfig, tokens_BT, dtype):
-    x_BTD = params["embed"].astype(dtype)[tokens_BT]
+    x_BTD = params["embed"][tokens_BT].astype(dtype)
     if cfg.embed_scale:
         x_BTD = x_BTD * jnp.asarray(cfg.embed_dim**0.5, dtype)
-    return constrain(x_BTD, "batch", "seq", "act_embed")
+    return constrain(x_BTD, *WHOLE)
+
+
+def output_table(params, cfg: ModelConfig):
+    """What hidden states are multiplied with for scores, [V, D]: the embedding, or the head."""
+    return params["embed" if cfg.tied else "head"]
 
 
 def logits(params, cfg: ModelConfig, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
-    table_VD = params["embed" if cfg.tied else "head"].astype(hidden.dtype)
+    table_VD = output_table(params, cfg).astype(hidden.dtype)
     scores = jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
     return softcap(scores, cfg.final_softcap)
 
@@ -263,17 +262,17 @@ def softcap(scores, cap: float | None):
 
 def block(x_BTD, w, cfg: ModelConfig, angles, see):
     """One layer, and what `see(q, k, v)` keeps of it."""
-    attended_BTD, kept = attention(norm(x_BTD, w["attn_norm"], cfg), w, cfg, angles, see)
+    attended_BTD, kept = attention_part(move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE), w, cfg, angles, see)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(x_BTD + attended_BTD, "batch", "seq", "act_embed")
-    fed_BTD = gated_mlp(norm(x_BTD, w["mlp_norm"], cfg), w, cfg)
+    x_BTD = constrain(x_BTD + attended_BTD, *RESIDUAL)
+    fed_BTD = gated_mlp(move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, WHOLE), w, cfg)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
-    return constrain(x_BTD + fed_BTD, "batch", "seq", "act_embed"), kept
+    return constrain(x_BTD + fed_BTD, *RESIDUAL), kept
 
 
-def attention(x_BTD, w, cfg: ModelConfig, angles, see):
+def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -281,31 +280,11 @@ def attention(x_BTD, w, cfg: ModelConfig, angles, see):
         )
     if cfg.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)
-    out_BTNH, kept = see(rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH)
-    return project(out_BTNH, w["o"], inputs=2), kept
-
-
-def attend(cfg: ModelConfig, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BKS=None):
-    """Softmax attention, scores and softmax in float32; each key head serves N / K query heads.
-
-    With scales, keys and values are codes (int8) to be multiplied by them, one scale for a head of a token.
-    """
-    B, T, N, H = q_BTNH.shape
-    K, dtype = k_BKSH.shape[1], q_BTNH.dtype
-    # Without a dim of size 1 while decoding: with it, XLA's GPU backend makes transposed copies of the cache.
-    times, mask = ((T,), mask_BTS[:, None, :, None]) if T > 1 else ((), mask_BTS[:, :, None])
-    q = (q_BTNH * jnp.asarray(cfg.query_scale**-0.5, dtype)).reshape(B, *times, K, N // K, H)
-    # t, the dots, before q in the scores: the products then need no transposed copies (3x faster on a CPU)
-    scores = jnp.einsum(
-        "b...kqh,bksh->bk...qs", q, k_BKSH.astype(dtype), preferred_element_type=at_least_float32(dtype)
-    )
-    if k_scales_BKS is not None:
-        scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
-    scores = jnp.where(mask, softcap(scores, cfg.attn_softcap), FAR_BELOW)
-    probs = jax.nn.softmax(scores, axis=-1)
-    if v_scales_BKS is not None:
-        probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
-    return jnp.einsum("bk...qs,bksh->b...kqh", probs.astype(dtype), v_BKSH.astype(dtype)).reshape(B, T, N, H)
+    q_BTNH, k_BTKH, v_BTKH = attention.keep_heads(rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH)
+    q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH)))
+    out_BTNH, kept = see(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
+    return constrain(project(out_BTNH, w["o"], inputs=2), *RESIDUAL), kept
 
 
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
@@ -314,7 +293,7 @@ ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.si
 def gated_mlp(x_BTD, w, cfg: ModelConfig):
     gate_BTF = ACTIVATIONS[cfg.activation](project(x_BTD, w["gate"]))
     hidden_BTF = constrain(gate_BTF * project(x_BTD, w["up"]), "batch", "seq", "mlp")
-    return project(hidden_BTF, w["down"])
+    return constrain(project(hidden_BTF, w["down"]), *RESIDUAL)
 
 
 def norm(x, scale, cfg: ModelConfig):

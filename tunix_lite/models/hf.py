@@ -117,12 +117,11 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
 
 
 def hf_names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
-    """The tensors that a weight of ours holds: one, or one per repeat of the layer pattern."""
+    """The tensors that a weight of ours holds: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
-    part, place, name = path.split("/")
-    layers = [i for i, (where, _) in enumerate(decoder.layer_places(cfg)) if where == f"{part}/{place}"]
-    return [f"model.layers.{i}.{family.names[name]}" for i in layers]
+    name = family.names[path.removeprefix("layers/")]
+    return [f"model.layers.{i}.{name}" for i in range(cfg.num_layers)]
 
 
 def hf_weights(cfg: ModelConfig, family: Family) -> dict[str, Weight]:

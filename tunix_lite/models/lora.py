@@ -15,7 +15,7 @@ from flax import traverse_util
 
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
-from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, stacked, unstacked, zeros
+from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, pair, stacked, unstacked
 from tunix_lite.types import Params
 
 ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
@@ -27,7 +27,7 @@ class LoraConfig:
 
     rank: int = 0  # of the adapters, the only weights that then train; 0: no adapters, all weights train
     alpha: float = 32.0  # what adapters say is scaled by alpha / rank
-    targets: str = ".*/(q|k|v|o|gate|up|down)"  # regular expression over paths of weights, such as groups/0/q
+    targets: str = ".*/(q|k|v|o|gate|up|down)"  # regular expression over paths of weights, such as layers/q
     dropout: float = 0.0  # share of an adapter's inputs that an update does not see
     base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
     adapter: str | None = None  # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
@@ -85,11 +85,7 @@ def _some(declared: dict) -> list[str]:
 
 
 def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
-    one = unstacked(w)
-    a = Weight(
-        (*one.shape[: w.inputs], rank), (*one.axes[: w.inputs], "rank"), uniform_fan_in(w.inputs), inputs=w.inputs
-    )
-    b = Weight((rank, *one.shape[w.inputs :]), ("rank", *one.axes[w.inputs :]), zeros)
+    a, b = pair(unstacked(w), rank, uniform_fan_in(w.inputs))
     return (stacked(a, w.shape[0]), stacked(b, w.shape[0])) if w.is_stacked else (a, b)
 
 
@@ -100,16 +96,15 @@ def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Param
     """
     leaves = flat(base)
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
-        here = None if keys is None else _keys(keys, i, a.shape[0] if path.startswith("groups/") else None)
+        here = None if keys is None else _keys(keys, i, a.shape[0])
         leaves[path] = Lora(leaves[path], a, b, here, lora.scale, lora.dropout)
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 
-def _keys(keys_B, place: int, num_layers: int | None):
-    """Keys of one weight: [B], or [L, B] for a stacked one."""
+def _keys(keys_B, place: int, num_layers: int):
+    """Keys of one stacked weight, [L, B]."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    here = fold(keys_B, place)
-    return here if num_layers is None else jax.vmap(fold, in_axes=(None, 0))(here, jnp.arange(num_layers))
+    return jax.vmap(fold, in_axes=(None, 0))(fold(keys_B, place), jnp.arange(num_layers))
 
 
 def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None) -> Params:
@@ -126,7 +121,7 @@ def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
         if not (isinstance(leaf, Lora) or is_quantized(leaf)):
             return leaf.astype(dtype)
         one = partial(dense, inputs=layer[path.rsplit("/", 1)[1]].inputs, dtype=dtype)
-        return jax.vmap(one)(leaf) if path.startswith("groups/") else one(leaf)
+        return jax.vmap(one)(leaf)
 
     merged = jax.jit(lambda leaves: {path: plain(path, leaf) for path, leaf in leaves.items()})(leaves)
     return traverse_util.unflatten_dict(merged, sep="/")

@@ -104,7 +104,7 @@ def save_adapters(
             names = _names(f"{path}/{side}", cfg, family)
             value = np.asarray(value, np.float32)
             flat = (-1, lora.rank) if side == "a" else (lora.rank, -1)
-            for name, part in zip(names, value if path.startswith("groups/") else [value]):
+            for name, part in zip(names, value):
                 tensors[name] = part.reshape(flat).T
             modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
     targets = _shortest(modules, cfg, family)
@@ -127,7 +127,7 @@ def save_adapters(
 
 
 def _names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
-    """The tensors of an adapter's side: groups/0/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
+    """The tensors of an adapter's side: layers/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
     return [f"{PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]

@@ -19,6 +19,7 @@ from tunix_lite.models.weights import (
     init_params,
     is_quantized,
     is_weight,
+    scales_axes,
     shardings,
     unstacked,
     zeros,
@@ -41,7 +42,7 @@ def _stored(w: Weight, storage: str):
     scales = replace(
         w,
         shape=(*w.shape[:dim], w.shape[dim] // block, *w.shape[dim + 1 :]),
-        axes=(*w.axes[:dim], f"{w.axes[dim]}_blocks", *w.axes[dim + 1 :]),
+        axes=scales_axes(w),
         init=zeros,
         inputs=0,
         dtype=jnp.float32,

@@ -14,7 +14,7 @@ from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
-from tunix_lite.models.quantize import init_stored, stored
+from tunix_lite.models.quantize import STORAGE, init_stored, stored
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
 from tunix_lite.types import Params
@@ -116,6 +116,11 @@ def tables(source: Source) -> tuple[Any, Any]:
     return stored(table, source.lora.base), adapter_weights(table, source.lora)
 
 
+def num_adapters(source: Source) -> int:
+    """Parameters in adapters; 0: all weights train."""
+    return 0 if source.lora is None else weights.num_params(tables(source)[1])
+
+
 def check_mesh(source: Source, mesh) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters."""
     for table in tables(source):
@@ -123,10 +128,18 @@ def check_mesh(source: Source, mesh) -> None:
             weights.check_divisible(table, mesh)
 
 
-def load(source: Source, seed: int = 0) -> tuple[Params | None, Params]:
-    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises ValueError."""
+def load(source: Source, seed: int = 0, storage: str = "fp32") -> tuple[Params | None, Params]:
+    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises ValueError.
+
+    storage: of what trains, fp32 or bf16; the base has its own in model.lora.base.
+    """
     if source.lora is None:
-        return None, load_base(source, seed, "fp32")
+        return None, load_base(source, seed, storage)
+    base, adapters = _load_with_adapters(source, seed)
+    return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
+
+
+def _load_with_adapters(source: Source, seed: int) -> tuple[Params, Params]:
     base = load_base(source, seed, source.lora.base)
     key = jax.random.key(seed)
     if source.lora.adapter is not None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from tunix_lite.parallel.mesh import RULES, sharding, spec
+from tunix_lite.parallel.mesh import gather, sharding, spec
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -158,6 +158,32 @@ def project(x, weight, inputs: int = 1):
     return (rows @ weight.reshape(rows.shape[1], -1)).reshape(*batch, *outputs)
 
 
+def at_work(leaf, weight: Weight, dtype):
+    """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its gradient divided.
+
+    weight: the declaration of the plain weight, of one layer. Quantised leaves travel as codes, norms keep their type.
+    """
+    if isinstance(leaf, Lora):
+        a, b = pair(weight, leaf.a.shape[-1])
+        base = at_work(leaf.base, weight, dtype)
+        return leaf.replace(base=base, a=at_work(leaf.a, a, dtype), b=at_work(leaf.b, b, dtype))
+    if is_quantized(leaf):
+        return leaf.replace(codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight)))
+    return gather(leaf.astype(dtype), weight.axes) if leaf.ndim > 1 else leaf
+
+
+def pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:
+    """The a and b of an adapter of one layer's weight; init: of a."""
+    a = Weight((*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs)
+    return a, Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
+
+
+def scales_axes(w: Weight) -> tuple[str, ...]:
+    """The axes of a quantised weight's scales: the last input dim counts blocks."""
+    dim = w.inputs - 1 + w.is_stacked
+    return (*w.axes[:dim], f"{w.axes[dim]}_blocks", *w.axes[dim + 1 :])
+
+
 def drop(x, keys, rate: float):
     """x with a share of its elements at zero and the rest scaled up; row b's come from keys[b] alone."""
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
@@ -168,11 +194,11 @@ def drop(x, keys, rate: float):
 
 
 def flat(tree) -> dict:
-    """A table or parameters by path, "groups/0/q" and the like; a leaf that is more than an array stays whole."""
+    """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array stays whole."""
     return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
 
 
-def shardings(table, rules=RULES):
+def shardings(table, rules=None):
     """Where each weight of a table lives on the current mesh."""
     return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table, is_leaf=is_weight)
 

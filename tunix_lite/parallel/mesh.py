@@ -1,12 +1,18 @@
 """The mesh and its rules: which dim of an array is divided over which axis of the mesh.
 
-Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); RULES says which mesh axis each one is
-divided over. Models never mention a mesh axis. `fsdp` divides weights, optimizer state and the batch; `tp` divides
-heads, feed-forward and vocabulary.
+Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says which mesh axis each one
+is divided over. Models never mention a mesh axis. `fsdp` divides weights, optimizer state and the batch; `tp` divides
+heads, feed-forward and vocabulary. There are two tables, one while training and one while sampling (`Rules`); what a
+run changes in them stands under `sharding` in its settings.
 """
+
+import contextlib
+from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,12 +38,58 @@ RULES: dict[str, str | None] = {
     "batch": "fsdp",
     "prompts": None,  # that wait to be continued: a slot on any shard may need them
     "seq": None,
+    "residual_seq": None,  # of what runs between layers; tp: sequence parallelism (arXiv:2205.05198)
     "act_embed": None,
 }
 
 # Dims that stay whole where the mesh axis does not divide them: key/value heads when there are fewer than tp
 # (small, and every tp shard needs them), the prompts of a rollout (their completions divide), and scales.
 MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a run changes in the table of rules: logical axis -> fsdp, tp or null (not divided)."""
+
+    train: dict[str, str | None] = field(default_factory=dict)  # while scoring and updating, and where weights live
+    rollout: dict[str, str | None] = field(default_factory=dict)  # while sampling: activations and the cache
+
+    def __post_init__(self):
+        for name in ("train", "rollout"):
+            for axis, over in getattr(self, name).items():
+                if axis not in RULES:
+                    raise ValueError(f"{name}.{axis}: there is no such logical axis; there is {', '.join(RULES)}")
+                if over is not None and over not in AXES:
+                    raise ValueError(f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null")
+        if self.rollout.get("residual_seq"):
+            raise ValueError("rollout.residual_seq: a token that is sampled has no length to divide")
+        if self.train.get("batch", "fsdp") != "fsdp" or self.rollout.get("batch", "fsdp") != "fsdp":
+            raise ValueError("batch: sequences are divided over fsdp; train.embed=null copies the weights instead")
+
+
+_tables = {"train": RULES, "rollout": RULES}
+_active = ["train"]
+
+
+def set_rules(rules: Rules) -> None:
+    """Makes these the rules of the process, as `jax.set_mesh` does the mesh."""
+    _tables.update(train=RULES | rules.train, rollout=RULES | rules.rollout)
+
+
+@contextlib.contextmanager
+def profile(name: str, **changes: str | None):
+    """Inside, the table `name`, train or rollout, holds, with these changes. What is traced there keeps it."""
+    key = name if not changes else f"{name} {sorted(changes.items())}"
+    _tables[key] = _tables[name] | changes
+    _active.append(key)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def current_rules() -> dict[str, str | None]:
+    return _tables[_active[-1]]
 
 
 def check_mesh_shape(mesh_shape: MeshShape) -> None:
@@ -77,16 +129,23 @@ def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int) -> dict[str, int
 def make_mesh(mesh_shape: MeshShape, devices=None) -> Mesh:
     """The mesh over all devices (or those given). Its axes are Auto: the compiler places what we do not."""
     devices = jax.devices() if devices is None else devices
-    sizes = resolve_mesh_shape(mesh_shape, len(devices))
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    sizes = tuple(resolve_mesh_shape(mesh_shape, len(devices)).values())
+    types = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # a large TPU slice, whose torus these sizes do not follow: then an axis may be split
+        split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(split, AXES, axis_types=types)
 
 
-def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=RULES) -> P:
-    """The partition spec of an array whose dims carry these logical axes.
+def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=None) -> P:
+    """The partition spec of an array whose dims carry these logical axes; rules: None means the current table.
 
-    Raises ValueError for a dim that its mesh axis does not divide, unless it is one that may stay whole.
+    Raises ValueError for a dim that its mesh axis does not divide, unless it is one that may stay whole, and for two
+    dims over one mesh axis.
     """
     assert len(axes) == len(shape), (axes, shape)
+    rules = current_rules() if rules is None else rules
     entries = []
     for name, size in zip(axes, shape):
         axis = rules[name]
@@ -95,10 +154,12 @@ def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=RULES) -> P:
             fits = ", ".join(str(n) for n in range(1, 2 * parts) if size % n == 0)
             raise ValueError(f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be {fits}")
         entries.append(axis if parts > 1 and size % parts == 0 else None)
+        if entries[-1] is not None and entries.count(axis) > 1:
+            raise ValueError(f"the rules divide two dims of {axes} over {axis}; sharding. must leave one of them null")
     return P(*entries)
 
 
-def sharding(axes: tuple[str, ...], shape: tuple[int, ...], rules=RULES) -> NamedSharding:
+def sharding(axes: tuple[str, ...], shape: tuple[int, ...], rules=None) -> NamedSharding:
     """Where an array with these logical axes lives on the current mesh."""
     mesh = current_mesh()
     return NamedSharding(mesh, spec(axes, shape, mesh, rules))
@@ -112,14 +173,62 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
+def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
+    """x, which lies as `axes` say, as `to` says; its gradient goes the other way, and arrives lying as x does.
+
+    A plain constraint would hold the gradient to the same place as the value: summed whole on every device where a
+    reduce-scatter does.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return _move(x, spec(axes, x.shape, mesh), spec(to, x.shape, mesh))
+
+
+def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A weight, whole over the axis that divides the batch, for the moment that it is used; its gradient divided."""
+    return _move(x, _gradient_spec(axes, x.shape), without(spec(axes, x.shape, jax.sharding.get_abstract_mesh())))
+
+
+def divided(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The gradient of a weight, told where it lies."""
+    return jax.lax.with_sharding_constraint(x, _gradient_spec(axes, x.shape))
+
+
+def _gradient_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
+    lies = spec(axes, shape, jax.sharding.get_abstract_mesh())
+    # Where the batch is divided by hand (step.py), every shard keeps a gradient of its own until they are summed.
+    return lies if current_rules()["batch"] else without(lies)
+
+
+def without(lies: P, axis: str = "fsdp") -> P:
+    """The same spec without a division over `axis`."""
+    return P(*(None if entry == axis else entry for entry in lies))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _move(x, back: P, to: P):
+    return jax.lax.with_sharding_constraint(x, to)
+
+
+_move.defvjp(
+    lambda x, back, to: (jax.lax.with_sharding_constraint(x, to), None),
+    lambda back, to, _, slope: (jax.lax.with_sharding_constraint(slope, back),),
+)
+
+
 def axis_size(axis: str) -> int:
     """How many parts the current mesh's axis has; inside jit as outside."""
     return jax.sharding.get_abstract_mesh().shape[axis]
 
 
+def parts_of(logical: str) -> int:
+    """How many parts the current rules cut a dim of this logical axis into, on the current mesh."""
+    axis = current_rules()[logical]
+    return 1 if axis is None else axis_size(axis)
+
+
 def gathered(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
     """The same place without a division over `axis`."""
-    return NamedSharding(place.mesh, P(*(None if entry == axis else entry for entry in place.spec)))
+    return NamedSharding(place.mesh, without(place.spec, axis))
 
 
 def put(x, *axes: str) -> jax.Array:

@@ -16,9 +16,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models import decoder
+from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import constrain
+from tunix_lite.parallel.mesh import constrain, profile
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
@@ -108,7 +108,8 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
 
         def body(*args):
             compiles[function.__name__] += 1
-            return function(*args)
+            with profile("rollout"):
+                return function(*args)
 
         body.__name__ = function.__name__  # what profiles and logs call it
         return jax.jit(body, **options)
@@ -145,15 +146,14 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         M, T = tokens_MT.shape
         tokens_MT = constrain(tokens_MT, "batch", "seq")
         is_token_MT = jnp.arange(T) < lengths_M[:, None]
-        masks = decoder.causal_masks(cfg, is_token_MT)
+        sight = attention.whole(is_token_MT)
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
-            attended, _ = decoder.see_each_other(cfg, masks[cfg.kinds[layer]], q_BTNH, k_BTKH, v_BTKH)
+            attended = attention.xla(cfg, cfg.kinds[layer] == "local", sight, q_BTNH, k_BTKH, v_BTKH)
             kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
             return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
 
-        positions_MT = jnp.broadcast_to(jnp.arange(T), (M, T))
-        hidden_MTD, kept = decoder.forward_by_layer(layered, cfg, tokens_MT, positions_MT, see)
+        hidden_MTD, kept = decoder.forward_by_layer(layered, cfg, tokens_MT, sight.positions, see)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
         if penalises:
             in_it_MV = jnp.zeros((M, cfg.vocab_size), bool).at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
@@ -207,7 +207,7 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
             kv = kv_cache.write(slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B)
-            return decoder.attend(cfg, q_BTNH, kv.k, kv.v, masks[cfg.kinds[layer]], kv.k_scales, kv.v_scales), kv
+            return attention.attend(cfg, q_BTNH, kv.k, kv.v, masks[cfg.kinds[layer]], kv.k_scales, kv.v_scales), kv
 
         hidden_B1D, cache = decoder.forward_by_layer(layered, cfg, token_B[:, None], newest_B[:, None], see)
         drawn_B = slots.drawn + is_live_B

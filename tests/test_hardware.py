@@ -1,0 +1,212 @@
+"""Accelerators by name, what they are, and devices to compile for that are not there."""
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.planning import hardware
+from tunix_lite.planning.hardware import HARDWARE, attached, compile_only_devices, find_target, memory_limit, of_device
+
+NAMES = [  # as typed, hardware, devices
+    ("h100", "h100", 1),
+    ("h100x8", "h100", 8),
+    ("H200x8", "h200", 8),
+    (" a100x2 ", "a100", 2),
+    ("h100x16", "h100", 16),
+    ("v5e-1", "v5e", 1),
+    ("v5e-16", "v5e", 16),
+    ("v5litepod-4", "v5e", 4),
+    ("v6e-256", "v6e", 256),
+    ("v4-8", "v4", 4),  # cores, two in a device
+    ("v5p-64", "v5p", 32),
+    ("tpu7x-2", "tpu7x", 2),
+    ("tpu7x-16", "tpu7x", 16),  # cores, one in a device
+]
+
+
+@pytest.mark.parametrize("text, name, count", NAMES)
+def test_names_say_how_many_devices_of_what(text, name, count):
+    target = find_target(text)
+    assert (target.hardware.name, target.num_devices, target.name) == (name, count, text.strip())
+
+
+@pytest.mark.parametrize(
+    "text, right",
+    [
+        ("h10x8", "h100x8"),
+        ("b200x8", "h200x8"),
+        ("v5-16", "v5e-16"),
+        ("tpu7-16", "tpu7x-16"),
+        ("8xh100", "h100x8"),
+        ("", "h100x8"),
+        ("h100-8", "h100x8"),
+        ("h100x0", "h100x1"),
+        ("h100x12", "h100x8 or h100x16"),
+        ("v5e", "v5e-1"),
+        ("v5ex16", "v5e-16"),
+        ("v5e-0", "v5e-1"),
+        ("v5e-12", "v5e-8"),
+        ("v5p-100", "v5p-128"),
+        ("v4-4", "v4-8"),
+    ],
+)
+def test_a_name_of_nothing_is_answered_with_one_that_would_do(text, right):
+    with pytest.raises(ValueError) as error:
+        find_target(text)
+    assert right in str(error.value)
+    assert repr(text) in str(error.value)
+    for name in right.split(" or "):
+        assert find_target(name)
+
+
+def test_an_unknown_name_is_told_all_that_are_known():
+    with pytest.raises(ValueError) as error:
+        find_target("gaudi2x8")
+    assert all(name in str(error.value) for name in HARDWARE)
+
+
+def test_a_size_that_no_slice_has_is_told_all_that_there_are():
+    with pytest.raises(ValueError, match="sizes of v6e are 1, 4, 8, 16, 32, 64, 128, 256$"):
+        find_target("v6e-100")
+
+
+def test_half_a_tpu7x_chip_has_half_of_what_google_prints_for_the_chip():
+    half = HARDWARE["tpu7x"]
+    assert 2 * half.peak_flops == 2307e12
+    assert 2 * half.memory_bandwidth == 7380e9
+    assert 2 * half.memory_bytes < 192 * 2**30
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_slices_and_nodes_are_of_whole_hosts(name):
+    part = HARDWARE[name]
+    if part.platform == "cuda":
+        assert part.node_bandwidth < part.link_bandwidth < part.memory_bandwidth
+    else:
+        assert all(n < part.host_devices or n % part.host_devices == 0 for n in hardware.slice_shapes(part))
+        assert all(
+            math.prod(map(int, s.split("x"))) * part.chip.devices == n for n, s in hardware.slice_shapes(part).items()
+        )
+        assert len(hardware.slice_shapes(part)) == len(part.chip.shapes)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+    ],
+)
+def test_a_device_is_known_by_what_it_says_it_is(kind, name):
+    assert of_device(SimpleNamespace(device_kind=kind)) is HARDWARE[name]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "TPU v3"])
+def test_what_is_not_in_the_table_is_not_taken_for_its_neighbour(kind):
+    assert of_device(SimpleNamespace(device_kind=kind)) is None
+
+
+def test_attached_cpus_are_no_hardware_of_the_table():
+    assert attached() is None
+
+
+@pytest.mark.parametrize(
+    "kind, count, name", [("NVIDIA H200", 8, "h200x8"), ("TPU v5", 4, "v5p-8"), ("TPU7x", 8, "tpu7x-8")]
+)
+def test_attached_devices_have_the_name_that_finds_them(kind, count, name, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)] * count)
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    assert attached() == find_target(name)
+
+
+def test_pretend_devices_share_the_memory_of_the_host():
+    limits = [memory_limit(device) for device in jax.devices()]
+    kib = int(re.search(r"MemTotal: +([0-9]+) kB", Path("/proc/meminfo").read_text())[1])
+    assert 0.99 * kib * 1024 <= sum(limits) <= kib * 1024
+
+
+def test_the_limit_is_what_the_runtime_says_where_it_says_something():
+    assert memory_limit(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 7})) == 7
+    assert memory_limit(SimpleNamespace(platform="gpu", memory_stats=lambda: None)) is None
+
+
+@pytest.mark.parametrize("name, extra", [("v5e-16", "plan-tpu"), ("h100x8", "plan-gpu")])
+def test_without_the_compiler_the_message_says_what_to_install(name, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ValueError) as error:
+        compile_only_devices(find_target(name))
+    assert f'pip install "tunix-lite[{extra}]"' in str(error.value)
+
+
+# ---- with the compilers
+
+
+def needs_compiler(target):
+    modules = hardware.COMPILERS[target.hardware.platform]
+    if not any(importlib.util.find_spec(module) for module in modules):
+        pytest.skip(f"needs {' or '.join(modules)}: the {hardware.EXTRAS[target.hardware.platform]} extra")
+
+
+ALL = ["a100", "h100", "h100x8", "h100x16", "h200x8"] + [
+    f"{part.name}-{devices * part.chip.cores}"
+    for part in HARDWARE.values()
+    if part.platform == "tpu"
+    for devices in hardware.slice_shapes(part)
+    if devices <= 1024  # larger ones work, too, and take long to list
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ALL)
+def test_absent_devices_are_as_many_as_the_name_says_and_say_what_they_are(name):
+    target = find_target(name)
+    needs_compiler(target)
+    devices = compile_only_devices(target)
+    assert len(devices) == len(set(devices)) == target.num_devices
+    assert of_device(devices[0]) is target.hardware
+    hosts = len({device.process_index for device in devices})
+    assert hosts == max(1, target.num_devices // target.hardware.host_devices) or (hosts, target.num_devices) == (1, 8)
+    assert memory_limit(devices[0]) is None
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name", ["h100x2", "h100x16", "a100", "h200", "v4-8", "v5e-1", "v5e-8", "v5p-8", "v6e-4", "tpu7x-8"]
+)
+def test_programs_compile_for_absent_devices_on_our_mesh(name):
+    target = find_target(name)
+    needs_compiler(target)
+    mesh = make_mesh(((-1, 1), ("fsdp", "tp")), compile_only_devices(target))
+    jax.set_mesh(mesh)
+    rows = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp", "tp")))
+    total = jax.jit(lambda x: (x * 2).sum(0), out_shardings=NamedSharding(mesh, P())).lower(rows).compile()
+    assert total.memory_analysis().argument_size_in_bytes >= 32 * 128 * 2 // target.num_devices
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8"])
+def test_the_memory_of_a_tpu_is_what_its_compiler_says(name):
+    target = find_target(name)
+    needs_compiler(target)
+    mesh = make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(target)[:1])
+    jax.set_mesh(mesh)
+    too_large = jax.ShapeDtypeStruct((2**40,), jnp.int8, sharding=NamedSharding(mesh, P()))
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.jit(lambda x: x + 1).lower(too_large).compile()
+    assert f"available HBM ({target.hardware.memory_bytes / 2**30:.2f}G)" in str(error.value)

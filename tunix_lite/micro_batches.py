@@ -1,0 +1,174 @@
+"""Micro-batches: a batch in rows, cut into parts that are worked off one after the other and only ever added up.
+
+A part is `rows_per_part` rows of each shard of the batch (fsdp), so no row moves between devices. Where sequences are
+packed, the rows that hold something differ from batch to batch, and so does the number of parts that run: it travels
+with the batch, and nothing is compiled again.
+"""
+
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from tunix_lite import packing
+from tunix_lite.packing import Layout
+from tunix_lite.parallel.mesh import axis_size, constrain, profile, put
+from tunix_lite.types import Batch
+
+PACKING = ("none", "sequences", "prefix")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the sequences of a batch become rows. Widths and counts are fixed, so that programs compile once."""
+
+    packing: str = "none"  # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
+    num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
+    num_scored: int | None = None  # last columns of unpacked rows, where the tokens that count are; None: as needed
+    width: int = 0  # of a packed row, tokens
+    rows_per_part: int = 0  # packed rows in a micro-batch of a shard
+
+    def lay_out(self, batch: Batch) -> tuple[Batch, Layout]:
+        """The batch in rows on the mesh, and where its tokens went."""
+        tokens, mask = np.asarray(batch.tokens), np.asarray(batch.token_mask)
+        counts = np.asarray(batch.loss_weight) != 0
+        if self.packing == "none":
+            layout = packing.unpacked(mask, counts)
+        else:
+            sizes = self.width, self.rows_per_part, self.num_parts, axis_size("fsdp")
+            layout = packing.packed(tokens, mask, counts, *sizes, self.packing == "prefix")
+        placed = {
+            field.name: None if getattr(batch, field.name) is None else layout.place(getattr(batch, field.name))
+            for field in fields(Batch)
+            if field.name not in LAYOUT
+        }
+        placed |= {name: getattr(layout, name) for name in LAYOUT}
+        if self.packing == "none":
+            last = counts[:, counts.shape[1] - self._last_columns(counts) :]
+            placed |= {"scored": None, "previous": None, "is_scored": last, "num_parts": None}
+        return Batch(**{name: None if x is None else on_mesh(x) for name, x in placed.items()}), layout
+
+    def _last_columns(self, counts) -> int:
+        """How many columns at the end of the rows have all tokens that count."""
+        width = counts.shape[1]
+        needed = width - int(counts.any(axis=0).argmax()) if counts.any() else 1
+        if self.num_scored is None:  # in quarters of a row, so that few programs are compiled
+            return min(width - 1, -(-needed // -(-width // 4)) * -(-width // 4))
+        if needed > self.num_scored:
+            raise ValueError(f"tokens count in the last {needed} columns, and {self.num_scored} are foreseen")
+        return self.num_scored
+
+
+LAYOUT = ("segment_ids", "positions", "branches", "scored", "previous", "is_scored", "num_parts")
+
+
+def on_mesh(x) -> jax.Array:
+    """An array of a batch: rows divided over fsdp, a number everywhere."""
+    return put(x, *("batch", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
+
+
+def cut(batch, parts: int):
+    """Rows [R, ...] as parts [parts, rows, ...], each with an equal share of every shard's rows."""
+    shards = axis_size("fsdp")
+
+    def divide(x):
+        rows = x.shape[0] // (shards * parts)
+        x = x.reshape(shards, parts, rows, *x.shape[1:]).swapaxes(0, 1).reshape(parts, shards * rows, *x.shape[1:])
+        return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
+
+    return jax.tree.map(divide, batch)
+
+
+def mapped(fn, batch: Batch, parts: int):
+    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that hold nothing."""
+    used, batch = batch.num_parts, batch.replace(num_parts=None)
+    if parts == 1:
+        return fn(batch)
+    divided, shards = cut(batch, parts), axis_size("fsdp")
+    like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], divided))
+
+    def fill(i, out):
+        return out.at[i].set(fn(jax.tree.map(lambda x: x[i], divided)))
+
+    start = constrain(jnp.zeros((parts, *like.shape), like.dtype), "layers", "batch", *["seq"] * (like.ndim - 1))
+    out = jax.lax.fori_loop(0, parts if used is None else used, fill, start)
+    out = out.reshape(parts, shards, -1, *like.shape[1:]).swapaxes(0, 1).reshape(-1, *like.shape[1:])
+    return constrain(out, "batch", *["seq"] * (like.ndim - 1))
+
+
+def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
+    """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain sums.
+
+    fn(part) -> (grads, metrics). used: how many parts hold something, a traced number; None: all. places: where each
+    gradient lies (None: wherever the compiler likes). Gradients cross the mesh once in `every` parts.
+    """
+    if every > 1 and axis_size("fsdp") > 1:
+        fn, parts, used = _apart(fn, every, places), parts // every, None if used is None else -(-used // every)
+        batch = jax.tree.map(lambda x: _by_shard(x, parts, every), batch)
+    elif parts == 1:
+        return _settled(fn(batch), places)
+    else:
+        batch = cut(batch, parts)
+    like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], batch))
+    zeros = _settled(jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), like), places)
+
+    def add(i, total):
+        part = fn(jax.tree.map(lambda x: x[i], batch))
+        return jax.tree.map(jnp.add, total, _settled(part, places))
+
+    return jax.lax.fori_loop(0, parts if used is None else used, add, zeros)
+
+
+def _sum_dtype(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _settled(sums, places):
+    """Gradients, told where they lie: as the parameters do, so that what is reduced is only ever a share."""
+    grads, metrics = sums
+    if places is not None:
+        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, places)
+    return grads, metrics
+
+
+def _by_shard(x, syncs: int, every: int):
+    """[R, ...] -> [syncs, every, shards, rows, ...]"""
+    shards = axis_size("fsdp")
+    x = x.reshape(shards, syncs, every, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 0, 2)
+    return jax.lax.with_sharding_constraint(x, P(None, None, "fsdp", *[None] * (x.ndim - 3)))
+
+
+def _apart(fn, every: int, places):
+    """fn over `every` parts of each shard, summed shard by shard, and over the shards only then.
+
+    Each device holds the sum of its own gradient, not divided over fsdp, while it lasts.
+    """
+
+    def alone(part):
+        with profile("train", batch=None):  # a shard's rows are all its own
+            return fn(part)
+
+    of_shards = jax.vmap(alone, spmd_axis_name="fsdp")
+
+    def own(x, place):  # a gradient of each shard: its first dim over fsdp, the others as tp divides them
+        kept = (None if entry == "fsdp" else entry for entry in place.spec)
+        return jax.lax.with_sharding_constraint(x, P("fsdp", *kept))
+
+    def lie_apart(sums):
+        grads, metrics = sums
+        return (grads if places is None else jax.tree.map(own, grads, places)), metrics
+
+    def together(parts):
+        like = jax.eval_shape(of_shards, jax.tree.map(lambda x: x[0], parts))
+        zeros = lie_apart(jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), like))
+
+        def add(i, total):
+            return jax.tree.map(jnp.add, total, lie_apart(of_shards(jax.tree.map(lambda x: x[i], parts))))
+
+        total = jax.lax.fori_loop(0, every, add, zeros)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
+
+    return together

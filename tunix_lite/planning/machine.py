@@ -1,0 +1,61 @@
+"""The devices that a plan is for: those that a name means, or those that are there."""
+
+from dataclasses import dataclass
+
+import jax
+
+from tunix_lite.config import ConfigError, at
+from tunix_lite.planning import hardware
+from tunix_lite.planning.hardware import GiB, Hardware
+
+# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start (JAX's default is 0.75;
+# XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 is what a run that fills the device should say), and CUDA's context, cuBLAS, cuDNN
+# and NCCL keep about 0.5 GiB outside of it. A TPU's runtime has taken its part already: the table has what is left.
+GPU_SHARE, GPU_LIBRARIES = 0.92, GiB // 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a plan is for."""
+
+    name: str  # as typed: v5e-16; or attached
+    platform: str
+    num_devices: int
+    hardware: Hardware | None  # None: not in the table, so there is no roofline
+    capacity: int | None  # bytes that the programs of a run can have on a device; None: nobody knows
+    capacity_is: str  # in words
+
+
+def find_machine(target: str) -> Machine:
+    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of nothing."""
+    if target == "attached":
+        return attached()
+    with at("target"):
+        found = hardware.find_target(target)
+    kind = found.hardware
+    if kind.platform == "tpu":
+        capacity, said = kind.memory_bytes, "all that its runtime offers"
+    else:
+        capacity = int(GPU_SHARE * (kind.memory_bytes - GPU_LIBRARIES))
+        said = (
+            f"{GPU_SHARE:.0%} of {kind.memory_bytes / GiB:.1f} GiB less {GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
+        )
+    return Machine(found.name, kind.platform, found.num_devices, kind, capacity, said)
+
+
+def attached() -> Machine:
+    """What jax sees; of a CPU, the physical memory, in even shares."""
+    device = jax.devices()[0]
+    limit, platform = hardware.memory_limit(device), device.platform
+    said = "physical memory" if platform == "cpu" else "what the runtime allows"
+    return Machine("attached", platform, jax.device_count(), hardware.of_device(device), limit, said)
+
+
+def devices_of(machine: Machine) -> list:
+    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no compiler."""
+    if machine.name == "attached":
+        return jax.devices()
+    try:
+        return hardware.compile_only_devices(hardware.find_target(machine.name))
+    except ValueError as error:
+        raise ConfigError(f"target={machine.name}: {error}; or estimate without it: analytic=true") from error

@@ -1,0 +1,63 @@
+"""training.profile_communication: what an update sends, as a table, and a trace of a few steps for xprof."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from tunix_lite.parallel.collectives import collectives, grouped, sent_bytes
+
+TABLE, TRACE = "communication.md", "trace"
+TRACED_STEPS = range(1, 4)  # of this invocation; number 0 compiles
+
+
+def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> str:
+    """The collectives of a compiled program as a page in Markdown. text: its optimised HLO."""
+    found = collectives(text, mesh_shape)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_shape.items())
+    lines = [f"# What one {program} sends", "", f"Mesh {mesh}. Bytes are those of one device in one {program}.", ""]
+    if not found:
+        return "\n".join([*lines, "Nothing: no device needs what another one has.", ""])
+    lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
+    for g in grouped(found):
+        lines.append(f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | {g.sent_bytes / 1e6:,.2f} |")
+    lines += ["", "One by one, the largest first:", ""]
+    lines += ["| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |", "|" + "---|" * 8]
+    for c in sorted(found, key=lambda c: -c.total_bytes)[:60]:
+        known = "" if c.count_known else " at least"
+        cells = (
+            f"{c.kind} | {c.axis} | {c.count}{known} | {c.num_bytes / 1e6:,.3f} | {sent_bytes(c) / 1e6:,.3f} | "
+            f"{'yes' if c.in_loop else 'no'} | `{c.shapes}` | `{c.source}`"
+        )
+        lines.append(f"| {cells} |")
+    return "\n".join([*lines, ""])
+
+
+class Profile:
+    """Traces the first steps after the one that compiles. Without a folder it does nothing."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def write_table(self, compiled, mesh) -> None:
+        if self.folder is not None:
+            text = communication_table(compiled.as_text(), dict(mesh.shape), "update")
+            (self.folder / TABLE).write_text(text)
+
+    @contextlib.contextmanager
+    def step(self, number: int):
+        """Around step `number` of this invocation, from 0; rollout, reference and update are all in the trace."""
+        if self.folder is None or number not in TRACED_STEPS:
+            yield
+            return
+        if number == TRACED_STEPS[0]:
+            jax.profiler.start_trace(self.folder / TRACE)
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            yield
+        if number == TRACED_STEPS[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is still open, as when a run has fewer steps."""
+        with contextlib.suppress(RuntimeError):  # none is open
+            jax.profiler.stop_trace()

@@ -1,0 +1,74 @@
+"""How fast a run is: tokens, FLOPs and memory of a step, as metrics."""
+
+import resource
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.planning import flops
+from tunix_lite.planning.hardware import Hardware, of_device
+from tunix_lite.types import Batch, Metrics
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a step's seconds are set against. FLOPs are those of planning.flops, of the model, not of the compiler:
+    6 per weight and token (4 for frozen ones under adapters) and attention; what remat makes again does not count."""
+
+    cfg: ModelConfig
+    trained_adapters: int  # parameters in adapters; 0: all weights train
+    num_devices: int
+    hardware: Hardware | None  # None: not in the table, so there is no MFU
+
+    @staticmethod
+    def on(mesh, cfg: ModelConfig, trained_adapters: int) -> "Throughput":
+        return Throughput(cfg, trained_adapters, mesh.devices.size, of_device(mesh.devices.flat[0]))
+
+    def __str__(self) -> str:
+        if self.hardware is None:
+            return "MFU n/a: the peak of this device is not known"
+        rate = "4 FLOPs per frozen and 6 per trained weight" if self.trained_adapters else "6 FLOPs per weight"
+        return f"MFU of {self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device, {rate} and token, plus attention"
+
+    def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
+        """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
+        lengths, scored = np.asarray(batch.token_mask).sum(axis=1), int((np.asarray(batch.loss_weight) != 0).sum())
+        tokens = int(lengths.sum())
+        attention = flops.attention_flops(self.cfg, lengths)
+        done = flops.update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
+        seen = {
+            "perf/tokens_per_second": tokens / step_seconds,
+            "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
+            "perf/update_tflops_per_second_per_device": done / update_seconds / self.num_devices / 1e12,
+            "memory/peak_gb": peak_bytes() / 1e9,
+        }
+        mfu = flops.mfu(done, update_seconds, self.hardware, self.num_devices)
+        return seen if mfu is None else seen | {"perf/mfu": mfu}
+
+
+def peak_bytes() -> int:
+    """The most that was ever in use on one of this host's devices; on a CPU, by the process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(s and "peak_bytes_in_use" in s for s in stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def timed(policy, seconds: Counter):
+    """The policy, whose reference pass adds what it takes to `seconds`; sampling keeps its own time."""
+    if policy.ref_logprobs is None:
+        return policy
+
+    def ref_logprobs(batch: Batch):
+        began = time.perf_counter()
+        scored = policy.ref_logprobs(batch)
+        seconds["time/reference"] += time.perf_counter() - began
+        return scored
+
+    return replace(policy, ref_logprobs=ref_logprobs)

@@ -1,0 +1,175 @@
+"""Before a run: every check that needs files or devices, and what is said of it at its start."""
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from tunix_lite import __version__
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import BatchPlan, RunConfig, at, plan_batch, plan_rows, row_width
+from tunix_lite.micro_batches import Rows
+from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models.source import Source
+from tunix_lite.optim import describe
+from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
+from tunix_lite.policy import DTYPES
+from tunix_lite.tasks.task import Task
+from tunix_lite.tracking.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, once its settings have been found right."""
+
+    model: Source
+    mesh: jax.sharding.Mesh
+    batch: BatchPlan
+    rows: Rows  # how its sequences are laid out
+    attention: tuple[str, str]  # the implementation, and in words why
+    task: Task
+    resume_from: Path | None  # a folder with checkpoints
+
+
+def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
+    """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
+    with at(""):  # the messages begin with the setting
+        model = source.find(run.model)
+    with at("model.mesh_shape"):
+        mesh = make_mesh(run.model.mesh_shape)
+        set_rules(run.sharding)
+        source.check_mesh(model, mesh)
+        check_residual(run, model.cfg, mesh)
+    with at("generation"):
+        check_generation(run, model)
+    batch = plan_batch(run, mesh.shape["fsdp"])
+    rows = plan_rows(run, batch, model.cfg)
+    with at("training"):
+        attention = choose_attention(run, model, mesh, rows)
+    lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
+    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts)
+    with at("hydra.run.dir"):
+        run_dir.check()
+    with at("task"):
+        first, _ = task.batch(batch.prompts, run.seed, 0)
+        asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
+        if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
+            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
+        if run.algorithm.needs_demonstrations:
+            task.demonstrations(first)
+    resume_from = resume_from_folder(run, run_dir)
+    if resume_from is not None:
+        with at("resume"):
+            _check_same_model(source.settings_to_keep(run.model, model, run.seed)["model"], RunDir(resume_from.parent))
+    with at(""):
+        return Parts(source.fetch(model), mesh, batch, rows, attention, task, resume_from)
+
+
+def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[str, str]:
+    """The implementation of attention that training uses, and in words why. Raises ValueError."""
+    width = rows.width or run.generation.max_prompt_length + run.generation.max_new_tokens
+    platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
+    shares = rows.packing == "prefix"
+    return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares, mesh.shape["tp"])
+
+
+def check_residual(run: RunConfig, cfg, mesh) -> None:
+    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
+    tp, width = mesh.shape["tp"], row_width(run, cfg)
+    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
+        raise ValueError(
+            f"sharding.train.residual_seq=tp divides rows of {width} tokens over tp={tp}; "
+            f"generation.max_new_tokens={run.generation.max_new_tokens + -width % tp} would do"
+        )
+
+
+def check_generation(run: RunConfig, model: Source) -> None:
+    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
+    settings, longest = run.generation, model.cfg.max_positions
+    if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
+        raise ValueError(
+            f"max_prompt_length={settings.max_prompt_length} + max_new_tokens={settings.max_new_tokens} = {total} "
+            f"tokens, and the model was made for {longest}"
+        )
+    settings.check_fits(model.cfg.vocab_size)
+    if settings.temperature == 0:
+        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+
+
+def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
+    resume, own = run.resume, Checkpoints(run_dir.checkpoints).latest_step() is not None
+    with at("resume"):
+        if own and resume != "auto":
+            raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
+        if resume == "none" or (resume == "auto" and not own):
+            return None
+        folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
+        if (step := Checkpoints(folder).latest_step()) is None:
+            raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
+        if step % (updates := run.algorithm.updates_per_rollout):
+            raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
+        if step >= run.training.max_steps:
+            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
+        return folder
+
+
+def _check_same_model(ours: dict, earlier: RunDir) -> None:
+    """Raises ValueError naming what differs: another base, or another scale of adapters, is another model."""
+    ours, theirs = json.loads(json.dumps(ours)), earlier.read_model()["model"]
+    for name in ("architecture", "lora"):
+        for key, value in ours[name].items():
+            if value != (there := (theirs.get(name) or {}).get(key)) and key != "dropout":
+                raise ValueError(f"model.{name}.{key}={value!r}, but the run in {earlier.path} has {there!r}")
+
+
+def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
+    devices = parts.mesh.devices.ravel()
+    width = run.generation.max_prompt_length, run.generation.max_new_tokens
+    resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
+    optimizer = describe(run.optimizer)
+    return f"tunix_lite {__version__} · {type(run.algorithm).__name__} · {run.project_name}", [
+        ("devices", f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"),
+        (
+            "mesh",
+            ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
+            + f" from {as_text(run.model.mesh_shape)}",
+        ),
+        ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
+        ("batch", f"{parts.batch}{_packed(parts)}"),
+        ("attention", ": ".join(parts.attention)),
+        ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
+        ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
+        ("outputs", f"{run_dir.path}" + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else "")),
+    ]
+
+
+def _packed(parts: Parts) -> str:
+    rows = parts.rows
+    if rows.packing == "none":
+        return ""
+    at_once = f"{rows.rows_per_part} rows of {rows.width} tokens x {parts.batch.fsdp} fsdp at once"
+    return f", packed ({rows.packing}), {at_once}"
+
+
+def _size(model: Source) -> str:
+    total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
+    if model.lora is None:
+        return total
+    frozen, trained = source.tables(model)
+    return (
+        f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
+        f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
+    )
+
+
+def provenance(run: RunConfig, parts: Parts) -> dict:
+    return {
+        "algorithm": type(run.algorithm).__name__,
+        "seed": run.seed,
+        "mesh": dict(parts.mesh.shape),
+        "batch": str(parts.batch),
+        "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
+        "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
+    }
