@@ -1,6 +1,6 @@
 """One GRPO step on a fixed workload, on one device: rollout, reference pass, update. Prints one JSON line.
 
-    python benchmarks/grpo_step.py [--repeats 7] [--packing none|sequences|prefix] [--remat none|dots|...]
+    python benchmarks/grpo_step.py [--repeats 7] [--packing none|prefix] [--remat none|dots|...]
 
 6 layers, embed 256, 4 heads, 1 key/value head, head dim 64, mlp 1024, vocabulary 512, float32; 8 prompts x 8
 generations, prompts of 32 tokens, exactly 64 new ones; KL 0.04 against a reference; one update with AdamW. Without
@@ -38,11 +38,10 @@ from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Prompts, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
-GROUP = PROMPT_LENGTH + GENERATIONS * NEW_TOKENS
-ROWS = {  # what fills rows in the order of the workload: all at once, or 8 micro-batches
+PAIR = PROMPT_LENGTH + 2 * NEW_TOKENS  # config.row_width's choice for this model: two completions and their prompt
+ROWS = {  # all at once; of equal lengths, side by side gains nothing
     "none": Rows("none", 1, NEW_TOKENS),
-    "sequences": Rows("sequences", 8, None, GROUP, 1),
-    "prefix": Rows("prefix", 8, None, GROUP, 1),
+    "prefix": Rows("prefix", 1, None, PAIR, PROMPTS * GENERATIONS // 2),
 }
 CFG = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
 

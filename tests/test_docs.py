@@ -241,7 +241,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    match = re.fullmatch(r"-e \.(?:\[([a-z0-9,]+)\])?", " ".join(words))
+    match = re.fullmatch(r"-e \.(?:\[([a-z0-9,-]+)\])?", " ".join(words))
     assert match, f"pip install {' '.join(words)}: not an install of this package, and not allowed"
     assert set((match[1] or "").split(",")) - {""} <= extras()
 

@@ -7,6 +7,7 @@ COMMANDS = {
     "train": "train a model; takes the same overrides as run_training.py",
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
+    "plan": "what fits on which devices, there or not, and how fast it can be",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 

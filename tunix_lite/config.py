@@ -177,7 +177,14 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     """
     settings, G = run.training, run.algorithm.num_generations
     prompts, micro = settings.prompts_per_step, settings.micro_batch_size
-    accumulation = settings.gradient_accumulation_steps
+    if micro == "auto":  # not chosen yet
+        if prompts is None:
+            raise ConfigError("training: micro_batch_size=auto needs prompts_per_step")
+        if settings.gradient_accumulation_steps:
+            raise ConfigError("training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null")
+        micro, accumulation = None, settings.sync_gradients_every
+    else:
+        accumulation = settings.gradient_accumulation_steps
     if settings.packing != "none":
         if prompts is None:
             raise ConfigError(f"training: packing={settings.packing} needs prompts_per_step")

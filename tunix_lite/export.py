@@ -140,11 +140,8 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
 
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
     source = model.source
-    leaves = {path: leaf for path, leaf in hf.flat(model.params).items() if isinstance(leaf, Lora)}
-    adapters: dict = {}
-    for path, leaf in leaves.items():
-        part, place, name = path.split("/")
-        adapters.setdefault(part, {}).setdefault(place, {})[name] = {"a": leaf.a, "b": leaf.b}
+    leaves = {name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)}
+    adapters = {"layers": {name: {"a": leaf.a, "b": leaf.b} for name, leaf in leaves.items()}}
     wrapped = families.is_wrapped(source.folder, source.family)
     peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped)
     _copy_tokenizer(model, folder)

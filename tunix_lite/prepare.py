@@ -2,7 +2,7 @@
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -65,6 +65,12 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
             _check_same_model(source.settings_to_keep(run.model, model, run.seed)["model"], RunDir(resume_from.parent))
     with at(""):
         return Parts(source.fetch(model), mesh, batch, rows, attention, task, resume_from)
+
+
+def rebatched(parts: Parts, run: RunConfig) -> Parts:
+    """The parts of a run whose micro-batch has been chosen since."""
+    batch = plan_batch(run, parts.mesh.shape["fsdp"])
+    return replace(parts, batch=batch, rows=plan_rows(run, batch, parts.model.cfg))
 
 
 def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[str, str]:

@@ -18,11 +18,13 @@ from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.profile import Profile
+from tunix_lite.planning.start import fitting, foresee, in_short
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
-from tunix_lite.prepare import Parts, panel, prepare, provenance
+from tunix_lite.prepare import Parts, panel, prepare, provenance, rebatched
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
+from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console, minutes
@@ -39,6 +41,9 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     run_dir = RunDir(Path(folder))
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
+    if run.training.micro_batch_size == "auto":
+        run = fitting(run, parts.model.cfg, parts.model.lora, parts.mesh, print)
+        parts = rebatched(parts, run)
     run_dir.make()
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
     status = Status(run_dir, provenance(run, parts))
@@ -66,7 +71,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     console.busy("loading the model…")
-    state, frozen, policy = initial_state(run, parts, optimizer, console)
+    state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
     start = int(state.step)
@@ -97,6 +102,9 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         return {**seen, "time/eval": time.perf_counter() - began}
 
     console.busy("compiling…")
+    model = parts.model
+    plan = foresee(run, model.cfg, lora, parts.mesh, parts, rollout, train_step, state, frozen, run_dir.path)
+    console.say(in_short(plan))
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
 
@@ -116,7 +124,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
             collected = time.perf_counter()
-            if step == start:
+            if step == start and profile.folder:
                 profile.write_table(train_step.compiled(state, frozen, laid_out), parts.mesh)
             state, learned = jax.block_until_ready(train_step(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
@@ -138,8 +146,10 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     return state
 
 
-def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[TrainState, Params | None, Policy]:
-    """What trains, the frozen base beside it (None without adapters), and the policy that acts with both.
+def initial_state(
+    run: RunConfig, parts: Parts, optimizer, console
+) -> tuple[TrainState, Params | None, Policy, RolloutConfig]:
+    """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples.
 
     The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
     """
@@ -159,7 +169,7 @@ def initial_state(run: RunConfig, parts: Parts, optimizer, console) -> tuple[Tra
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
     policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference, parts.rows, **scoring)
     step = put(np.int32(0))
-    return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy
+    return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy, rollout
 
 
 # ---- small print

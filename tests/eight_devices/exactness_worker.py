@@ -1,0 +1,145 @@
+"""One update of a tiny model, however it is divided: its gradient, its metrics and its compiled program.
+
+As a script, one of several processes with eight devices together: exactness_worker.py ADDRESS COUNT INDEX BATCH FILE.
+"""
+
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    address, count, index, batch_file, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(8 // count)
+
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.micro_batches import Rows
+from tunix_lite.models import decoder, lora, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.lora import LoraConfig
+from tunix_lite.parallel.mesh import Rules, axis_size, make_mesh, put, set_rules
+from tunix_lite.policy import make_policy
+from tunix_lite.step import make_train_step
+from tunix_lite.types import Batch, TrainState
+
+SEQUENCES, PROMPT, NEW, WIDTH = 16, 10, 22, 32
+# compiles in half the time; a later XLA may not know it
+FAST = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and how it is scored."""
+
+    cfg: ModelConfig
+    temperature: float = 1.0
+    lora: LoraConfig | None = None
+
+    def arrays(self):
+        """Random weights of the host, large enough that the model has opinions: (what trains, the frozen base)."""
+        base = random_arrays(decoder.weights(self.cfg), 0)
+        if self.lora is None:
+            return base, None
+        return random_arrays(lora.adapter_weights(decoder.weights(self.cfg), self.lora), 1), base
+
+
+def random_arrays(table, seed: int):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), table, is_leaf=weights.is_weight)
+
+
+PLAIN = ModelConfig(56, 2, 16, 8, 2, 4, 32, pattern=("local", "global"), window=5, query_scale=9)
+CAPPED = replace(PLAIN, attn_softcap=1.5, final_softcap=4.0)
+MODELS = {
+    "plain": Model(PLAIN),
+    "head": Model(replace(CAPPED, tied=False), temperature=0.7),
+    "adapters": Model(CAPPED, temperature=0.7, lora=LoraConfig(rank=2, alpha=3.0)),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an update is divided. None of it may change what comes out."""
+
+    fsdp: int = 1
+    tp: int = 1
+    parts: int = 1
+    packing: str = "none"
+    remat: str = "none"
+    sync_every: int = 1
+    rules: dict = field(default_factory=dict)
+    wide: bool = False  # float64
+
+
+@dataclass
+class Updated:
+    grads: dict  # arrays on the mesh
+    metrics: dict
+    compiled: jax.stages.Compiled
+    bytes_of_state: int  # on the first device
+
+
+def rows_of(way: Way) -> Rows:
+    per_part = SEQUENCES // (axis_size("fsdp") * way.parts)  # as many rows as sequences: some stay empty
+    return Rows(way.packing, way.parts, NEW, WIDTH, per_part)
+
+
+def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
+    """One step of training with an optimizer that keeps the gradient as its state."""
+    dtype = jnp.float64 if way.wide else jnp.float32
+    jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
+    set_rules(Rules(train=way.rules))
+    table = decoder.weights(model.cfg)
+    trained, frozen = model.arrays()
+    params = placed(trained, table if frozen is None else lora.adapter_weights(table, model.lora), dtype)
+    frozen = None if frozen is None else placed(frozen, table, dtype)
+    optimizer = optax.chain(optax.trace(0.0), optax.scale(0.0))
+    kept = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), params)
+    state = TrainState(put(np.int32(0)), params, (optax.TraceState(kept), optax.EmptyState()))
+    rows = rows_of(way)
+    policy = make_policy(model.cfg, None, model.temperature, dtype, rows=rows, remat=way.remat)
+    algorithm = GRPO(kl_coef=0.1)
+    step = make_train_step(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
+    laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float32 else x, batch))
+    size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    compiled = step.program(state, frozen, laid_out).lower(state, frozen, laid_out).compile(compiler_options=FAST)
+    new, metrics = compiled(state, frozen, laid_out)
+    return Updated(new.opt_state[0].trace, {name: float(x) for name, x in metrics.items()}, compiled, size)
+
+
+def placed(arrays, table, dtype):
+    lay = lambda w, x: put(x.astype(dtype), *w.axes)  # noqa: E731
+    return jax.tree.map(lay, table, arrays, is_leaf=weights.is_weight)
+
+
+def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> np.ndarray:
+    """What the frozen reference of the KL term thinks of a batch, on the current mesh."""
+    reference = placed(model.arrays()[0], decoder.weights(model.cfg), np.float32)
+    rows = rows_of(Way(packing=packing, parts=parts))
+    return make_policy(model.cfg, None, model.temperature, reference=reference, rows=rows).ref_logprobs(batch)
+
+
+if __name__ == "__main__":
+    from jax.experimental.multihost_utils import process_allgather
+
+    jax.distributed.initialize(address, count, index)
+    batch = Batch(**np.load(batch_file))
+    found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
+    grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
+    said = {
+        "devices": [jax.device_count(), jax.local_device_count()],
+        "grad_norm": found.metrics["train/grad_norm"],
+        "grads": [x.ravel()[:: max(1, x.size // 5)] for x in grads],
+        "ref_logprobs": reference_logprobs(MODELS["plain"], "sequences", 2, batch),
+    }
+    with open(file, "w") as out:
+        json.dump(said, out, default=np.ndarray.tolist)
+    jax.distributed.shutdown()

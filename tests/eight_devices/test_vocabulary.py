@@ -1,0 +1,169 @@
+"""Scores over the vocabulary, block by block: what the formulas give in float64, and never all of them at once."""
+
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import set_mesh
+from exactness_worker import FAST
+from jax.extend.core import jaxprs_in_params
+
+from tunix_lite.models import vocabulary
+from tunix_lite.models.vocabulary import num_blocks, token_scores
+from tunix_lite.parallel.mesh import put
+
+B, M, V, D = 8, 12, 44, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to work off the vocabulary."""
+
+    mesh: tuple[int, int]
+    at_once: int | None  # scores at once
+    blocks: int  # that this gives
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+CASES = [
+    Case((1, 1), None, 1),
+    Case((1, 1), B * M * V // 3, 4, softcap=2.0, temperature=0.7),  # 3 are wanted, and 4 divide 44
+    Case(
+        (2, 4), B * M * 11 // 2 // 5 + 1, 5, softcap=2.0, temperature=0.7
+    ),  # 5 of size 3 for 11: the last is only padding
+    Case((2, 4), B * M * 11 // 2 // 2, 2),  # 2 of size 6 for 11: padding at the end of the last
+    Case((8, 1), M * V // 2, 2, temperature=1.3),
+]
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(B, M, D)), rng.normal(size=(V, D)) * 0.4
+    targets = rng.integers(0, V, (B, M))
+    targets[0, :4] = 0, V - 1, 10, 11  # at the edges of a part
+    slopes = rng.normal(size=(2, B, M))
+    return *(x.astype(np.float32) for x in (hidden, table)), targets.astype(np.int32), slopes.astype(np.float32)
+
+
+def by_formulas(case: Case, hidden, table, targets, slopes):
+    """Both results, and what slopes of both make of hidden and table; in float64, all scores at once."""
+    hidden, table, (g, e) = hidden.astype(np.float64), table.astype(np.float64), slopes.astype(np.float64)
+    raw = hidden @ table.T
+    bent = raw if case.softcap is None else case.softcap * np.tanh(raw / case.softcap)
+    logs = bent / case.temperature - np.log(np.exp(bent / case.temperature).sum(-1, keepdims=True))
+    p, one_hot = np.exp(logs), np.eye(V)[targets]
+    entropy = -(p * logs).sum(-1)
+    slope = g[..., None] * (one_hot - p) - e[..., None] * p * (logs + entropy[..., None])
+    slope *= (1 if case.softcap is None else 1 - (bent / case.softcap) ** 2) / case.temperature
+    of_table = np.einsum("bmv,bmd->vd", slope, hidden)
+    return (logs * one_hot).sum(-1), entropy, slope @ table, of_table
+
+
+def program(case: Case, which=(0, 1)):
+    """(hidden, table, targets, slopes) -> both results, and the gradients of `which` of hidden and table."""
+
+    def run(hidden, table, targets, slopes):
+        def scores(*trained):
+            both = dict(zip(which, trained))
+            return tuple(token_scores(both.get(0, hidden), both.get(1, table), targets, case.softcap, case.temperature))
+
+        found, pull = jax.vjp(scores, *((hidden, table)[i] for i in which))
+        return *found, *pull((slopes[0], slopes[1]))
+
+    return run
+
+
+def placed(hidden, table, targets, slopes):
+    batch = ("batch", "seq")
+    return (
+        put(hidden, *batch, "act_embed"),
+        put(table, "vocab", "embed"),
+        put(targets, *batch),
+        put(slopes, "seq", *batch),
+    )
+
+
+def close(got, wanted, bound=1e-6):
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
+    assert np.linalg.norm(got - wanted) < bound * np.linalg.norm(wanted)
+
+
+def prepared(case: Case, monkeypatch):
+    set_mesh(*case.mesh)
+    if case.at_once is not None:
+        monkeypatch.setattr(vocabulary, "SCORES_AT_ONCE", case.at_once)
+    fsdp, tp = case.mesh
+    assert num_blocks(V // tp, B * M // fsdp) == case.blocks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_and_their_gradients_are_those_of_the_formulas(case, monkeypatch):
+    prepared(case, monkeypatch)
+    compiled = jax.jit(program(case)).lower(*placed(*arrays())).compile(compiler_options=FAST)
+    for got, wanted in zip(compiled(*placed(*arrays())), by_formulas(case, *arrays()), strict=True):
+        assert got.dtype == jnp.float32
+        close(got, wanted)
+    # all scores at once, on a device: only where they are one block
+    fsdp, tp = case.mesh
+    sizes = [
+        np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
+    ]
+    assert (max(sizes) >= B * M * V // fsdp // tp) == (case.blocks == 1)
+
+
+@pytest.mark.parametrize("slope", [0, 1])
+def test_a_slope_of_one_result_alone(slope, monkeypatch):
+    """The backward pass then leaves out what the other would add."""
+    case = Case((1, 1), B * M * V // 2, 2, softcap=3.0)
+    prepared(case, monkeypatch)
+    hidden, table, targets, slopes = arrays()
+    slopes[1 - slope] = 0
+    loss = lambda h, t: jnp.sum(slopes[slope] * token_scores(h, t, targets, 3.0, 1.0)[slope])  # noqa: E731
+    of_hidden, of_table = jax.jit(jax.grad(loss, (0, 1)), compiler_options=FAST)(hidden, table)
+    wanted = by_formulas(case, hidden, table, targets, slopes)
+    close(of_hidden, wanted[2])
+    close(of_table, wanted[3])
+
+
+def scans(jaxpr):
+    """Every scan of a program, those within others too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from scans(inner)
+
+
+def test_a_frozen_table_costs_nothing(monkeypatch):
+    case = Case((1, 1), B * M * V // 3, 4)
+    prepared(case, monkeypatch)
+    hidden, table, targets, slopes = arrays()
+
+    def of_tables(which):
+        """Results of loops that are as large as the table, and products beyond one for scores and one for hidden."""
+        jaxpr = jax.make_jaxpr(program(case, which))(hidden, table, targets, slopes)
+        loops = list(scans(jaxpr.jaxpr))
+        shapes = [out.aval.shape for e in loops for out in e.outvars]
+        large = sum(np.prod(shape) >= V * D and shape[-1] == D and M not in shape for shape in shapes)
+        return large, [str(e.params["jaxpr"]).count("dot_general") for e in loops]
+
+    assert of_tables((0, 1)) == (1, [1, 3])
+    assert of_tables((0,)) == (0, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "vocabulary_size, tokens, at_once, blocks",
+    [
+        (262144, 4096, 2**24, 64),  # Gemma 3, four rows of 1024
+        (262144, 1, 2**24, 1),
+        (151936, 8192, 2**24, 128),  # Qwen 3: 75 are wanted, and 151936 is 2^7 times a prime
+        (11, 10, 25, 5),  # 11 is prime: cut as wanted, and padded
+    ],
+)
+def test_blocks_divide_the_vocabulary_where_they_can(vocabulary_size, tokens, at_once, blocks, monkeypatch):
+    monkeypatch.setattr(vocabulary, "SCORES_AT_ONCE", at_once)
+    assert num_blocks(vocabulary_size, tokens) == blocks

@@ -1,0 +1,225 @@
+"""Who sees whom, counted by hand; and one attention, however it is computed."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import set_mesh
+
+from tunix_lite.models import attention
+from tunix_lite.models.attention import Sight, choose, obstacle, visible
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.parallel.mesh import put
+
+CFG = ModelConfig(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
+ALL = slice(None)
+
+
+def sight(segments, positions, branches=None) -> Sight:
+    return Sight(*(None if x is None else jnp.asarray([x], jnp.int32) for x in (positions, segments, branches)))
+
+
+def as_text(seen_BTT) -> list[str]:
+    return ["".join(".x"[int(x)] for x in row) for row in np.asarray(seen_BTT)[0]]
+
+
+PACKED = sight([1, 1, 1, 1, 2, 2, 2, 0], [0, 1, 2, 3, 0, 1, 2, 0])
+# a prompt of two, completions of three and of one after it; then another sequence
+BRANCHED = sight([1, 1, 1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2, 0, 1], [0, 0, 1, 1, 1, 2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "row, window, seen",
+    [
+        (
+            PACKED,
+            None,
+            ["x.......", "xx......", "xxx.....", "xxxx....", "....x...", "....xx..", "....xxx.", "........"],
+        ),
+        (PACKED, 2, ["x.......", "xx......", ".xx.....", "..xx....", "....x...", "....xx..", ".....xx.", "........"]),
+        (
+            BRANCHED,
+            None,
+            ["x.......", "xx......", "xxx.....", "xxxx....", "xxxxx...", "xx...x..", "......x.", "......xx"],
+        ),
+        # the second completion's token follows the prompt at position 2, so the window takes in the prompt's last
+        (BRANCHED, 2, ["x.......", "xx......", ".xx.....", "..xx....", "...xx...", ".x...x..", "......x.", "......xx"]),
+        (BRANCHED, 3, ["x.......", "xx......", "xxx.....", ".xxx....", "..xxx...", "xx...x..", "......x.", "......xx"]),
+    ],
+)
+def test_a_token_sees_its_own_segment_and_branch_within_the_window(row, window, seen):
+    assert as_text(visible(window, row, ALL, ALL)) == seen
+    assert as_text(visible(window, row, slice(3, 6), slice(1, 6))) == [line[1:6] for line in seen[3:6]]
+
+
+def test_a_row_of_one_sequence_may_be_padded_on_both_sides():
+    row = attention.whole(jnp.array([[False, False, True, True, True, False]]))
+    np.testing.assert_array_equal(row.positions[0, 2:5], [0, 1, 2])
+    assert as_text(visible(2, row, ALL, ALL)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
+
+
+# ---- xla
+
+
+def random_rows(cfg, B: int, T: int, with_branches: bool):
+    """q, k, v, a slope of the output, and rows of three sequences with padding after them."""
+    rng = np.random.default_rng(0)
+    sizes = [
+        (B, T, heads, cfg.head_dim) for heads in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads, cfg.num_heads)
+    ]
+    q, k, v, slope = (rng.normal(size=size).astype(np.float32) for size in sizes)
+    segments, positions, branches = (np.zeros((B, T), np.int32) for _ in range(3))
+    for b in range(B):
+        bounds = [0, *sorted(rng.choice(np.arange(2, T - 2), 2, replace=False)), T - b % 3]
+        for i, (start, stop) in enumerate(pairwise(bounds)):
+            segments[b, start:stop], positions[b, start:stop] = i + 1, np.arange(stop - start)
+            if with_branches and (third := (stop - start) // 3):  # two completions as long as their prompt
+                branches[b, start + third : start + 2 * third] = 1
+                branches[b, start + 2 * third : stop] = 2
+                positions[b, start + 2 * third : stop] -= third
+    slope[segments == 0] = 0  # what stands on padding is nobody's business
+    return (q, k, v), slope, Sight(positions, segments, branches if with_branches else None)
+
+
+def by_formulas(cfg, window, rows: Sight, q, k, v):
+    """Softmax attention in float64, one query after the other over the keys that it sees. 0 where it sees none."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t in np.ndindex(q.shape[:2]):
+        segment, position = rows.segments[b], rows.positions[b]
+        seen = [s for s in range(t + 1) if segment[s] == segment[t] > 0]
+        seen = [s for s in seen if window is None or position[t] - position[s] < window]
+        if rows.branches is not None:
+            seen = [s for s in seen if rows.branches[b, s] in (0, rows.branches[b, t])]
+        for n in range(cfg.num_heads if seen else 0):
+            shared = n * cfg.num_kv_heads // cfg.num_heads
+            scores = k[b, seen, shared] @ q[b, t, n] / np.sqrt(cfg.query_scale)
+            if cfg.attn_softcap is not None:
+                scores = cfg.attn_softcap * np.tanh(scores / cfg.attn_softcap)
+            out[b, t, n] = np.exp(scores) / np.exp(scores).sum() @ v[b, seen, shared]
+    return out
+
+
+def on_mesh(qkv, slope, rows):
+    heads = ("heads", "kv_heads", "kv_heads")
+    qkv = tuple(put(x, "batch", "seq", name, "head_dim") for x, name in zip(qkv, heads))
+    return qkv, put(slope, "batch", "seq", "heads", "head_dim"), jax.tree.map(lambda x: put(x, "batch", "seq"), rows)
+
+
+def attended(way, cfg, is_local, qkv, slope, rows):
+    """The output where there is a token, and the gradients of q, k and v."""
+
+    def program(is_local, qkv, slope, rows):
+        out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *qkv), *qkv)
+        return jnp.where(rows.segments[..., None, None] > 0, out, 0), *pull(slope)
+
+    arrays = on_mesh(qkv, slope, rows)
+    if isinstance(is_local, bool):
+        return jax.jit(partial(program, is_local))(*arrays)
+    program = jax.jit(program)  # of both kinds
+    return [program(jnp.bool_(local), *arrays) for local in is_local]
+
+
+def close(got, wanted, atol=2e-6):
+    for a, b in zip(got, wanted, strict=True):
+        assert np.isfinite(np.asarray(a)).all()
+        np.testing.assert_allclose(a, b, atol=atol * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("with_branches, softcap", [(False, 1.5), (True, None)], ids=["packed", "branches"])
+def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
+    """Four pieces of seven queries and less; a window of three is shorter than a piece."""
+    set_mesh(2, 2)
+    cfg, T = replace(CFG, attn_softcap=softcap), 26
+    problem = random_rows(cfg, 4, T, with_branches)
+    whole = {local: attended(attention.xla, cfg, local, *problem) for local in (False, True)}
+    for local, found in whole.items():
+        assert np.abs(found[0] - by_formulas(cfg, cfg.window if local else None, problem[2], *problem[0])).max() < 2e-6
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
+    q_BTNH = problem[0][0]
+    assert attention.piece_length(q_BTNH) == 7
+    for local in (False, True):
+        close(attended(attention.xla, cfg, local, *problem), whole[local])
+    for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
+        close(found, whole[local])
+
+
+def test_a_kind_told_by_data_is_the_kind_told_while_compiling():
+    problem = random_rows(CFG, 2, 16, True)
+    for local, found in enumerate(attended(attention.xla, CFG, [False, True], *problem)):
+        close(found, attended(attention.xla, CFG, bool(local), *problem))
+
+
+# ---- splash
+
+
+SPLASH = ModelConfig(
+    56, 2, 16, 4, 2, 128, 32, pattern=("local", "global"), window=40, query_scale=128, attn_softcap=2.0
+)
+splash = partial(attention.splash, interpret=True)
+
+
+def test_splash_attends_as_xla_does():
+    problem = random_rows(SPLASH, 2, 128, False)
+    wanted = [attended(attention.xla, SPLASH, local, *problem) for local in (False, True)]
+    close(attended(splash, SPLASH, True, *problem), wanted[True], 1e-5)
+    set_mesh(2, 2)
+    for found, right in zip(attended(splash, SPLASH, [False, True], *problem), wanted, strict=True):
+        close(found, right, 1e-5)
+
+
+# ---- the choice
+
+
+FITS = replace(SPLASH, attn_softcap=None)
+
+
+def test_auto_takes_the_one_made_for_the_platform():
+    assert choose("auto", FITS, "cpu", jnp.float32, 100, True, 1) == ("xla", "the one for cpu")
+    assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False, 2) == ("splash", "the one made for tpu")
+    assert choose("splash", SPLASH, "tpu", jnp.float32, 256, False, 2) == ("splash", "as training.attention says")
+    assert choose("xla", FITS, "tpu", jnp.float32, 256, False, 2) == ("xla", "as training.attention says")
+
+
+def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
+    args = "cuda", jnp.bfloat16, 100, True, 2  # rows of any width, and with branches
+    name, why = choose("auto", FITS, *args)
+    assert name == "xla" and why.startswith("not cudnn: a small one does not compile (")  # there is no GPU here
+    monkeypatch.setattr(attention, "_cudnn_fails", lambda cfg, dtype: None)
+    assert choose("auto", FITS, *args) == ("cudnn", "the one made for cuda")
+    assert choose("cudnn", FITS, *args) == ("cudnn", "as training.attention says")
+
+
+@pytest.mark.parametrize(
+    "name, platform, changes, dtype, width, shares, tp, reason",
+    [
+        ("cudnn", "gpu", {"attn_softcap": 50.0}, jnp.bfloat16, 64, False, 1, "no soft cap, and the model's attn_softcap is 50.0"),
+        ("cudnn", "gpu", {}, jnp.float32, 64, False, 1, "bfloat16 only; training.mixed_precision=bf16 would do"),
+        ("cudnn", "gpu", {"head_dim": 260}, jnp.bfloat16, 64, False, 1, "up to 256 in multiples of 8, and head_dim is 260"),
+        ("cudnn", "gpu", {"head_dim": 12}, jnp.bfloat16, 64, False, 1, "up to 256 in multiples of 8, and head_dim is 12"),
+        ("splash", "tpu", {}, jnp.bfloat16, 128, True, 1, "no branches, and training.packing=prefix makes some"),
+        ("splash", "tpu", {}, jnp.bfloat16, 200, False, 1, "multiples of 128 tokens, and they have 200"),
+        ("splash", "tpu", {"head_dim": 64}, jnp.bfloat16, 128, False, 1, "multiples of 128, and head_dim is 64"),
+        ("splash", "tpu", {}, jnp.bfloat16, 128, False, 4, "tp=4 divides the query heads and not the 2 key heads"),
+        ("splash", "gpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on gpu"),
+        ("cudnn", "tpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on tpu"),
+        ("cudnn", "cpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on cpu"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, tp, reason):
+    args = replace(FITS, **changes), platform, dtype, width, shares, tp
+    assert obstacle(name, *args).endswith(reason) or reason in obstacle(name, *args)
+    with pytest.raises(ValueError, match=rf"attention={name}: .*; auto or xla would do") as error:
+        choose(name, *args)
+    assert reason in str(error.value)
+    chosen, why = choose("auto", *args)
+    if attention.NATIVE.get(platform) == name:
+        assert chosen == "xla" and why.startswith(f"not {name}: ") and reason in why
+
+
+def test_one_key_head_for_all_may_stand_on_every_device():
+    assert obstacle("splash", replace(FITS, num_kv_heads=1), "tpu", jnp.bfloat16, 128, False, 4) is None

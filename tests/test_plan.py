@@ -1,0 +1,514 @@
+"""What fits and how fast it can be: a plan is compared with what runs, and with numbers worked out by hand."""
+
+import importlib.util
+import json
+import shlex
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from conftest import ragged_prompts, set_mesh
+from test_hardware import needs_compiler
+
+from tunix_lite.commands import plan as command
+from tunix_lite.commands.plan import PlanSettings, make_plans
+from tunix_lite.commands.program import compose
+from tunix_lite.config import ConfigError
+from tunix_lite.models import attention, decoder, source
+from tunix_lite.models.lora import attached
+from tunix_lite.optim import init_opt_state, make_optimizer
+from tunix_lite.parallel import mesh as meshes
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.planning import estimate, plan, report
+from tunix_lite.planning.advice import advice
+from tunix_lite.planning.case import Case, find_model, make_case
+from tunix_lite.planning.hardware import GiB, find_target
+from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, batch_shapes
+from tunix_lite.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.rollout import engine
+from tunix_lite.step import make_train_step
+from tunix_lite.types import Batch, TrainState
+
+SMALL = ["training.prompts_per_step=2", "algorithm.num_generations=4", "evaluation.num_examples=0"]
+LENGTHS = ["generation.max_prompt_length=10", "generation.max_new_tokens=12", "rollout.chunk=4"]
+
+
+def case_of(cfg, overrides=(), fsdp=2, tp=2) -> Case:
+    """A run of the tests' tiny architecture."""
+    run = compose(["model=random", *SMALL, *LENGTHS, *overrides])
+    run = replace(run, model=replace(run.model, architecture=cfg))
+    return make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+
+
+def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
+    return Machine("attached", "cpu", devices, hardware, capacity, "by decree")
+
+
+# ---- a plan is true
+
+
+def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
+    """memory_analysis of the programs that one step of this run compiles; everything really runs."""
+    found = {}
+
+    def noting(name, program):
+        def call(*args):
+            if name not in found:
+                found[name] = program.lower(*args).compile().memory_analysis()
+            return program(*args)
+
+        return call
+
+    def noted(*args):
+        programs = make_programs(*args)
+        changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
+        return replace(programs, **changed)
+
+    make_programs = engine.make_programs
+    monkeypatch.setattr(engine, "make_programs", noted)
+    set_mesh(fsdp, tp)
+    case = make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+    model, dtype, cfg = source.find(run.model), DTYPES[run.training.mixed_precision], case.cfg
+    frozen, params = source.load(model, 0, STORED[run.training.mixed_precision])
+    reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
+    rollout = replace(run.rollout, num_slots=case.slots, weights=case.weights)
+    generate = engine.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
+    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
+    policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
+    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+    step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
+
+    prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
+    drawn = generate(attached(frozen, params, case.lora), prompts, jax.random.key(0), generations)
+    mask, tokens = np.asarray(drawn.completion_mask), np.asarray(drawn.tokens)
+    batch = Batch(tokens, np.asarray(drawn.token_mask), mask / mask.sum(), np.ones(mask.shape, np.float32))
+    batch = batch.replace(old_logprobs=np.asarray(drawn.logprobs), loss_weight=batch.loss_weight.astype(np.float32))
+    laid_out, _ = case.rows.lay_out(batch)
+    found["scoring"] = scoring_program(policy.scores, case.rows).lower(reference, laid_out).compile().memory_analysis()
+    batch = batch.replace(ref_logprobs=np.asarray(policy.ref_logprobs(batch)))
+    laid_out, _ = case.rows.lay_out(batch)
+    found["update"] = step.program(state, frozen, laid_out).lower(state, frozen, laid_out).compile().memory_analysis()
+    step(state, frozen, laid_out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides, fsdp, tp",
+    [
+        (["training.mixed_precision=bf16"], 2, 2),
+        (
+            [
+                "model=random",
+                "model.architecture.num_layers=1",
+                "training.mixed_precision=bf16_params",
+                "model.lora.rank=4",
+                "model.lora.base=nf4",
+            ],
+            2,
+            1,
+        ),
+    ],
+    ids=["full", "lora"],
+)
+def test_the_plan_is_what_the_programs_of_a_run_take(overrides, fsdp, tp, monkeypatch):
+    run = compose([*SMALL, *LENGTHS, "algorithm.kl_coef=0.04", *overrides])
+    planned = plan.estimated(run, machine(GiB), *find_model(run.model), {"fsdp": fsdp, "tp": tp})
+    planned = plan.with_compiled(planned, jax.devices()[: fsdp * tp])
+    assert planned.source == "compiled"
+    real = measured(run, fsdp, tp, monkeypatch)
+    assert real.keys() == planned.programs.keys()
+    for name, sizes in real.items():
+        program = planned.programs[name]
+        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
+        assert program.alias_bytes == pytest.approx(sizes.alias_size_in_bytes, rel=0.01), name
+        peak = program.argument_bytes + program.temp_bytes
+        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
+
+
+@pytest.mark.parametrize("packing", ["none", "sequences", "prefix"])
+def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
+    """Every completion at its longest. Of packed rows the plan has as many tokens that count as there could be."""
+    set_mesh(2, 2)
+    case = case_of(cfg, [f"training.packing={packing}"])
+    tokens, counts = np.ones((8, 22), np.int32), np.arange(22) >= np.full((8, 1), 10)
+    ones = np.ones((8, 22), np.float32)
+    batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32), ones, ones))
+    foreseen = batch_shapes(case, with_reference=False)
+    assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
+    for name, array in vars(batch).items():
+        shape = getattr(foreseen, name)
+        if array is None or name in ("scored", "previous", "is_scored"):
+            assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
+        else:
+            assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding), name
+
+
+# ---- by hand: elements / shards x bytes. Of the tiny architecture on fsdp=2, tp=2, a device has, of one layer,
+# q 16*4*8/4, k and v 16*2*8/4 each, o as q, gate, up and down 16*24/4 each, and 4*16 + 2*8 of norms, whole.
+
+LAYER, NORMS, EMBED = 128 + 64 + 64 + 128 + 3 * 96, 80, 32 * 16 // 4
+MATRICES, SCALES = 3 * LAYER + EMBED, 3 * NORMS + 16
+
+
+def test_what_is_resident_is_what_the_shards_hold(cfg):
+    held = MATRICES + SCALES
+    assert estimate.resident(case_of(cfg)) == {"parameters": 4 * held, "optimizer": 8 * held}
+    half = case_of(cfg, ["training.mixed_precision=bf16_params"])
+    assert estimate.resident(half) == {"parameters": 2 * held, "optimizer": 4 * held}
+    with_reference = case_of(cfg, ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1"])
+    assert estimate.resident(with_reference)["reference"] == 2 * MATRICES + 4 * SCALES
+
+
+def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
+    # rank 4: q a 16*4/2, b 4*4*8/2; k, v a 32, b 4*2*8/2; o a 4*8*4/2, b 4*16/2; gate, up a 32, b 4*24/2; down 48, 32
+    adapters = 3 * ((32 + 64) + 2 * (32 + 32) + (64 + 32) + 2 * (32 + 48) + (48 + 32))
+    case = case_of(cfg, ["model.lora.rank=4", "algorithm.kl_coef=0.1"])
+    held = {"parameters": 4 * adapters, "optimizer": 8 * adapters, "frozen base": 2 * (MATRICES + SCALES)}
+    assert estimate.resident(case) == held
+    # int8: a byte an element, and float32 scales: one for blocks of up to 128 inputs of an output, powers of two that
+    # divide them: 16 of D, 8 of H (o) and 8 of F (down). Per layer q 32, k, v 16, gate, up 24 each /2 (tp; one block of D
+    # is not divided over fsdp); o: 4 * 1 * 16 / 4; down: 24 / 8 = 3 blocks, which tp does not divide, * 16 / 2 (fsdp)
+    scales = 3 * (32 // 2 + 2 * 16 // 2 + 2 * 24 // 2 + 4 * 16 // 4 + 3 * 16 // 2)
+    int8 = case_of(cfg, ["model.lora.rank=4", "model.lora.base=int8"])
+    assert estimate.resident(int8)["frozen base"] == 3 * LAYER + 4 * scales + 2 * (EMBED + SCALES)
+
+
+def test_the_cache_holds_windows_and_whole_lengths(cfg):
+    # 8 slots / 2, one of 2 heads, 8 elements; layers local, global, local: 5 + 22 + 5 columns; keys and values
+    assert estimate.rollout(case_of(cfg))["cache"] == 2 * 4 * 1 * 8 * (5 + 22 + 5) * 4
+    int8 = case_of(cfg, ["rollout.cache=int8"])
+    assert estimate.rollout(int8)["cache"] == 2 * 4 * 1 * (8 + 4) * (5 + 22 + 5)
+
+
+def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
+    case = case_of(cfg, ["training.mixed_precision=bf16"])
+    whole = 2 * MATRICES  # of a tp shard
+    assert estimate.rollout(case)["weights to sample"] == 2 * whole + 4 * SCALES
+    assert estimate.rollout(replace(case, weights="sharded"))["weights to sample"] == 2 * MATRICES + 4 * SCALES
+
+
+def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
+    held = MATRICES + SCALES
+    assert estimate.gradient_bytes(case_of(cfg)) == 4 * held
+    case = case_of(cfg, ["training.mixed_precision=bf16_params", "training.micro_batch_size=1"])
+    assert case.rows.num_parts == 4
+    assert estimate.gradient_bytes(case) == (2 + 4) * held
+
+
+# ---- verdicts
+
+
+def of_sizes(cfg, capacity, programs=(), refused=()):
+    case = case_of(cfg, ["algorithm.kl_coef=0.1"])
+    return plan.put_together(machine(capacity), case, {p.name: p for p in programs}, refused)
+
+
+def test_the_peak_is_what_is_resident_and_the_phase_that_adds_most(cfg):
+    held = 4 * (MATRICES + SCALES)  # parameters, twice as much of the optimizer, and the reference
+    update = Compiled("update", 3 * held + 700, 3 * held + 100, 3 * held, 500_000, 0)
+    found = of_sizes(cfg, 4 * held + 700 + 100 + 500_000, [update])
+    assert (found.peak_bytes, found.fits, found.fullest.name) == (4 * held + 500_800, True, "update")
+    assert found.fullest.adds == {"batch": 700, "gradients": held, "activations": 500_100 - held}
+    assert found.source == "estimate"  # of the other phases
+    assert of_sizes(cfg, 4 * held + 700 + 100 + 499_999, [update]).fits is False
+    assert of_sizes(cfg, None, [update]).fits is None
+
+
+def test_code_of_all_programs_is_there_all_the_time(cfg):
+    code = [Compiled("scoring", 0, 0, 0, 0, 30), Compiled("update", 0, 0, 0, 0, 12)]
+    assert of_sizes(cfg, GiB, code).resident["programs"] == 42
+
+
+def test_what_the_compiler_refuses_does_not_fit(cfg):
+    said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.14G of 15.75G hbm."
+    needed, words = _needed(said)
+    assert needed == int(17.14 * GiB)
+    assert words == "17.14 GiB of 15.75 GiB"
+    found = of_sizes(cfg, 100 * GiB, refused=[DoesNotFit("update", needed, words)])
+    assert found.fits is False
+    assert found.peak_bytes == needed
+    assert report.short_form(found)[-1] == "  update: 17.14 GiB of 15.75 GiB"
+
+
+def test_of_a_gpu_a_part_is_not_for_programs():
+    found = find_machine("h100x8")
+    assert (found.num_devices, found.platform) == (8, "cuda")
+    assert found.capacity == pytest.approx(0.92 * (79.1 - 0.5) * GiB, rel=1e-3)
+    assert find_machine("v5e-16").capacity == int(15.75 * GiB)
+    assert find_machine("attached").capacity > 0
+
+
+# ---- speed
+
+
+def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
+    case = replace(case_of(cfg, ["training.mixed_precision=bf16"]), weights="gathered")
+    hardware = find_target("h100x4").hardware
+    found = plan.put_together(machine(GiB, 4, hardware), case, {})
+    rollout, update = (phase.bound for phase in found.phases)
+    tokens, counted = 8 * 22, 8 * 12
+    weights = 4 * (3 * LAYER)  # on four devices
+    pairs = 2 * sum(min(t + 1, 5) for t in range(22)) + 22 * 23 // 2
+    attention_flops = 8 * 4 * 4 * 8 * pairs
+    assert update.flops == 3 * (2 * weights * tokens + 2 * 32 * 16 * counted + attention_flops)
+    # sent: W, 2 bytes a matrix element, of a tp shard, gathered twice, gradients in float32 reduced once, half of it
+    # over fsdp=2; over tp=2 the streams of 88 tokens twice a layer each way, all-reduced: 2 * (2 - 1) / 2 of each
+    once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
+    assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 2 * 3 * (88 * 16 * 2)
+    # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
+    assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
+    assert found.step_seconds == rollout.seconds + update.seconds
+    assert found.tokens_per_second == tokens / found.step_seconds
+    assert plan.put_together(machine(GiB), case, {}).tokens_per_second is None
+
+
+def test_between_nodes_only_fsdp_sends():
+    run = compose(["model=gemma3_1b", "training.mixed_precision=bf16", "model.mesh_shape=[[8,2],[fsdp,tp]]"])
+    args = find_model(run.model)
+    near = plan.estimated(run, find_machine("h100x8"), *args, {"fsdp": 4, "tp": 2}).phases[-1].bound
+    far = plan.estimated(run, find_machine("h100x16"), *args, {"fsdp": 8, "tp": 2}).phases[-1].bound
+    assert near.sent_between_nodes == 0 < far.sent_between_nodes
+    assert 0 < far.sent_bytes < near.sent_bytes
+
+
+# ---- meshes, advice, micro-batches
+
+
+def planned(overrides, words=(), **settings):
+    return make_plans(compose(list(overrides)), PlanSettings(analytic=True, **settings), list(words))
+
+
+def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
+    found = planned(["model=gemma3_1b"], target="v5e-16", mesh="all")
+    assert [p.case.sizes for p in found.plans if p.fits] == [p.case.sizes for p in found.plans]
+    seconds = [p.step_seconds for p in found.plans]
+    assert seconds == sorted(seconds)
+    assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
+    large = planned(["model=gemma3_12b", "training.mixed_precision=bf16"], target="v5e-16", mesh="all")
+    assert [p.fits for p in large.plans] == sorted((p.fits for p in large.plans), reverse=True)
+
+
+def test_a_mesh_is_compiled_only_as_often_as_is_asked(monkeypatch):
+    asked = []
+
+    def compiled(plan, devices, say):
+        asked.append(plan.case.sizes)
+        return plan
+
+    monkeypatch.setattr(command.planning, "with_compiled", compiled)
+    settings = PlanSettings(mesh="all", compile_most=2)
+    found = make_plans(compose(SMALL), settings, [])
+    assert asked == [p.case.sizes for p in found.plans[:2]]
+    assert {p.case.sizes["tp"] for p in found.plans} == {1, 2, 4}
+
+
+def test_what_would_fit_is_tried_and_is_a_command():
+    words = shlex.split("model=gemma3_4b target=v5e-4 training.remat=dots")
+    found = planned(words[:1], words, target="v5e-4")
+    assert found.plans[0].fits is False
+    overrides = shlex.split(found.command)[2:]
+    assert overrides[:2] == ["model=gemma3_4b", "target=v5e-4"]
+    again = dict(word.split("=", 1) for word in overrides)
+    target = again.pop("target")
+    assert planned([f"{key}={value}" for key, value in again.items()], target=target).plans[0].fits is True
+
+
+def test_the_cheapest_change_comes_first(cfg):
+    case = case_of(cfg, ["training.mixed_precision=bf16_params"], fsdp=4, tp=1)
+    full = plan.put_together(machine(1), case, {})
+    sharded = plan.put_together(machine(1), replace(case, weights="sharded"), {})
+    assert full.fullest.name == "update"
+    less = replace(full, machine=machine(full.peak_bytes - 1))
+    overrides, found = advice(less)
+    assert overrides == ("training.remat=block",)
+    assert found.fits
+    assert sharded.phases[0].added_bytes < full.phases[0].added_bytes
+    assert advice(replace(full, machine=machine(10))) is None
+
+
+def test_several_changes_are_as_few_as_do():
+    run = compose(["model=gemma3_27b", "algorithm.kl_coef=0.04"])
+    found = plan.estimated(run, find_machine("h100x2"), *find_model(run.model), {"fsdp": 2, "tp": 1})
+    overrides, fits = advice(found)
+    assert fits.fits
+    assert "model.lora.rank=16" in overrides
+    assert not any(text.startswith("target=") for text in overrides)
+
+
+def test_auto_takes_the_largest_micro_batch_that_fits():
+    overrides = [
+        "model=gemma3_1b",
+        "training.remat=block",
+        "training.mixed_precision=bf16",
+        "training.prompts_per_step=512",
+    ]
+    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512"]
+    run = compose([*overrides, *lengths, "training.micro_batch_size=auto"])
+    machine, sizes = find_machine("v5e-4"), {"fsdp": 4, "tp": 1}
+    found = plan.estimated(run, machine, *find_model(run.model), sizes)
+    size = found.case.batch.micro_batch_size
+    assert found.fits
+    assert 1 <= size < 1024
+    twice = compose([*overrides, *lengths, f"training.micro_batch_size={2 * size}"])
+    assert plan.estimated(twice, machine, *find_model(run.model), sizes).fits is False
+
+
+def test_the_largest_micro_batch_is_the_first_that_fits():
+    peaks, asked = {8: None, 4: 300, 2: 200, 1: 100}, []
+
+    def compile_one(size):
+        asked.append(size)
+        if peaks[size] is None:
+            raise DoesNotFit("update", 400, "400 of 250")
+        return peaks[size]
+
+    assert plan.largest_micro_batch([8, 4, 2, 1], compile_one, 250) == 2
+    assert asked == [8, 4, 2]
+    with pytest.raises(ValueError, match=r"8: refused by the compiler, 4: .* GiB, 2: .* GiB, 1: "):
+        plan.largest_micro_batch([8, 4, 2, 1], compile_one, 50)
+
+    def broken(size):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        plan.largest_micro_batch([1], broken, 50)
+
+
+def test_a_mesh_that_does_not_follow_a_torus_splits_its_axes(monkeypatch):
+    def make_mesh_fails(*args, **kwargs):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(meshes.jax, "make_mesh", make_mesh_fails)
+    made = make_mesh(((-1, 2), ("fsdp", "tp")))
+    assert dict(made.shape) == {"fsdp": jax.device_count() // 2, "tp": 2}
+    assert made.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    assert set(made.devices.flat) == set(jax.devices())
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize(
+    "overrides, settings, said",
+    [
+        ([], {"target": "v5e-12"}, "target: 'v5e-12' is no TPU slice; v5e-8 would do"),
+        (["model.mesh_shape=[[3,1],[fsdp,tp]]"], {"target": "h100x8"}, "model.mesh_shape: .*needs 3 devices"),
+        (["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"], {"target": "h100x8"}, "heads=4 is not a multiple"),
+        (["training.prompts_per_step=3", "algorithm.num_generations=3"], {"target": "h100x8"}, "do not divide over fsdp=8"),
+        (["model.weights=google/gemma-3-1b-it"], {}, "a plan does not ask the hub"),
+        (["training.prompts_per_step=1", "algorithm.num_generations=7", "model=gemma3_1b"], {"target": "h100x16", "mesh": "all"}, "no mesh of 16 devices divides"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_in_one_line(overrides, settings, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        planned(overrides, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_compiler_the_message_says_what_to_install_and_what_goes_without(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=r"plan-tpu.*analytic=true"):
+        make_plans(compose([]), PlanSettings(target="v5e-4"), [])
+
+
+@pytest.mark.parametrize("settings, said", [({"mesh": "some"}, "run, for model.mesh_shape, or all"), ({"compile_most": 0}, "at least 1")])  # fmt: skip
+def test_its_own_settings_are_checked(settings, said):
+    with pytest.raises(ValueError, match=said):
+        PlanSettings(**settings)
+
+
+# ---- what is written
+
+
+def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tunix-lite", "model=gemma3_1b"])
+    settings = PlanSettings(target="v5e-16", mesh="all", analytic=True, out=str(tmp_path))
+    command.plan(compose(["model=gemma3_1b", "algorithm.kl_coef=0.04"]), settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40
+    assert any(line.startswith("v5e-16: fits: peak") and "an estimate" in line for line in lines)
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert said.keys() >= {"version", "target", "hardware", "devices", "capacity_bytes", "plans", "refused"}
+    assert (said["target"], said["hardware"], said["devices"]) == ("v5e-16", "v5e", 16)
+    best = said["plans"][0]
+    assert best.keys() >= {
+        "mesh",
+        "source",
+        "fits",
+        "peak_bytes",
+        "resident_bytes",
+        "phases",
+        "programs",
+        "step_seconds",
+    }
+    assert [phase["name"] for phase in best["phases"]] == ["rollout", "scoring", "update"]
+    most = max(sum(phase["adds"].values()) for phase in best["phases"])
+    assert best["peak_bytes"] == sum(best["resident_bytes"].values()) + most
+    page = (tmp_path / "plan.md").read_text()
+    assert "## fsdp=16 tp=1" in page
+    assert "Meshes that cannot be" in page
+
+
+def test_a_run_gets_its_plan_without_compiling(cfg, tmp_path, monkeypatch):
+    case, mesh = case_of(cfg), set_mesh(2, 2)
+    monkeypatch.setattr(jax, "jit", None)
+    update = Compiled("update", 10**6, 0, 0, 0, 0)
+    given = (case.run, cfg, None, mesh, case.rows, case.batch, case.slots, "sharded", {"update": update})
+    found = plan.for_run(*given)
+    assert (found.case.weights, found.machine.name) == ("sharded", "attached")
+    assert {phase.name: phase.source for phase in found.phases} == {"rollout": "estimate", "update": "compiled"}
+    report.write(found, tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["hardware"] is None
+    assert any("unknown" in line for line in report.short_form(found))
+
+
+def test_supervised_learning_samples_only_to_evaluate(cfg):
+    run = compose(["model=random", "algorithm=sft", *LENGTHS, "evaluation.num_examples=4"])
+    case = make_case(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
+    found = plan.put_together(machine(GiB, 4, find_target("h100x4").hardware), case, {})
+    assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]
+
+
+# ---- with the compilers of devices that are not there
+
+
+TWO_LAYERS = ["model=gemma3_1b", "model.architecture.num_layers=2", "model.architecture.vocab_size=32768"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.mixed_precision=bf16_params", "training.remat=block"],
+        ["training.mixed_precision=bf16", "training.remat=dots", "model.lora.rank=16", "training.packing=sequences"],
+    ],
+    ids=["full", "lora-packed"],
+)
+def test_estimates_are_near_what_the_compiler_says(target, overrides):
+    needs_compiler(find_target(target))
+    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512", "training.prompts_per_step=4"]
+    run = compose([*TWO_LAYERS, *lengths, "algorithm.kl_coef=0.04", *overrides])
+    where = find_machine(target)
+    guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 2, "tp": 2})
+    found = plan.with_compiled(guess, devices_of(where))
+    assert found.source == "compiled"
+    assert found.fits is True
+    assert guess.peak_bytes == pytest.approx(found.peak_bytes, rel=0.25)
+    assert any(group.axis == "fsdp" for group in found.programs["update"].collectives)
+
+
+@pytest.mark.aot
+def test_a_tpu_compiler_refuses_what_does_not_fit():
+    needs_compiler(find_target("v5e-4"))
+    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512", "training.prompts_per_step=256"]
+    run = compose([*TWO_LAYERS, *lengths, "training.mixed_precision=bf16", "evaluation.num_examples=0"])
+    where = find_machine("v5e-4")
+    guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 4, "tp": 1})
+    found = plan.with_compiled(guess, devices_of(where))
+    assert found.fits is False
+    assert found.peak_bytes > where.capacity
+    assert "of 15.75 GiB" in found.refused[0]

@@ -1,0 +1,116 @@
+"""`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, what it sends and how fast it can be."""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite.commands import program
+from tunix_lite.config import ConfigError, RunConfig, at
+from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.planning import plan as planning
+from tunix_lite.planning import report
+from tunix_lite.planning.advice import advice
+from tunix_lite.planning.case import find_model
+from tunix_lite.planning.machine import devices_of, find_machine
+from tunix_lite.planning.plan import Plan
+from tunix_lite.planning.report import Plans
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """For which devices to plan, and how closely to look."""
+
+    target: str = "attached"  # devices to plan for, there or not: h100x8, v5e-16 ...; attached: those that jax sees
+    mesh: str = "run"  # run: as model.mesh_shape says; all: every fsdp x tp that divides model and batch, best first
+    analytic: bool = False  # formulas instead of the compiler, in a second and without it installed
+    compile_most: int = 4  # with mesh=all, how many meshes are compiled; the others are estimates
+    out: str | None = None  # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
+
+    def __post_init__(self):
+        if self.mesh not in ("run", "all"):
+            raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
+        if self.compile_most < 1:
+            raise ValueError(f"compile_most={self.compile_most} must be at least 1; analytic=true compiles nothing")
+
+
+def main() -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # compilers of absent devices say that they are absent
+    program.command("plan", PlanSettings, plan)
+
+
+def plan(run: RunConfig, settings: PlanSettings) -> None:
+    """Plans, writes the files, and says it on one screen."""
+    found = make_plans(run, settings, sys.argv[1:])
+    folder = Path(settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}").expanduser()
+    report.write(found, folder)
+    print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
+
+
+def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plans:
+    """All that was asked for; `words` are the command line, to which what would fit is added. Raises ConfigError."""
+    machine = find_machine(settings.target)
+    cfg, lora = find_model(run.model)
+    plans, refused = [], []
+    for sizes in _meshes(run, settings, machine.num_devices):
+        try:
+            plans.append(planning.estimated(run, machine, cfg, lora, sizes))
+        except ConfigError as error:
+            if settings.mesh != "all":
+                raise
+            refused.append((sizes, str(error)))
+    if not plans:
+        reasons = "; ".join(f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused)
+        raise ConfigError(
+            f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: {reasons}"
+        )
+    plans.sort(key=lambda plan: plan.rank)
+    if not settings.analytic:
+        devices = devices_of(machine)
+        most = settings.compile_most
+        plans[:most] = [planning.with_compiled(plan, devices, _say) for plan in plans[:most]]
+        plans.sort(key=lambda plan: plan.rank)
+    return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
+
+
+def _meshes(run: RunConfig, settings: PlanSettings, num_devices: int) -> list[dict[str, int]]:
+    if settings.mesh == "all":
+        return planning.meshes(num_devices)
+    with at("model.mesh_shape"):
+        return [resolve_mesh_shape(run.model.mesh_shape, num_devices)]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _advised(plans: Plans, settings: PlanSettings, words: list[str]) -> Plans:
+    """The plans, with the command that would fit where none does. Where there is a compiler, it has the last word."""
+    if any(plan.fits is not False for plan in plans.plans):
+        return plans
+
+    def fits(changed: Plan) -> bool:
+        if settings.analytic:
+            return True
+        return planning.with_compiled(changed, devices_of(changed.machine), _say).fits is True
+
+    if (found := advice(plans.plans[0], fits)) is None:
+        return plans
+    overrides, changed = found
+    how = "estimated" if settings.analytic else "compiled"
+    return Plans(
+        plans.plans,
+        plans.refused,
+        command(words, overrides),
+        f"{report.gib(changed.peak_bytes)} of {report.gib(changed.machine.capacity)} GiB, {how}",
+    )
+
+
+def command(words: list[str], overrides: tuple[str, ...]) -> str:
+    """The same command line with these overrides in it."""
+    new = {text.partition("=")[0]: text for text in overrides}
+    kept = [word for word in words if word.partition("=")[0] not in new]
+    if any(text.startswith("model.mesh_shape=") for text in overrides):
+        kept = [word for word in kept if word != "mesh=all"]
+    return shlex.join(["tunix-lite", "plan", *kept, *overrides])

@@ -1,0 +1,145 @@
+"""What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device and no weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from tunix_lite.config import BatchPlan, ConfigError, RunConfig, at, plan_batch, plan_rows, row_width
+from tunix_lite.micro_batches import Rows
+from tunix_lite.models import attention, decoder, families, hub, peft, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.quantize import stored
+from tunix_lite.models.source import BUNDLED, Model
+from tunix_lite.parallel.mesh import set_rules
+from tunix_lite.policy import DTYPES
+from tunix_lite.rollout.engine import MOST_SLOTS
+from tunix_lite.rollout.work import Work, prompt_widths
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on one mesh. `sizes` are those of the mesh by axis; nothing here lives on a device."""
+
+    run: RunConfig
+    cfg: ModelConfig
+    lora: LoraConfig | None  # None: all weights train
+    sizes: dict[str, int]
+    batch: BatchPlan
+    rows: Rows
+    slots: int  # sequences decoded at once, a multiple of fsdp
+    attention: str  # one of attention.IMPLEMENTATIONS
+    weights: str = "gathered"  # or sharded: the weights over fsdp while sampling
+
+    @property
+    def dtype(self):
+        return DTYPES[self.run.training.mixed_precision]
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base is it."""
+        return self.run.algorithm.needs_reference and self.lora is None
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything is sampled: to learn from, or to evaluate."""
+        return not self.run.algorithm.needs_demonstrations or self.run.evaluation.num_examples > 0
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and the longest completion."""
+        return self.run.generation.max_prompt_length, self.run.generation.max_new_tokens
+
+
+def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
+    """The architecture and the adapters, from settings and files of this machine: no weights, nothing from the hub.
+
+    Raises ConfigError.
+    """
+    with at("model"):
+        cfg, family = model.architecture, None if model.family is None else families.find_family(model.family)
+        if cfg is None:
+            if hub.is_hub_name(model.weights):
+                raise ValueError(
+                    f"architecture is not given, and a plan does not ask the hub for that of {model.weights}; choose "
+                    "one with model=NAME, or give model.weights as a folder"
+                )
+            folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
+            cfg, family = families.read_config(folder, family)
+        lora = model.lora if model.lora.adapter is None else peft.read_config(model.lora, cfg, family)
+    return cfg, lora if lora.rank else None
+
+
+def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int], platform: str) -> Case:
+    """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model or the batch."""
+    set_rules(run.sharding)
+    with at("model.mesh_shape"):
+        table = decoder.weights(cfg)
+        for part in [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]:
+            weights.check_divisible(part, SimpleNamespace(shape=sizes))
+        if run.sharding.train.get("residual_seq") == "tp" and (width := row_width(run, cfg)) % sizes["tp"]:
+            raise ValueError(f"sharding.train.residual_seq=tp: tp={sizes['tp']} does not divide rows of {width} tokens")
+    if (total := sum_of_lengths(run)) > cfg.max_positions:
+        raise ConfigError(f"generation: {total} tokens of prompt and completion; the model takes {cfg.max_positions}")
+    batch = plan_batch(run, sizes["fsdp"])
+    rows = plan_rows(run, batch, cfg)
+    slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
+    slots = -(-slots // sizes["fsdp"]) * sizes["fsdp"]
+    with at("training"):
+        width, shares = rows.width or sum_of_lengths(run), rows.packing == "prefix"
+        chosen = (run.training.attention, cfg, platform, DTYPES[run.training.mixed_precision], width, shares)
+        implementation, _ = attention.choose(*chosen, sizes["tp"])
+    return Case(run, cfg, lora, sizes, batch, rows, slots, implementation)
+
+
+def sum_of_lengths(run: RunConfig) -> int:
+    return run.generation.max_prompt_length + run.generation.max_new_tokens
+
+
+def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
+    """The values of micro_batch_size that this batch allows, the largest first."""
+    per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
+    return [size for size in range(per_shard, 0, -1) if per_shard % size == 0 and _syncs(run, per_shard // size)]
+
+
+def _syncs(run: RunConfig, parts: int) -> bool:
+    return parts % run.training.sync_gradients_every == 0
+
+
+def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
+    """The run with micro-batches of this size, the accumulation derived; null: sync_gradients_every of them."""
+    accumulation = run.training.sync_gradients_every if size is None else None
+    settings = {"micro_batch_size": size, "gradient_accumulation_steps": accumulation}
+    return replace(run, training=replace(run.training, **settings))
+
+
+def shelf(case: Case) -> tuple[int, int, int]:
+    """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
+
+    Asked of rollout.work itself, for a step and for an evaluation; the larger shelf counts.
+    """
+    run, (prompt, new) = case.run, case.lengths
+    chunk, asked = min(run.rollout.chunk, new), []
+    if not run.algorithm.needs_demonstrations:
+        asked.append((case.batch.prompts, run.algorithm.num_generations))
+    if run.evaluation.num_examples:
+        asked.append((run.evaluation.num_examples, 1))
+    found = [_shelf(prompt, new, prompts, generations, case, chunk) for prompts, generations in asked]
+    return max(found, key=lambda blocks: blocks[2], default=(0, 0, 0))
+
+
+class _Counts:
+    """In place of the programs: a shelf is the number of its rows."""
+
+    make_shelf: Callable = staticmethod(lambda rows: rows)
+
+
+def _shelf(prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int) -> tuple[int, int, int]:
+    widths, work = prompt_widths(prompt), Work(_Counts(), None, None, [], chunk)
+    mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # none between two of different sizes
+        work.shelve([range(prompt)] * prompts, generations, widths, case.slots, new)
+    return work.block, widths[0], work.shelf

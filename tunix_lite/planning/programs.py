@@ -1,0 +1,235 @@
+"""The programs of a run, lowered from shapes alone and compiled for devices that need not be there.
+
+They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or an update. Nothing
+runs, either: on a mesh of devices that can only be compiled for, the first operation would fail.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models.lora import adapter_weights, attached
+from tunix_lite.models.quantize import STORAGE, stored
+from tunix_lite.optim import make_optimizer, opt_state_shapes
+from tunix_lite.parallel.collectives import Group, collectives, grouped
+from tunix_lite.parallel.mesh import gathered, profile, sharding
+from tunix_lite.planning.case import Case, shelf
+from tunix_lite.policy import STORED, make_policy, scoring_program
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.cache import KV
+from tunix_lite.rollout.programs import make_programs
+from tunix_lite.step import make_train_step
+from tunix_lite.types import Batch, TrainState
+
+PROGRAMS = ("update", "scoring", "prefill", "decode")
+NO_END, NO_PAD = (1,), 0  # which tokens end a completion changes no program's size
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program. Bytes are those of one device."""
+
+    name: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int  # of the results, what lies where arguments lay
+    temp_bytes: int
+    code_bytes: int
+    collectives: tuple[Group, ...] = ()
+    compile_seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is on the device while it runs, but for what others have there."""
+        return self.argument_bytes + self.added_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """What it takes beside its arguments: temporaries, and results that do not lie in their place."""
+        return self.temp_bytes + self.output_bytes - self.alias_bytes + self.code_bytes
+
+
+class DoesNotFit(ValueError):
+    """The compiler itself says so: a TPU's knows how much memory there is."""
+
+    def __init__(self, name: str, needed_bytes: int | None, said: str):
+        super().__init__(said)
+        self.name, self.needed_bytes, self.said = name, needed_bytes, said
+
+
+def compiled(name: str, program, mesh, code_on_device: bool = False) -> Compiled:
+    """Of a lowered program: compiles it, and reads what that says. Raises DoesNotFit."""
+    began = time.perf_counter()
+    try:
+        done = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFit(name, *_needed(str(error))) from error
+    return of_executable(name, done, dict(mesh.shape), time.perf_counter() - began, code_on_device)
+
+
+def of_executable(name: str, done, mesh_shape: dict[str, int], seconds: float = 0.0, code_on_device=False) -> Compiled:
+    """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory, as on TPUs."""
+    sizes = done.memory_analysis()
+    found = grouped(collectives(done.as_text(), mesh_shape)) if np.prod(list(mesh_shape.values())) > 1 else []
+    return Compiled(
+        name,
+        sizes.argument_size_in_bytes,
+        sizes.output_size_in_bytes,
+        sizes.alias_size_in_bytes,
+        sizes.temp_size_in_bytes,
+        sizes.generated_code_size_in_bytes if code_on_device else 0,
+        tuple(found),
+        seconds,
+    )
+
+
+def _needed(message: str) -> tuple[int | None, str]:
+    """The bytes that would have been needed, and the sentence that says so."""
+    match = re.search(r"[Uu]sed ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])", message)
+    if match is None:
+        return None, message.strip().splitlines()[0][:200]
+    number, unit, of, of_unit = match.groups()
+    return int(float(number) * UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
+
+
+# ---- shapes, placed on the current mesh
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a run holds between its programs, as ShapeDtypeStructs with places."""
+
+    state: TrainState
+    frozen: dict | None
+    reference: dict | None  # what the KL term is taken to; under LoRA the frozen base itself
+
+    def acting(self, case: Case):
+        return attached(self.frozen, self.state.params, case.lora)
+
+
+def abstract(case: Case) -> Shapes:
+    """The state of a run, its frozen base and its reference, on the current mesh."""
+    table, storage = decoder.weights(case.cfg), STORED[case.run.training.mixed_precision]
+    if case.lora is None:
+        frozen, params = None, weights.shapes(stored(table, storage))
+    else:
+        frozen = weights.shapes(stored(table, case.lora.base))
+        params = weights.shapes(adapter_weights(table, case.lora), STORAGE[storage])
+    reference = None
+    if case.run.algorithm.needs_reference:
+        reference = _copy_to_score(params, case) if frozen is None else frozen
+    optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+    return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
+
+
+def _copy_to_score(params, case: Case):
+    copied = jax.eval_shape(partial(decoder.copy_to_score, cfg=case.cfg, dtype=case.dtype), params)
+    return placed(copied, jax.tree.map(lambda x: x.sharding, params))
+
+
+def placed(shapes, places):
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
+def batch_shapes(case: Case, with_reference: bool) -> Batch:
+    """A batch in rows as Rows.lay_out makes it; of packed rows, as if every token of a row could count."""
+    rows, width = case.rows, sum(case.lengths)
+    packed = rows.packing != "none"
+    R = case.sizes["fsdp"] * rows.num_parts * rows.rows_per_part if packed else case.batch.sequences
+    W = rows.width if packed else width
+    M = -(-(W - 1) // -(-W // 4)) * -(-W // 4) if packed else rows.num_scored
+
+    def shape(columns, dtype):
+        return jax.ShapeDtypeStruct((R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns)))
+
+    learns = not case.run.algorithm.needs_demonstrations
+    names = ["loss_weight", *(["advantages", "old_logprobs"] if learns else [])]
+    names += ["ref_logprobs"] if with_reference else []
+    fields = {name: shape(W, jnp.float32) for name in names}
+    fields |= {name: shape(W, jnp.int32) for name in ("tokens", "segment_ids", "positions")}
+    fields |= {"token_mask": shape(W, jnp.bool_), "is_scored": shape(M, jnp.bool_)}
+    if packed:
+        fields |= {name: shape(M, jnp.int32) for name in ("scored", "previous")}
+        fields["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+    if rows.packing == "prefix":
+        fields["branches"] = shape(W, jnp.int32)
+    return Batch(**fields)
+
+
+# ---- the programs
+
+
+def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
+    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is the current one."""
+    run = case.run
+    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
+    policy = make_policy(case.cfg, None, run.generation.temperature, case.dtype, None, case.rows, **scoring)
+    found = {"update": partial(_update, case, shapes, policy)}
+    if run.algorithm.needs_reference:
+        score = scoring_program(policy.scores, case.rows)
+        found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(case, False))
+    if case.samples:
+        found |= {"prefill": partial(_prefill, case, shapes), "decode": partial(_decode, case, shapes)}
+    return found
+
+
+def _update(case: Case, shapes: Shapes, policy):
+    run = case.run
+    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
+    every = run.training.sync_gradients_every
+    step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora, run.seed, every)
+    arguments = shapes.state, shapes.frozen, batch_shapes(case, run.algorithm.needs_reference)
+    return step.program(*arguments).lower(*arguments)
+
+
+def _sampling(case: Case, shapes: Shapes):
+    """The programs of the rollout, and the weights as they want them."""
+    run = case.run
+    chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
+    int8 = run.rollout.cache == "int8"
+    programs = make_programs(case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8)
+    acting = shapes.acting(case)
+    places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
+    places = jax.tree.map(gathered, places) if case.weights == "gathered" else places
+    layered = jax.eval_shape(partial(decoder.per_layer, cfg=case.cfg, dtype=case.dtype), acting)
+    return programs, placed(layered, places)
+
+
+def _prefill(case: Case, shapes: Shapes):
+    programs, layered = _sampling(case, shapes)
+    block, width, room = shelf(case)
+    waiting = at_home(jax.eval_shape(lambda: programs.make_shelf(room)), "prompts")
+    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,)))
+    return programs.prefill.lower(waiting, layered, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def _decode(case: Case, shapes: Shapes):
+    programs, layered = _sampling(case, shapes)
+    slots = at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
+    return programs.decode.lower(slots, layered, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def at_home(shapes, rows_axis: str):
+    """The shapes of Slots or a Shelf, placed as rollout.programs.at_home places the arrays."""
+
+    def place(x, axes):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding((rows_axis, *axes)[: x.ndim], x.shape))
+
+    def place_any(x):
+        if isinstance(x, KV):
+            return jax.tree.map(lambda part: place(part, kv_cache.AXES[1:]), x)
+        return place(x, ["seq"] * x.ndim)
+
+    with profile("rollout"):
+        return jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))

@@ -1,0 +1,233 @@
+"""A plan as people read it: one screen of text, plan.md with everything, plan.json for programs."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite.models import decoder, weights
+from tunix_lite.planning.hardware import GiB
+from tunix_lite.planning.plan import ESTIMATE, Phase, Plan
+
+VERSION = 1  # of plan.json
+UNKNOWN = "unknown"  # of hardware that is not in the table
+SHOWN = 12  # meshes on one screen
+
+
+@dataclass(frozen=True)
+class Plans:
+    """All meshes that were looked at, the best first."""
+
+    plans: tuple[Plan, ...]
+    refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why
+    command: str | None = None  # one with which the best would fit, where it does not
+    change: str | None = None  # what that does, and how much it was found to need
+
+
+def _all(plan: Plan | Plans) -> Plans:
+    return plan if isinstance(plan, Plans) else Plans((plan,))
+
+
+# ---- one screen
+
+
+def short_form(plan: Plan | Plans) -> list[str]:
+    """The plan as lines of plain text, at most 100 columns wide."""
+    plans = _all(plan)
+    best = plans.plans[0]
+    lines = [*_head(best), ""]
+    if len(plans.plans) > 1:
+        lines += [*_meshes(plans.plans), ""]
+    lines += [f"{_mesh(best)}, GiB on a device:", *_phases(best), ""]
+    lines += [f"{best.machine.name}: {verdict(best)}", *([speed(best)] if best.fits is not False else [])]
+    lines += [f"  {said}" for said in best.refused]
+    if plans.command:
+        lines += [f"would fit, with {plans.change}:", f"  {plans.command}"]
+    return lines
+
+
+def _head(plan: Plan) -> list[str]:
+    case, machine = plan.case, plan.machine
+    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
+    count = weights.num_params(decoder.weights(case.cfg))
+    training, lora = case.run.training, case.lora
+    trains = "all of them train" if lora is None else f"adapters of rank {lora.rank} train on a {lora.base} base"
+    prompt, new = case.lengths
+    return [
+        f"devices    {machine.num_devices} of {machine.name}{kind}, {_room(machine)}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat {training.remat}",
+        f"batch      {case.batch}, of {prompt} + {new} tokens",
+        f"sampling   {case.slots} slots, weights {case.weights}; attention while training: {case.attention}",
+    ]
+
+
+def _room(machine) -> str:
+    if machine.capacity is None:
+        return "memory not known"
+    return f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
+
+
+def _meshes(plans: tuple[Plan, ...]) -> list[str]:
+    rows = [("mesh", "peak GiB", "fits", "step s >=", "tokens/s <=", "memory is")]
+    for plan in plans[:SHOWN]:
+        fits = {True: "yes", False: "no", None: "?"}[plan.fits]
+        cells = gib(plan.peak_bytes), fits, number(plan.step_seconds), number(plan.tokens_per_second)
+        rows.append((_mesh(plan), *cells, _source(plan.source)))
+    more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
+    return [*columns(rows), *more]
+
+
+def _phases(plan: Plan) -> list[str]:
+    rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
+    for phase in plan.phases:
+        sizes = plan.resident_bytes, phase.added_bytes, plan.resident_bytes + phase.added_bytes
+        rows.append((phase.name, *map(gib, sizes), *_speed(phase), _source(phase.source)))
+    return columns(rows)
+
+
+def _speed(phase: Phase) -> tuple[str, str, str]:
+    if phase.bound is None:
+        return "-", "-", "-"
+    return number(phase.bound.seconds), phase.bound.limit or UNKNOWN, f"{phase.bound.all_sent_bytes / 1e9:,.2f}"
+
+
+def _source(source: str) -> str:
+    return f"an {ESTIMATE}" if source == ESTIMATE else source
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, and by how much."""
+    peak, capacity = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {_source(plan.source)})", plan.machine.capacity
+    if plan.fits is None:
+        return f"peak {peak}; how much there is, nobody knows"
+    if not plan.fits:
+        return f"does not fit: peak {peak} of {gib(capacity)}"
+    return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}"
+
+
+def speed(plan: Plan) -> str:
+    """What it can reach at best."""
+    if plan.step_seconds is None:
+        return "speed: unknown, as the peak of this hardware is not known"
+    rate, devices = plan.tokens_per_second, plan.machine.num_devices
+    took = f"a step takes at least {number(plan.step_seconds)} s"
+    return f"speed: {took}: at most {rate:,.0f} tokens/s, {rate / devices:,.0f} a device"
+
+
+def gib(size: float) -> str:
+    return f"{size / GiB:.2f}"
+
+
+def number(value: float | None) -> str:
+    """To three digits."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _mesh(plan: Plan) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in plan.case.sizes.items())
+
+
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+# ---- files
+
+
+def write(plan: Plan | Plans, folder: str | Path) -> None:
+    """plan.md and plan.json into `folder`, which is made if it is not there."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.md").write_text(as_markdown(plan))
+    (folder / "plan.json").write_text(json.dumps(as_dict(plan), indent=2) + "\n")
+
+
+def as_markdown(plan: Plan | Plans) -> str:
+    plans = _all(plan)
+    lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
+    for one in plans.plans:
+        lines += [f"## {_mesh(one)}", "", f"{verdict(one)}.", "", f"{speed(one)}.", "", *_parts(one), *_programs(one)]
+    if plans.refused:
+        lines += ["## Meshes that cannot be", "", *(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
+    return "\n".join(lines)
+
+
+def _sizes(sizes: dict) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _parts(plan: Plan) -> list[str]:
+    """What lies on a device in each phase, by part."""
+    lines = ["| phase | part | GiB | is |", "|---|---|---|---|"]
+    lines += [f"| always | {part} | {gib(size)} | by formula |" for part, size in plan.resident.items()]
+    for phase in plan.phases:
+        lines += [f"| {phase.name} | {part} | {gib(size)} | {phase.source} |" for part, size in phase.adds.items()]
+    lines += [
+        "",
+        "| phase | TFLOP, all devices | GB read, a device | GB sent, a device | seconds at least | bound by |",
+    ]
+    lines += ["|---|---|---|---|---|---|"]
+    for phase in (phase for phase in plan.phases if phase.bound is not None):
+        bound = phase.bound
+        moved = f"{bound.read_bytes / 1e9:,.2f} | {bound.all_sent_bytes / 1e9:,.2f}"
+        took = f"{number(bound.seconds)} | {bound.limit or UNKNOWN}"
+        lines.append(f"| {phase.name} | {bound.flops / 1e12:,.2f} | {moved} | {took} |")
+    return [*lines, ""]
+
+
+def _programs(plan: Plan) -> list[str]:
+    """What the compiler said of each program, and what each call of it sends."""
+    if not plan.programs:
+        return []
+    lines = ["| program | arguments GiB | results beside | temporary | code | compiled in s |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for program in plan.programs.values():
+        beside = program.output_bytes - program.alias_bytes
+        sizes = (program.argument_bytes, beside, program.temp_bytes, program.code_bytes)
+        lines.append(f"| {program.name} | {' | '.join(map(gib, sizes))} | {program.compile_seconds:.0f} |")
+    lines += ["", "| program | collective | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|---|"]
+    for program in plan.programs.values():
+        for g in program.collectives:
+            moved = f"{g.total_bytes / 1e6:,.2f} | {g.sent_bytes / 1e6:,.2f}"
+            times = f"{g.count}{'' if g.count_known else ' at least'}"
+            lines.append(f"| {program.name} | {g.kind} | {g.axis} | {times} | {moved} |")
+    return [*lines, ""]
+
+
+def as_dict(plan: Plan | Plans) -> dict:
+    """plan.json: bytes are those of one device, seconds and tokens those of a bound."""
+    plans = _all(plan)
+    machine = plans.plans[0].machine
+    return {
+        "version": VERSION,
+        "target": machine.name,
+        "hardware": machine.hardware and machine.hardware.name,
+        "devices": machine.num_devices,
+        "capacity_bytes": machine.capacity,
+        "plans": [_plan_dict(one) for one in plans.plans],
+        "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
+        "command_that_fits": plans.command,
+    }
+
+
+def _plan_dict(plan: Plan) -> dict:
+    return {
+        "mesh": plan.case.sizes,
+        "batch": str(plan.case.batch),
+        "slots": plan.case.slots,
+        "sampling_weights": plan.case.weights,
+        "attention": plan.case.attention,
+        "source": plan.source,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak_bytes,
+        "peak_phase": plan.fullest.name,
+        "resident_bytes": plan.resident,
+        "phases": [dataclasses.asdict(phase) for phase in plan.phases],
+        "programs": [dataclasses.asdict(program) for program in plan.programs.values()],
+        "refused_by_the_compiler": list(plan.refused),
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+    }
