@@ -132,6 +132,11 @@ class RunConfig:
     def __post_init__(self):
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
+        if self.training.packing != "none" and self.model.lora.dropout:
+            raise ValueError(
+                f"training.packing={self.training.packing} and model.lora.dropout={self.model.lora.dropout}: what is "
+                "dropped belongs to a sequence, and a packed row has several; one of the two has to go"
+            )
         every, updates = self.training.save_interval_steps, self.algorithm.updates_per_rollout
         if every % updates or self.training.max_steps % updates:
             raise ValueError(
