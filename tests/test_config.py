@@ -15,6 +15,7 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.plan import PlanSettings
 from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.config import (
     ConfigError,
@@ -48,6 +49,7 @@ KINDS = {
     "command/chat": Chat,
     "command/export": Export,
     "command/generate": Generate,
+    "command/plan": PlanSettings,
     "generation": Generation,
     "rollout": RolloutConfig,
     "sharding": Rules,

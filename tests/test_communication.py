@@ -1,0 +1,87 @@
+"""What an update sends, in the programs that the compilers of TPUs and GPUs make of it: as much as theory says."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.micro_batches import Rows
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.optim import OptimizerConfig, make_optimizer, opt_state_shapes
+from tunix_lite.parallel.collectives import collectives
+from tunix_lite.parallel.mesh import make_mesh, sharding
+from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.policy import make_policy
+from tunix_lite.step import make_train_step
+from tunix_lite.types import Batch, TrainState
+
+CFG = ModelConfig(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
+SEQUENCES, WIDTH, NEW = 8, 256, 128
+SMALL = 1e5  # bytes: norms, metrics, and what XLA passes around at the edges
+LAYER = 2 * (512 * 8 * 128 * 2 + 512 * 4 * 128 * 2 + 3 * 512 * 2048)  # bytes of a layer's projections in bfloat16
+TABLE = 2 * 4096 * 512
+
+
+def compiled_for(target: str, fsdp: int, tp: int):
+    """The update in bfloat16 with remat=block, compiled for four devices that are not there: its collectives."""
+    found = find_target(target)
+    if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
+        pytest.skip(f"the compiler for {target} is not installed")
+    mesh = make_mesh(((fsdp, tp), ("fsdp", "tp")), compile_only_devices(found))
+    with jax.set_mesh(mesh):
+        params = weights.shapes(decoder.weights(CFG), jnp.bfloat16)
+        optimizer = make_optimizer(OptimizerConfig(), 10)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+        state = TrainState(step, params, opt_state_shapes(optimizer, params))
+
+        def rows(dtype, columns=WIDTH):
+            shape = (SEQUENCES, columns)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(("batch", "seq"), shape))
+
+        floats = {name: rows(jnp.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
+        ints = {name: rows(jnp.int32) for name in ("tokens", "segment_ids", "positions")}
+        batch = Batch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
+        policy = make_policy(CFG, None, 1.0, jnp.bfloat16, rows=Rows(num_scored=NEW), remat="block")
+        arguments = state, None, batch
+        program = make_train_step(policy, GRPO(), optimizer).program(*arguments).lower(*arguments).compile()
+    return SimpleNamespace(found=collectives(program.as_text(), dict(mesh.shape)), memory=program.memory_analysis())
+
+
+def total(found, kinds, axis, in_loop=None) -> int:
+    chosen = (c for c in found if c.kind in kinds and c.axis == axis and c.num_bytes > SMALL)
+    return sum(c.total_bytes for c in chosen if in_loop is None or c.in_loop == in_loop)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
+def test_over_fsdp_each_weight_is_gathered_layer_by_layer_and_each_gradient_reduced_once(target):
+    """A layer's weights once forward and once backward (remat=block needs them there anyway), and the table of scores
+    the same; gradients once, in their divided form. Nothing but the lookup of tokens reaches a whole stack."""
+    update = compiled_for(target, 4, 1)
+    gathered = total(update.found, ("all-gather",), "fsdp", in_loop=True)
+    assert gathered == pytest.approx(2 * (CFG.num_layers * LAYER + TABLE), rel=0.1)
+    # A TPU may pass a gradient round in pieces while it is computed: all that moves is then n - 1 of n pieces.
+    pieces = total(update.found, ("collective-permute",), "fsdp") * 4 / 3
+    reduced = total(update.found, ("reduce-scatter", "all-reduce"), "fsdp", in_loop=True) + pieces
+    low, high = CFG.num_layers * LAYER + TABLE, CFG.num_layers * LAYER + 2 * TABLE  # the table's is summed in float32
+    assert 0.9 * low < reduced < 1.1 * high
+    stack = CFG.num_layers * 2 * 512 * 2048  # bytes of the smallest stack of matrices of the feed-forward
+    assert not [c for c in update.found if c.kind == "all-gather" and c.num_bytes >= stack]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
+def test_over_tp_a_layer_sums_twice_each_way(target):
+    """After attention and after the feed-forward, and in the backward pass before them: with what remat=block makes
+    again, the residual stream of all tokens is summed 4 to 6 times a layer."""
+    update = compiled_for(target, 1, 4)
+    residual = 2 * SEQUENCES * WIDTH * CFG.embed_dim  # bytes, in bfloat16
+    summed = total(update.found, ("all-reduce",), "tp", in_loop=True)
+    halves = total(update.found, ("reduce-scatter", "all-gather"), "tp", in_loop=True) / 2
+    times = (summed + halves) / (CFG.num_layers * residual)
+    assert 3.9 < times < 6.6, times
+    assert update.memory.alias_size_in_bytes > 0.95 * update.memory.output_size_in_bytes
