@@ -10,6 +10,7 @@ the plain cache is rounding. same: the share of completions that are the same to
 import json
 import os
 import sys
+from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -19,7 +20,7 @@ import numpy as np
 from tunix_lite.models import source
 from tunix_lite.models.source import Model
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.policy import make_policy
+from tunix_lite.policy import token_logprobs
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.memory import cache_bytes
 from tunix_lite.rollout.settings import Generation, RolloutConfig
@@ -38,11 +39,12 @@ def main() -> None:
     mask = np.array([[False] * (WIDTH - len(row)) + [True] * len(row) for row in rows])
     generation, ends = Generation(WIDTH, 48), (model.tokenizer.eos_ids, model.tokenizer.pad_id)
     said = {}
+    score = jax.jit(partial(token_logprobs, cfg=model.cfg))
     for cache in ("compute", "int8"):
         how = RolloutConfig(cache=cache, num_slots=64)
-        policy = make_policy(model.cfg, make_generate(model.cfg, generation, *ends, rollout=how), 1.0)
-        rollout = said[cache] = policy.generate(params, Prompts(tokens, mask), jax.random.key(0), 8)
-        scored = np.asarray(policy.logprobs(params, rollout.tokens, rollout.token_mask))
+        generate = make_generate(model.cfg, generation, *ends, rollout=how)
+        rollout = said[cache] = generate(params, Prompts(tokens, mask), jax.random.key(0), 8)
+        scored = np.asarray(score(params, rollout.tokens, rollout.token_mask))
         gap = np.abs(scored - rollout.logprobs)[rollout.completion_mask]
         print(json.dumps({
             "benchmark": "quantized_cache",

@@ -261,8 +261,8 @@ def test_gradients_of_adapters_are_those_of_the_merged_weight():
     whole = jax.jit(jax.grad(loss))(merged)["layers"]["gate"]
     ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, LORA))))(adapters)["layers"]["gate"]
     a, b = pairs(adapters)["layers/gate"]
-    np.testing.assert_allclose(ours["a"], LORA.scale * whole @ b.T, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(ours["b"], LORA.scale * a.T @ whole, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours["a"], LORA.scale * whole @ b.swapaxes(1, 2), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours["b"], LORA.scale * a.swapaxes(1, 2) @ whole, rtol=1e-3, atol=1e-3)
 
 
 def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():

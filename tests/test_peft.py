@@ -44,14 +44,6 @@ def test_adapters_come_back_as_they_went(folder):
     assert sorted(json.loads((folder / peft.CONFIG).read_text())["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
 
 
-def test_adapters_of_some_layers_only_name_their_modules_in_full(tmp_path):
-    some = LoraConfig(rank=2, targets="layers/q")
-    peft.save_adapters(random_adapters(CFG, some), CFG, GEMMA3, some, tmp_path, "base")
-    modules = json.loads((tmp_path / peft.CONFIG).read_text())["target_modules"]
-    assert modules == ["model.layers.0.self_attn.q_proj", "model.layers.2.self_attn.q_proj"]
-    assert peft.read_config(LoraConfig(adapter=str(tmp_path)), CFG, GEMMA3).targets == "layers/q"
-
-
 def change_config(folder, **values):
     file = folder / peft.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -25,8 +25,9 @@ from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Prompts
 
 
-def test_sampler_and_trainer_agree_on_logprobs(policy, params, rollout):
-    scored = policy.logprobs(params, rollout.tokens, rollout.token_mask)
+def test_sampler_and_trainer_agree_on_logprobs(cfg, params, rollout):
+    score = jax.jit(partial(token_logprobs, cfg=cfg))
+    scored = score(params, rollout.tokens, rollout.token_mask)
     gap = jnp.abs(jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
     assert float(gap.max()) < 1e-4
     assert float(jnp.abs(rollout.logprobs).max()) > 0.5, "the model has no opinions; this test shows nothing"
@@ -458,7 +459,7 @@ def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstop
         np.testing.assert_allclose(answer.logprobs, whole.logprobs[: len(answer.tokens)], atol=1e-5)
     by_text = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] not in ENDS.stop_token_ids]
     by_token = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] in ENDS.stop_token_ids]
-    assert len(by_text) > 2 and len(by_token) > 2 and {"eos", "length"} < {reason for _, reason in expected}
+    assert len(by_text) > 2 and len(by_token) > 1 and {"eos", "length"} < {reason for _, reason in expected}
     assert any(len(tokens) % 5 for tokens in by_text), "none ends within a chunk"
     assert any(Letters().decode(tokens[-1:]) not in ENDS.stop for tokens in by_text), "none spans tokens"
 

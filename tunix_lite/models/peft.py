@@ -107,7 +107,7 @@ def save_adapters(
             for name, part in zip(names, value):
                 tensors[name] = part.reshape(flat).T
             modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
-    targets = _shortest(modules, cfg, family)
+    targets = sorted({name.rsplit(".", 1)[1] for name in modules})  # every layer has them
     if is_wrapped:  # in full: the vision tower has a q_proj, too
         tensors = {_in_wrapper(name): value for name, value in tensors.items()}
         targets = sorted(_in_wrapper(name) for name in modules)
@@ -131,14 +131,6 @@ def _names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
     return [f"{PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
-
-
-def _shortest(modules: set[str], cfg: ModelConfig, family: Family) -> list[str]:
-    """q_proj and the like, if every layer has them; else the full names."""
-    every = {name.removesuffix(".weight") for name, w in hf.hf_weights(cfg, family).items() if w.inputs}
-    short = {name.rsplit(".", 1)[1] for name in modules}
-    same = {name for name in every if name.rsplit(".", 1)[1] in short} == modules
-    return sorted(short if same else modules)
 
 
 def _in_wrapper(name: str) -> str:
