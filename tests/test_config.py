@@ -273,6 +273,7 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     "override, message",
     [
         ("+sharding.train.width=tp", "sharding: train.width: there is no such logical axis"),
+        ("sharding.train.seq=tp", "sharding: train.seq='tp': the programs need it whole"),
         ("sharding.train.mlp=dp", "sharding: train.mlp='dp'; it is fsdp, tp or null"),
         ("sharding.rollout.residual_seq=tp", "sharding: rollout.residual_seq: a token that is sampled has no length"),
         ("sharding.train.batch=null", "sharding: batch: sequences are divided over fsdp"),

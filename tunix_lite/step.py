@@ -46,7 +46,8 @@ def make_train_step(
         of_part = partial(gradient, state.params, frozen)
         grads, metrics = summed(of_part, (batch, keys_R), num_micro_batches, used, places, sync_every)
         params, opt_state, size = updated(optimizer, grads, state, seed)
-        metrics["train/grad_norm"] = optax.tree.norm(grads)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        metrics["train/grad_norm"] = optax.tree.norm(wide)
         metrics["train/update_norm"] = size
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 

@@ -105,6 +105,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     model = parts.model
     plan = foresee(run, model.cfg, lora, parts.mesh, parts, rollout, train_step, state, frozen, run_dir.path)
     console.say(in_short(plan))
+    console.say(str(throughput))
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
 
@@ -123,6 +124,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
+                train_step.compiled(state, frozen, laid_out)  # here, where compiling is not taken for updating
             collected = time.perf_counter()
             if step == start and profile.folder:
                 profile.write_table(train_step.compiled(state, frozen, laid_out), parts.mesh)

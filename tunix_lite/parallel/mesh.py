@@ -59,6 +59,8 @@ class Rules:
             for axis, over in getattr(self, name).items():
                 if axis not in RULES:
                     raise ValueError(f"{name}.{axis}: there is no such logical axis; there is {', '.join(RULES)}")
+                if axis in ("seq", "act_embed", "layers", "prompts") and over is not None:
+                    raise ValueError(f"{name}.{axis}={over!r}: the programs need it whole; leave it null")
                 if over is not None and over not in AXES:
                     raise ValueError(f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null")
         if self.rollout.get("residual_seq"):
