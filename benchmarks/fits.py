@@ -43,7 +43,7 @@ def cell(model: str, way: str, target: str) -> str:
     try:
         best = make_plans(run, PlanSettings(target=target, mesh="all", analytic=True), []).plans[0]
     except ConfigError:
-        return "–"
+        return "-"
     sizes = best.case.sizes
     text = f"{best.peak_bytes / GiB:,.1f}"
     return f"{f'**{text}**' if best.fits else text} {sizes['fsdp']}x{sizes['tp']}"
@@ -51,7 +51,7 @@ def cell(model: str, way: str, target: str) -> str:
 
 def main() -> None:
     rows = [
-        f"| {model} | {way} | {' | '.join(cell(model, way, target) for target in TARGETS)} |"
+        f"|{model}|{way}|{'|'.join(cell(model, way, target) for target in TARGETS)}|"
         for model in MODELS
         for way in WAYS
     ]
