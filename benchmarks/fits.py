@@ -1,14 +1,23 @@
 """What fits where: writes docs/references/fits.md, by the formulas of `tunix-lite plan analytic=true`.
 
-python benchmarks/fits.py
+    python benchmarks/fits.py
+    python benchmarks/fits.py --compile gemma3_1b:all:v5e-4 gemma3_12b:LoRA:h100x2
+
+`--compile` asks the target's compiler about the best mesh of these cells, one after the other and minutes each, keeps
+what it says in docs/references/fits.json and marks the cell. What was compiled on another mesh is forgotten.
 """
 
+import argparse
+import json
+import time
 from pathlib import Path
 
 from tunix_lite.commands.plan import PlanSettings, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.config import ConfigError
 from tunix_lite.planning.hardware import GiB
+from tunix_lite.planning.machine import devices_of
+from tunix_lite.planning.plan import Plan, with_compiled
 
 MODELS = ("gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b", "qwen3_32b", "llama3.3_70b")
 TARGETS = ("h100", "h100x2", "h100x8", "v5e-4", "v5e-16", "v5p-64", "v6e-256")
@@ -21,12 +30,13 @@ WORKLOAD = [
     *("generation.max_prompt_length=512", "generation.max_new_tokens=1024", "rollout.num_slots=64"),
     *("training.remat=block", "training.attention=xla"),
 ]
-PAGE = Path(__file__).parents[1] / "docs" / "references" / "fits.md"
+FOLDER = Path(__file__).parents[1] / "docs" / "references"
+PAGE, COMPILED = FOLDER / "fits.md", FOLDER / "fits.json"
 HEAD = f"""# What fits where
 
-By formula, not by a compiler: `tunix-lite plan analytic=true mesh=all` for each cell, by `benchmarks/fits.py`. Peak
-of a device in GiB on the best mesh, fsdp x tp; **bold** fits. [Planning](../guide/plan.md) says how far formulas were
-from compiled programs; a plan without `analytic=true` asks the compiler.
+Peak of a device in GiB on the best mesh, fsdp x tp; **bold** fits. By formula, `tunix-lite plan analytic=true mesh=all`
+for each cell, or, marked with a star, by the target's compiler, asked about all programs of the run; in brackets then
+what the formula said. A plan without `analytic=true` asks the compiler. `benchmarks/fits.py` writes this page.
 
 64 prompts x 8 generations of 512 + 1024 tokens, one sequence per fsdp shard at a time, `remat=block`, 64 slots (or one
 per fsdp shard), no KL term. All weights: weights and optimizer in bfloat16 (`bf16_params`). LoRA: adapters of rank 16
@@ -37,25 +47,54 @@ on a base in bfloat16.
 """
 
 
-def cell(model: str, way: str, target: str) -> str:
-    """The best mesh's peak; what no mesh divides is a dash."""
+def best(model: str, way: str, target: str) -> Plan | None:
+    """The plan of the best mesh, by formulas; None: no mesh divides model and batch."""
     run = compose([f"model={model}", *WORKLOAD, *WAYS[way]])
     try:
-        best = make_plans(run, PlanSettings(target=target, mesh="all", analytic=True), []).plans[0]
+        return make_plans(run, PlanSettings(target=target, mesh="all", analytic=True), []).plans[0]
     except ConfigError:
+        return None
+
+
+def mesh_of(plan: Plan) -> str:
+    return f"{plan.case.sizes['fsdp']}x{plan.case.sizes['tp']}"
+
+
+def compiled(model: str, way: str, target: str) -> dict:
+    """What the compiler says of the best mesh: its peak, which phase has it, and the seconds that asking took."""
+    plan, began = best(model, way, target), time.perf_counter()
+    if plan is None:
+        raise SystemExit(f"{model} {way} on {target}: no mesh divides model and batch")
+    found = with_compiled(plan, devices_of(plan.machine), lambda text: print(text, flush=True))
+    return {"mesh": mesh_of(found), "peak_bytes": found.peak_bytes, "seconds": round(time.perf_counter() - began)}
+
+
+def cell(model: str, way: str, target: str, known: dict) -> str:
+    plan = best(model, way, target)
+    if plan is None:
         return "-"
-    sizes = best.case.sizes
-    text = f"{best.peak_bytes / GiB:,.1f}"
-    return f"{f'**{text}**' if best.fits else text} {sizes['fsdp']}x{sizes['tp']}"
+    asked = known.get(f"{model}:{way}:{target}")
+    if asked is None or asked["mesh"] != mesh_of(plan):
+        text = f"{plan.peak_bytes / GiB:,.1f}"
+        return f"{f'**{text}**' if plan.fits else text} {mesh_of(plan)}"
+    text = f"{asked['peak_bytes'] / GiB:,.1f}"
+    fits = asked["peak_bytes"] <= plan.machine.capacity
+    return f"{f'**{text}**' if fits else text}* ({plan.peak_bytes / GiB:,.1f}) {asked['mesh']}"
+
+
+def row(model: str, way: str, known: dict) -> str:
+    return f"|{model}|{way}|{'|'.join(cell(model, way, target, known) for target in TARGETS)}|"
 
 
 def main() -> None:
-    rows = [
-        f"|{model}|{way}|{'|'.join(cell(model, way, target) for target in TARGETS)}|"
-        for model in MODELS
-        for way in WAYS
-    ]
-    PAGE.write_text(HEAD + "\n".join(rows) + "\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", nargs="*", default=[], metavar="MODEL:WAY:TARGET")
+    known = json.loads(COMPILED.read_text()) if COMPILED.exists() else {}
+    for name in parser.parse_args().compile:
+        known[name] = compiled(*name.split(":"))
+        print(name, known[name], flush=True)
+        COMPILED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(HEAD + "\n".join(row(model, way, known) for model in MODELS for way in WAYS) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""The committed table of what fits where is what its script would write today."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fits.py"
+
+
+@pytest.fixture(scope="module")
+def fits():
+    spec = importlib.util.spec_from_file_location("fits", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model, way", [("gemma3_1b", "all"), ("gemma3_27b", "LoRA"), ("llama3.3_70b", "all")])
+def test_rows_are_current(fits, model, way):
+    """If this fails, `python benchmarks/fits.py` writes the table anew."""
+    known = json.loads(fits.COMPILED.read_text()) if fits.COMPILED.exists() else {}
+    assert fits.row(model, way, known) in fits.PAGE.read_text().splitlines()
+
+
+def test_the_table_has_every_cell(fits):
+    rows = [line for line in fits.PAGE.read_text().splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(fits.MODELS) * len(fits.WAYS)
+    assert {line.count("|") for line in rows} == {len(fits.TARGETS) + 3}
+    assert fits.HEAD.splitlines()[-2] in rows
+
+
+def test_what_a_compiler_said_stands_beside_the_formula(fits):
+    peak = 5 * 2**30
+    known = {"gemma3_1b:all:v5e-4": {"mesh": "2x2", "peak_bytes": peak, "seconds": 1}}
+    formula = fits.cell("gemma3_1b", "all", "v5e-4", {})
+    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == f"**5.0*** ({formula.split('**')[1]}) 2x2"
+    known["gemma3_1b:all:v5e-4"]["mesh"] = "4x1"  # another mesh than the one that is best today
+    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == formula
