@@ -30,6 +30,7 @@ from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import make_generate
@@ -38,10 +39,10 @@ from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Prompts, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
-PAIR = PROMPT_LENGTH + 2 * NEW_TOKENS  # config.row_width's choice for this model: two completions and their prompt
+GROUP = RowShape(NEW_TOKENS, GENERATIONS, PROMPT_LENGTH)  # a prompt and its completions, as batching chooses
 ROWS = {  # all at once; of equal lengths, side by side gains nothing
     "none": Rows("none", 1, NEW_TOKENS),
-    "prefix": Rows("prefix", 1, None, PAIR, PROMPTS * GENERATIONS // 2),
+    "prefix": Rows("prefix", 1, None, GROUP, PROMPTS),
 }
 CFG = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
 

@@ -1,19 +1,10 @@
 """A queue of requests in four slots on a mesh of four devices, of one process or of several: what it draws.
 
-As a script, one of several processes with four devices together: rollout_worker.py ADDRESS COUNT INDEX FILE.
+As a script, it is one of the processes that `processes.run_together` starts.
 """
 
-import json
-import os
-import sys
-
-if __name__ == "__main__":
-    address, count, index, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(4 // count)
-
 import jax
-import numpy as np
+import processes
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
@@ -47,8 +38,4 @@ def draw() -> dict:
 
 
 if __name__ == "__main__":
-    jax.distributed.initialize(address, count, index)
-    said = draw() | {"devices": [jax.device_count(), jax.local_device_count()]}
-    with open(file, "w") as out:
-        json.dump(said, out, default=np.ndarray.tolist)
-    jax.distributed.shutdown()
+    processes.answer(draw)

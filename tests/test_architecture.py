@@ -27,7 +27,8 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "tracking": {"tracking", "types"},
     "packing.py": {"types"},
     "micro_batches.py": {"packing", "parallel", "types"},
-    "step.py": {"micro_batches", "models.lora", "optim"},
+    "step.py": {"micro_batches", "models.lora", "optim", "parallel"},
+    "batching.py": {"config", "micro_batches", "packing"},
     "policy.py": {"micro_batches", "models", "parallel", "types"},
     "planning": {
         "planning",
@@ -39,6 +40,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
         "policy",
         "micro_batches",
         "optim",
+        "batching",
         "config",
     },
     "optim.py": {"types"},

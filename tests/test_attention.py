@@ -16,7 +16,6 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import put
 
 CFG = ModelConfig(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
-ALL = slice(None)
 
 
 def sight(segments, positions, branches=None) -> Sight:
@@ -52,14 +51,15 @@ BRANCHED = sight([1, 1, 1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2, 0, 1], [0, 0, 1, 1
     ],
 )
 def test_a_token_sees_its_own_segment_and_branch_within_the_window(row, window, seen):
-    assert as_text(visible(window, row, ALL, ALL)) == seen
-    assert as_text(visible(window, row, slice(3, 6), slice(1, 6))) == [line[1:6] for line in seen[3:6]]
+    assert as_text(visible(window, row, row)) == seen
+    queries, keys = jax.tree.map(lambda x: x[:, 3:6], row), jax.tree.map(lambda x: x[:, 1:6], row)
+    assert as_text(visible(window, queries, keys)) == [line[1:6] for line in seen[3:6]]
 
 
 def test_a_row_of_one_sequence_may_be_padded_on_both_sides():
     row = attention.whole(jnp.array([[False, False, True, True, True, False]]))
     np.testing.assert_array_equal(row.positions[0, 2:5], [0, 1, 2])
-    assert as_text(visible(2, row, ALL, ALL)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
+    assert as_text(visible(2, row, row)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
 
 
 # ---- xla
@@ -130,6 +130,39 @@ def close(got, wanted, atol=2e-6):
         np.testing.assert_allclose(a, b, atol=atol * max(1, np.abs(b).max()))
 
 
+# A lead of six columns and three lanes of seven: a prompt of four with completions of five and of seven tokens, and a
+# prompt of two with completions of two, after the first, and of three.
+LANES = np.array(
+    [
+        [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0],  # segments
+        [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2, 3, 4, 0, 0, 0, 0],  # positions
+        [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0],  # branches
+    ],
+    np.int32,
+)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_lanes_are_the_whole_row(pieces, monkeypatch):
+    """A lane sees the lead and itself; in the form of a whole row, segments and branches say the same."""
+    set_mesh(2, 2)
+    (q, k, v), slope, _ = random_rows(CFG, 4, 27, False)
+    segments, positions, branches = (np.tile(row, (4, 1)) for row in LANES)
+    slope = slope + np.where(segments > 0, 1.0, 0.0)[..., None, None].astype(np.float32)
+    slope[segments == 0] = 0
+    whole = Sight(positions, segments, branches)
+    wanted = [attended(attention.xla, CFG, local, (q, k, v), slope, whole) for local in (False, True)]
+    for window, found in zip((None, CFG.window), wanted):
+        assert np.abs(found[0] - by_formulas(CFG, window, whole, q, k, v)).max() < 2e-6
+    laned = replace(whole, lead=6, lane=7)
+    if pieces > 1:  # three of the seven queries of a lane, which have 13 keys each, at once
+        monkeypatch.setattr(attention, "SCORES_AT_ONCE", 12 * 4 * 13 // 4 * 3)
+    for local in (False, True):
+        close(attended(attention.xla, CFG, local, (q, k, v), slope, laned), wanted[local])
+    for found, right in zip(attended(attention.xla, CFG, [False, True], (q, k, v), slope, laned), wanted):
+        close(found, right)
+
+
 @pytest.mark.parametrize("with_branches, softcap", [(False, 1.5), (True, None)], ids=["packed", "branches"])
 def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
     """Four pieces of seven queries and less; a window of three is shorter than a piece."""
@@ -141,7 +174,7 @@ def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
         assert np.abs(found[0] - by_formulas(cfg, cfg.window if local else None, problem[2], *problem[0])).max() < 2e-6
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
     q_BTNH = problem[0][0]
-    assert attention.piece_length(q_BTNH) == 7
+    assert attention.piece_length(q_BTNH, T) == 7
     for local in (False, True):
         close(attended(attention.xla, cfg, local, *problem), whole[local])
     for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
@@ -170,6 +203,12 @@ def test_splash_attends_as_xla_does():
     set_mesh(2, 2)
     for found, right in zip(attended(splash, SPLASH, [False, True], *problem), wanted, strict=True):
         close(found, right, 1e-5)
+
+
+def test_splash_attends_where_no_layer_has_a_window():
+    cfg = replace(SPLASH, pattern=("global",), window=None)
+    problem = random_rows(cfg, 1, 128, False)
+    close(attended(splash, cfg, False, *problem), attended(attention.xla, cfg, False, *problem), 1e-5)
 
 
 # ---- the choice

@@ -1,14 +1,10 @@
-"""conf/ and the dataclasses say the same; wrong settings are named; the arithmetic of a batch holds."""
+"""conf/ and the dataclasses say the same; wrong settings are named."""
 
 import dataclasses
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
@@ -25,9 +21,6 @@ from tunix_lite.config import (
     Tracking,
     Training,
     build,
-    plan_batch,
-    plan_rows,
-    row_width,
 )
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
@@ -172,6 +165,18 @@ def test_algorithms_are_one_yaml_file_each():
         (["training.max_steps=[1"], "training.max_steps=[1: cannot be read as an override"),
         (["model.weights=random"], "model: weights=random needs model.architecture"),
         (["algorithm.updates_per_rollout=3"], "must be multiples of algorithm.updates_per_rollout=3"),
+        (["+sharding.train.width=tp"], "sharding: train.width: there is no such logical axis"),
+        (["sharding.train.seq=tp"], "sharding: train.seq='tp': the programs need it whole"),
+        (["sharding.train.mlp=dp"], "sharding: train.mlp='dp'; it is fsdp, tp or null"),
+        (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: a token that is sampled has no length"),
+        (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
+        (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
+        (["training.attention=flash"], "training: attention='flash'; it is auto, xla, cudnn or splash"),
+        (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
+        (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is of packed rows, and packing is none"),
+        (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
+        (["training.sync_gradients_every=0"], "sync_gradients_every=0 must be at least 1"),
+        (["training.packing=prefix", "model.lora.rank=2", "model.lora.dropout=0.1"], "one of the two has to go"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named_with_place_cause_and_remedy(overrides, message):
@@ -190,69 +195,6 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
         compose(["task=mien"], str(tmp_path))
 
 
-# ---- batch arithmetic
-
-
-def run_with(G=8, **training) -> SimpleNamespace:
-    return SimpleNamespace(training=Training(**training), algorithm=SimpleNamespace(num_generations=G))
-
-
-@pytest.mark.parametrize(
-    "training, fsdp, expected",
-    [
-        ({}, 1, (16, 128, 1)),
-        ({}, 4, (16, 32, 1)),
-        ({"micro_batch_size": 4}, 4, (16, 4, 8)),
-        ({"gradient_accumulation_steps": 4}, 2, (16, 16, 4)),
-        ({"prompts_per_step": None, "micro_batch_size": 4, "gradient_accumulation_steps": 2}, 4, (4, 4, 2)),
-        ({"prompts_per_step": None, "micro_batch_size": 4}, 4, (2, 4, 1)),
-    ],
-)
-def test_the_rest_of_a_batch_is_derived(training, fsdp, expected):
-    plan = plan_batch(run_with(**training), fsdp)
-    assert (plan.prompts, plan.micro_batch_size, plan.num_micro_batches) == expected
-
-
-def test_the_derived_batch_is_said_as_arithmetic():
-    text = "16 prompts x 8 generations = 128 sequences = 4 micro_batch_size x 4 fsdp x 8 accumulation"
-    assert str(plan_batch(run_with(micro_batch_size=4), 4)) == text
-
-
-@pytest.mark.parametrize(
-    "training, fsdp, message",
-    [
-        ({"micro_batch_size": 3}, 4, "prompts_per_step=16 x num_generations=8 = 128 .* each of the 4 shards has 32"),
-        ({"micro_batch_size": 4, "gradient_accumulation_steps": 4}, 4, "cannot make 128.*Set one of the three to null"),
-        ({"micro_batch_size": 64, "gradient_accumulation_steps": 1}, 1, "cannot make 128"),
-        ({"prompts_per_step": 3}, 16, "= 24 sequences per update do not divide over fsdp=16; use a multiple of 2"),
-        ({"prompts_per_step": None}, 1, "give prompts_per_step or micro_batch_size"),
-        ({"prompts_per_step": None, "micro_batch_size": 3}, 1, "3 sequences, not a multiple of algorithm.num_gen"),
-    ],
-)
-def test_batches_that_contradict_themselves_show_the_arithmetic(training, fsdp, message):
-    with pytest.raises(ConfigError, match=message):
-        plan_batch(run_with(**training), fsdp)
-
-
-@given(
-    st.one_of(st.none(), st.integers(1, 40)),
-    st.one_of(st.none(), st.integers(1, 40)),
-    st.one_of(st.none(), st.integers(1, 9)),
-    st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from([1, 2, 8]),
-)
-def test_a_batch_plan_satisfies_its_identity_and_what_was_asked(prompts, micro, accumulation, fsdp, G):
-    asked = {"prompts_per_step": prompts, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    try:
-        plan = plan_batch(run_with(G, **asked), fsdp)
-    except ConfigError:
-        return
-    assert plan.prompts * G == plan.micro_batch_size * fsdp * plan.num_micro_batches
-    assert prompts in (None, plan.prompts)
-    assert micro in (None, plan.micro_batch_size)
-    assert accumulation in (None, plan.num_micro_batches)
-
-
 def test_build_binds_functions_and_builds_classes():
     reward = build(TaskConfig, {
         "source": {"_target_": "tunix_lite.tasks.sources.Arithmetic", "worked": 1},
@@ -267,61 +209,3 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     assert run.sharding.train == run.sharding.rollout == RULES
     assert compose(["sharding=data_parallel"]).sharding.train == RULES | {"embed": None, "embed_blocks": None}
     assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
-
-
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("+sharding.train.width=tp", "sharding: train.width: there is no such logical axis"),
-        ("sharding.train.seq=tp", "sharding: train.seq='tp': the programs need it whole"),
-        ("sharding.train.mlp=dp", "sharding: train.mlp='dp'; it is fsdp, tp or null"),
-        ("sharding.rollout.residual_seq=tp", "sharding: rollout.residual_seq: a token that is sampled has no length"),
-        ("sharding.train.batch=null", "sharding: batch: sequences are divided over fsdp"),
-    ],
-)
-def test_rules_that_cannot_be_are_named(override, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        compose([override])
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
-        (["training.attention=flash"], "training: attention='flash'; it is auto, xla, cudnn or splash"),
-        (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
-        (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is of packed rows, and packing is none"),
-        (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
-        (["training.sync_gradients_every=0"], "sync_gradients_every=0 must be at least 1"),
-        (["training.packing=prefix", "model.lora.rank=2", "model.lora.dropout=0.1"], "one of the two has to go"),
-    ],
-)
-def test_settings_of_the_update_that_cannot_be_are_named(overrides, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        compose(overrides)
-
-
-def test_the_arithmetic_of_packed_and_synced_micro_batches():
-    run = compose(["training.packing=sequences", "training.micro_batch_tokens=200"])  # rows of 80: two at a time
-    batch = plan_batch(run, fsdp=4)
-    assert (batch.sequences, batch.num_micro_batches) == (128, 0)
-    rows = plan_rows(run, batch, SMALL)
-    assert (rows.width, rows.rows_per_part, rows.num_parts) == (80, 2, 16)  # 128 rows at most, 8 at a time
-    with pytest.raises(ConfigError, match="micro_batch_tokens=79 is less than the longest sequence"):
-        tight = compose(["training.packing=sequences", "training.micro_batch_tokens=79"])
-        plan_rows(tight, plan_batch(tight, 1), SMALL)
-    with pytest.raises(ConfigError, match="sync_gradients_every=3 does not divide the 4 micro-batches"):
-        plan_batch(compose(["training.gradient_accumulation_steps=4", "training.sync_gradients_every=3"]), 1)
-
-
-def test_a_row_of_shared_prompts_is_as_wide_as_pays():
-    """By hand, for prompts of 32 and completions of 64 in a layer of 950,272 weights and 4 heads of 64: k completions
-    cost (32 / k + 64) (1,900,544 + 4,096 (32 + 64 k)), in millions 220, 205, 211, 222 ...: two of them."""
-    lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.packing=prefix"]
-    assert row_width(compose(lengths), SMALL) == 32 + 2 * 64
-    assert row_width(compose([*lengths, "training.micro_batch_tokens=100"]), SMALL) == 32 + 64
-    long = ["generation.max_prompt_length=512", "generation.max_new_tokens=64", "training.packing=prefix"]
-    assert row_width(compose(long), SMALL) > 512 + 3 * 64
-
-
-SMALL = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)

@@ -21,12 +21,13 @@ import yaml
 from test_sizes import PUBLISHED, REFUSED
 
 from tunix_lite.__main__ import COMMANDS
+from tunix_lite.batching import plan_batch
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings, make_plans
-from tunix_lite.config import RunConfig, build, plan_batch
+from tunix_lite.config import RunConfig, build
 from tunix_lite.export import KINDS
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import adapter_weights

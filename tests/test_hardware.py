@@ -151,7 +151,7 @@ def test_without_the_compiler_the_message_says_what_to_install(name, extra, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as error:
         compile_only_devices(find_target(name))
-    assert f'pip install "tunix-lite[{extra}]"' in str(error.value)
+    assert f"pip install -e '.[{extra}]'" in str(error.value)
 
 
 # ---- with the compilers

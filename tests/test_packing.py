@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunix_lite.packing import packed, rows_needed_at_most, unpacked
+from tunix_lite.packing import RowShape, packed, rows_needed_at_most, shared_rows_at_most, unpacked
 
 
 def batch_of(*sequences, left=0, right=0):
@@ -18,8 +18,8 @@ def batch_of(*sequences, left=0, right=0):
     return tokens, mask, counts
 
 
-def pack(batch, width=8, rows_per_part=1, num_parts=4, shards=1, share=False, num_scored=None):
-    return packed(*batch, width, rows_per_part, num_parts, shards, share, num_scored)
+def pack(batch, lane=8, lanes=1, lead=0, rows_per_part=1, num_parts=4, shards=1):
+    return packed(*batch, RowShape(lane, lanes, lead), rows_per_part, num_parts, shards)
 
 
 def test_two_sequences_stand_in_one_row_without_their_padding():
@@ -36,40 +36,51 @@ def test_two_sequences_stand_in_one_row_without_their_padding():
     assert layout.branches is None and layout.shape == (2, 6) and layout.num_parts == 1
 
 
-def test_three_completions_of_one_prompt_follow_it_as_branches():
+def test_completions_of_one_prompt_stand_in_lanes_after_it():
     batch = batch_of(([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([5, 6], [1, 2], [1, 1]), ([6], [4], [1]), left=1)
-    layout = pack(batch, width=10, num_parts=1, share=True, num_scored=6)
-    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 7, 8, 9, 1, 2, 6, 4, 0]])
-    np.testing.assert_array_equal(layout.source, [[1, 2, 3, 4, 8, 13, 14, 17, 18, -1]])
-    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1, 1, 1, 2, 2, 0]])
-    np.testing.assert_array_equal(layout.branches, [[0, 0, 1, 1, 2, 3, 3, 0, 1, 0]])
-    np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3, 2, 2, 3, 0, 1, 0]])
-    np.testing.assert_array_equal(layout.scored, [[2, 3, 4, 5, 6, 8]])
-    np.testing.assert_array_equal(layout.previous, [[1, 2, 1, 1, 5, 7]])
+    layout = pack(batch, lane=3, lanes=2, lead=4, num_parts=1)
+    # the longest first: 7 8 to the first lane, 1 2 to the second, 9 to what is left of the first; then 4
+    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 6, 0, 7, 8, 9, 1, 2, 4]])
+    np.testing.assert_array_equal(layout.source, [[1, 2, 17, -1, 3, 4, 8, 13, 14, 18]])
+    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 0, 1, 1, 1, 1, 1, 2]])
+    np.testing.assert_array_equal(layout.branches, [[0, 0, 0, 0, 1, 1, 2, 3, 3, 1]])
+    np.testing.assert_array_equal(layout.positions, [[0, 1, 0, 0, 2, 3, 2, 2, 3, 1]])
+    np.testing.assert_array_equal(layout.scored, [[4, 5, 6, 7, 8, 9]])
+    np.testing.assert_array_equal(layout.previous, [[1, 4, 1, 1, 7, 2]])
     assert layout.is_scored.all()
 
 
-def test_a_group_too_long_for_a_row_is_divided_with_its_prompt_in_each_part():
+def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_each_part():
     batch = batch_of(([5, 6], [7], [1]), ([5, 6], [1, 2, 3], [1, 1, 1]), ([5, 6], [8, 9], [1, 1]))
-    layout = pack(batch, width=6, num_parts=2, share=True)  # room for 4 after the prompt: 3 + 1, then 2
-    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 7, 1, 2, 3], [5, 6, 8, 9, 0, 0]])
-    np.testing.assert_array_equal(layout.source, [[0, 1, 2, 7, 8, 9], [10, 11, 12, 13, -1, -1]])
-    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-    np.testing.assert_array_equal(layout.branches, [[0, 0, 1, 2, 2, 2], [0, 0, 1, 1, 0, 0]])
-    np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 2, 3, 4], [0, 1, 2, 3, 0, 0]])
-    np.testing.assert_array_equal(layout.scored, [[2, 3, 4, 5], [2, 3, 0, 0]])
-    np.testing.assert_array_equal(layout.previous, [[1, 1, 3, 4], [1, 2, 0, 0]])
+    layout = pack(
+        batch, lane=3, lead=2, num_parts=2
+    )  # 1 2 3 fills a lane, 8 9 and 7 another, in the order of the batch
+    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]])
+    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(layout.branches, [[0, 0, 1, 1, 1], [0, 0, 1, 2, 2]])
+    np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3, 4], [0, 1, 2, 2, 3]])
+    np.testing.assert_array_equal(layout.scored, [[2, 3, 4], [2, 3, 4]])
+    np.testing.assert_array_equal(layout.previous, [[1, 2, 3], [1, 1, 3]])
     assert layout.num_parts == 2
+
+
+def test_a_lead_that_is_too_long_goes_on_in_the_lane():
+    """Only the first of a completion's tokens does not count: its neighbours share what is before, and no more."""
+    batch = batch_of(([5, 6], [7, 8], [0, 1]), ([5, 6], [7, 9], [1, 1]))
+    layout = pack(batch, lane=2, lanes=2, lead=3, num_parts=1)
+    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 0, 7, 8, 7, 9]])
+    np.testing.assert_array_equal(layout.scored[layout.is_scored], [4, 5, 6])
+    np.testing.assert_array_equal(layout.previous[layout.is_scored], [3, 1, 5])
 
 
 def test_only_what_a_counted_token_sees_is_kept():
     batch = batch_of(([5], [1, 2, 3, 4], [1, 0, 1, 0]), ([5], [8, 9], [0, 0]), ([5], [7], [1]))
-    apart, shared = pack(batch, num_parts=1), pack(batch, num_parts=1, share=True)
+    apart, shared = pack(batch, num_parts=1), pack(batch, lane=4, lead=2, num_parts=1)
     np.testing.assert_array_equal(apart.place(batch[0]), [[5, 1, 2, 3, 5, 7, 0, 0]])
     np.testing.assert_array_equal(apart.scored, [[1, 3, 5, 0]])
     np.testing.assert_array_equal(apart.previous, [[0, 2, 4, 0]])
-    np.testing.assert_array_equal(shared.place(batch[0]), [[5, 1, 2, 3, 7, 0, 0, 0]])  # neighbours once 8 9 is gone
-    np.testing.assert_array_equal(shared.previous, [[0, 2, 0, 0]])
+    np.testing.assert_array_equal(shared.place(batch[0]), [[5, 0, 1, 2, 3, 7]])  # neighbours once 8 9 is gone
+    np.testing.assert_array_equal(shared.previous, [[0, 3, 0]])
 
 
 def test_unpacked_leaves_every_sequence_where_it_stands():
@@ -87,25 +98,25 @@ def test_unpacked_leaves_every_sequence_where_it_stands():
 def test_fuller_rows_are_dealt_first_and_back_and_forth():
     lengths = [6, 7, 8, 9, 10]  # no two of them fit into one row
     batch = batch_of(*(([1], [1] * (n - 1), [1] * (n - 1)) for n in lengths))
-    layout = pack(batch, width=10, rows_per_part=2, num_parts=3, shards=2)
+    layout = pack(batch, lane=10, rows_per_part=2, num_parts=3, shards=2)
     fills = (layout.segment_ids > 0).sum(axis=1).reshape(2, 3, 2)  # shards, parts, rows of a part
     # first rows: 10 and 9 to part 0, 8 to part 1 (only one shard has a third row); second rows, back: 7 and 6
     np.testing.assert_array_equal(fills, [[[10, 6], [8, 0], [0, 0]], [[9, 7], [0, 0], [0, 0]]])
     assert layout.num_parts == 2
-    single = pack(batch, width=10, rows_per_part=1, num_parts=4, shards=2)  # 10 and 9, back: 8 and 7, on: 6
+    single = pack(batch, lane=10, rows_per_part=1, num_parts=4, shards=2)  # 10 and 9, back: 8 and 7, on: 6
     np.testing.assert_array_equal((single.segment_ids > 0).sum(axis=1).reshape(2, 4), [[10, 7, 6, 0], [9, 8, 0, 0]])
     assert single.num_parts == 3
 
 
 def test_a_batch_that_counts_nothing_makes_empty_rows():
-    layout = pack(batch_of(([5], [7], [0]), ([5], [7], [0])), width=4, num_parts=2, share=True)
+    layout = pack(batch_of(([5], [7], [0]), ([5], [7], [0])), lane=3, lead=1, num_parts=2)
     assert layout.num_parts == 1 and not layout.segment_ids.any() and not layout.is_scored.any()
     np.testing.assert_array_equal(layout.back(np.ones((2, 4))), np.zeros((2, 2)))
 
 
 def test_place_and_back_keep_the_type_of_what_they_move():
     tokens, mask, counts = batch_of(([5], [7, 8], [1, 1]))
-    layout = pack((tokens, mask, counts), width=4, num_parts=1)
+    layout = pack((tokens, mask, counts), lane=4, num_parts=1)
     np.testing.assert_array_equal(layout.place(tokens, fill=-7), [[5, 7, 8, -7]])
     for dtype in (bool, np.int32, np.float32):
         rows = layout.place(mask.astype(dtype))
@@ -114,15 +125,13 @@ def test_place_and_back_keep_the_type_of_what_they_move():
 
 def test_what_cannot_be_laid_out_is_said():
     fits = batch_of(([5], [1, 2, 3], [1, 1, 1]), ([6], [1, 2], [1, 1]))
-    for share in (False, True):
-        with pytest.raises(ValueError, match="sequence 0 takes 4 tokens.*width 3"):
-            pack(fits, width=3, share=share)
-        with pytest.raises(ValueError, match="takes 2 rows of width 4.*only 1"):
-            pack(fits, width=4, num_parts=1, share=share)
-        with pytest.raises(ValueError, match="row 0 counts 3 tokens.*num_scored=2"):
-            pack(fits, width=4, share=share, num_scored=2)
-    with pytest.raises(ValueError, match="row 0 counts 3 tokens.*num_scored=2"):
-        unpacked(*fits[1:], num_scored=2)
+    with pytest.raises(ValueError, match="sequence 0 takes 4 tokens of 4 for itself; a row has room for 3 in a lane"):
+        pack(fits, lane=3)
+    with pytest.raises(ValueError, match="sequence 0 takes 3 tokens of 4 .* 2 in a lane after 1 that are shared"):
+        pack(fits, lane=2, lanes=4, lead=1)
+    for room in ({"lane": 4}, {"lane": 3, "lead": 1}):
+        with pytest.raises(ValueError, match="takes 2 rows of 4 tokens.*only 1"):
+            pack(fits, **room, num_parts=1)
     gap = np.array([[1, 0, 1, 1]], bool)
     with pytest.raises(ValueError, match="sequence 0 has padding between"):
         pack((np.zeros((1, 4), int), gap, gap & [0, 0, 0, 1]))
@@ -156,24 +165,31 @@ def layouts(draw, kinds=("unpacked", "apart", "shared")):
     """A batch and a layout with as many rows as `rows_needed_at_most` asks for, or the layout without packing."""
     tokens, mask, counts = draw(batches())
     longest = int(mask.sum(axis=1).max())
-    width, shards, rows_per_part = longest + draw(st.integers(0, 20)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    num_parts = -(-rows_needed_at_most(len(tokens), longest, width) // (shards * rows_per_part))
+    shards, rows_per_part = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kind = draw(st.sampled_from(kinds))
     if kind == "unpacked":
         return (tokens, mask, counts), unpacked(mask, counts), 1, 1
-    sizes = {"width": width, "rows_per_part": rows_per_part, "num_parts": num_parts, "shards": shards}
-    return (tokens, mask, counts), pack((tokens, mask, counts), **sizes, share=kind == "shared"), shards, rows_per_part
+    room = {"lane": longest + draw(st.integers(0, 20))}
+    if kind == "shared":  # of completions of up to six tokens, and leads of up to ten
+        room |= {"lanes": draw(st.integers(1, 4)), "lead": draw(st.integers(1, 12))}
+        room["lane"] = max(6, longest - room["lead"]) + draw(st.integers(0, 20))
+    most = len(tokens) if kind == "shared" else rows_needed_at_most(len(tokens), longest, room["lane"])
+    num_parts = -(-most // (shards * rows_per_part))
+    sizes = {"rows_per_part": rows_per_part, "num_parts": num_parts, "shards": shards}
+    return (tokens, mask, counts), pack((tokens, mask, counts), **room, **sizes), shards, rows_per_part
 
 
 def visible(layout, row, query):
-    """Columns that a token sees, by an explicit loop."""
-    segments = layout.segment_ids[row]
+    """Columns that a token sees, in order of their positions, by an explicit loop."""
+    segments, positions = layout.segment_ids[row], layout.positions[row]
     branches = np.ones_like(segments) if layout.branches is None else layout.branches[row]
-    return [
+    seen = [
         key
-        for key in range(query + 1)
+        for key in range(len(segments))
         if segments[key] == segments[query] and segments[query] > 0 and branches[key] in (0, branches[query])
+        if positions[key] <= positions[query]
     ]
+    return sorted(seen, key=lambda key: positions[key])
 
 
 @settings(deadline=None, max_examples=200)
@@ -207,30 +223,73 @@ def test_what_is_placed_comes_back_at_the_tokens_that_count(made):
 
 @settings(deadline=None, max_examples=100)
 @given(layouts(kinds=("apart", "shared")))
-def test_rows_are_dealt_evenly_and_each_is_filled_from_its_start(made):
+def test_used_rows_are_dealt_evenly_and_stand_first(made):
     _, layout, shards, rows_per_part = made
     taken = layout.segment_ids > 0
     np.testing.assert_array_equal(taken, layout.source >= 0)
-    assert (np.diff(taken.astype(int), axis=1) <= 0).all()  # no holes in a row
     used = taken.any(axis=1).reshape(shards, -1)
-    assert (np.diff(used.astype(int), axis=1) <= 0).all()  # used rows first
+    assert (np.diff(used.astype(int), axis=1) <= 0).all()
     counts = used.sum(axis=1)
     assert counts.max() - counts.min() <= 1
     assert layout.num_parts == max(1, -(-counts.max() // rows_per_part))
-    fills = taken.sum(axis=1)[used.reshape(-1)]
-    width = taken.shape[1]
-    assert len(fills) < 2 or np.sort(fills)[:2].sum() > width  # two rows that would fit into one are one
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts(kinds=("apart",)))
+def test_sequences_stand_without_holes_and_two_rows_that_would_fit_into_one_are_one(made):
+    _, layout, *_ = made
+    taken = layout.segment_ids > 0
+    assert (np.diff(taken.astype(int), axis=1) <= 0).all()
+    fills = taken.sum(axis=1)[taken.any(axis=1)]
+    assert len(fills) < 2 or np.sort(fills)[:2].sum() > taken.shape[1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches(), st.integers(1, 3))
+def test_what_stands_in_a_lane_is_seen_there_or_in_the_lead(batch, lanes):
+    """Attention multiplies a lane with the lead and itself, and nothing else."""
+    layout = pack(batch, lane=14, lanes=lanes, lead=6, num_parts=9)
+    for row, nth in np.argwhere(layout.is_scored):
+        column = layout.scored[row, nth]
+        lane = (column - 6) // 14
+        assert all(key < 6 or (key - 6) // 14 == lane for key in visible(layout, row, column))
 
 
 @settings(deadline=None, max_examples=100)
 @given(batches())
 def test_a_shared_prompt_stands_once_wherever_the_group_fits(batch):
+    """Where it would not be shared, the next sequence of the batch starts with something else."""
     tokens, mask, counts = batch
-    layout = pack(batch, width=200, num_parts=1, share=True)
-    texts = [tuple(tokens[b][mask[b]][: counts[b].argmax() - mask[b].argmax()]) for b in np.flatnonzero(counts.any(1))]
-    leads = [len(here) for here, before in zip(texts, [None, *texts]) if here != before]
-    assert layout.segment_ids.max() == len(leads)
-    assert ((layout.branches == 0) & (layout.segment_ids > 0)).sum() == sum(leads)
+    layout = pack(batch, lane=100, lanes=9, lead=200, num_parts=1)
+    leads, texts = [], []
+    for b in np.flatnonzero(counts.any(1)):
+        texts.append(tokens[b][mask[b]][: counts[b].argmax() - mask[b].argmax()].tolist())
+    for text in texts:  # one of two neighbours starts with the other: they share the shorter
+        shared = min(len(text), len(leads[-1])) if leads else 0
+        if shared and text[:shared] == leads[-1][:shared]:
+            leads[-1] = text[:shared]
+        else:
+            leads.append(text)
+    assert layout.segment_ids.max(initial=0) == len(leads)
+    assert ((layout.branches == 0) & (layout.segment_ids > 0)).sum() == sum(map(len, leads))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_groups_take_no_more_rows_than_foreseen(data):
+    groups, size, lanes = (data.draw(st.integers(1, most)) for most in (4, 5, 5))
+    sequences = []
+    for prompt in range(groups):
+        for _ in range(size):
+            rest = [1] * data.draw(st.integers(1, 6))
+            counts = data.draw(st.lists(st.booleans(), min_size=len(rest), max_size=len(rest)))
+            sequences.append(([prompt + 2, 9, 9], rest, counts))
+    most = shared_rows_at_most(groups, size, lanes)
+    pack(batch_of(*sequences), lane=6, lanes=lanes, lead=3, num_parts=most)  # or it would say that rows run out
+
+
+def test_shared_rows_at_most_is_a_group_in_rows_of_its_own():
+    assert [shared_rows_at_most(8, 8, lanes) for lanes in (1, 2, 3, 8, 9)] == [64, 32, 24, 8, 8]
 
 
 @pytest.mark.parametrize(

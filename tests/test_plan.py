@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
+import re
 import shlex
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,20 +19,26 @@ from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanSettings, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.config import ConfigError
+from tunix_lite.micro_batches import STATIC
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, make_optimizer
 from tunix_lite.parallel import mesh as meshes
+from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning import estimate, plan, report
+from tunix_lite.planning import estimate, plan, report, start
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.case import Case, find_model, make_case
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.plan import Plan
+from tunix_lite.planning.profile import Profile
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, batch_shapes
+from tunix_lite.planning.report import Plans
 from tunix_lite.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.rollout import engine
 from tunix_lite.step import make_train_step
+from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
 
 SMALL = ["training.prompts_per_step=2", "algorithm.num_generations=4", "evaluation.num_examples=0"]
@@ -140,7 +150,9 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
         shape = getattr(foreseen, name)
-        if array is None or name in ("scored", "previous", "is_scored"):
+        if name in STATIC:
+            assert shape == array
+        elif array is None or name in ("scored", "previous", "is_scored"):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
         else:
             assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding), name
@@ -222,8 +234,14 @@ def test_code_of_all_programs_is_there_all_the_time(cfg):
     assert of_sizes(cfg, GiB, code).resident["programs"] == 42
 
 
-def test_what_the_compiler_refuses_does_not_fit(cfg):
-    said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.14G of 15.75G hbm."
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.14G of 15.75G hbm.",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.14G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_what_the_compiler_refuses_does_not_fit(cfg, said):
     needed, words = _needed(said)
     assert needed == int(17.14 * GiB)
     assert words == "17.14 GiB of 15.75 GiB"
@@ -239,6 +257,16 @@ def test_of_a_gpu_a_part_is_not_for_programs():
     assert found.capacity == pytest.approx(0.92 * (79.1 - 0.5) * GiB, rel=1e-3)
     assert find_machine("v5e-16").capacity == int(15.75 * GiB)
     assert find_machine("attached").capacity > 0
+
+
+def test_a_run_asks_for_the_share_of_a_gpu_that_a_plan_counts_on(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    take_gpu_memory()
+    assert os.environ == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # jax takes only one of the two
+        monkeypatch.setattr(os, "environ", {name: "0.5"})
+        take_gpu_memory()
+        assert os.environ == {name: "0.5"}
 
 
 # ---- speed
@@ -287,6 +315,9 @@ def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
     seconds = [p.step_seconds for p in found.plans]
     assert seconds == sorted(seconds)
     assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
+    lines = [line for line in report.short_form(found) if "cannot be" in line]
+    assert [line.strip().partition(":")[0] for line in lines] == ["fsdp=2 tp=8 cannot be", "fsdp=1 tp=16 cannot be"]
+    assert "heads=4 is not a multiple of the mesh's tp=8" in lines[0]
     large = planned(["model=gemma3_12b", "training.mixed_precision=bf16"], target="v5e-16", mesh="all")
     assert [p.fits for p in large.plans] == sorted((p.fits for p in large.plans), reverse=True)
 
@@ -326,7 +357,53 @@ def test_the_cheapest_change_comes_first(cfg):
     assert overrides == ("training.remat=block",)
     assert found.fits
     assert sharded.phases[0].added_bytes < full.phases[0].added_bytes
-    assert advice(replace(full, machine=machine(10))) is None
+
+
+def sampling_is_the_peak(cfg, slots: int) -> Plan:
+    """Of many layers under LoRA gradients are small, and sampling has a copy of the base; one device divides none."""
+    small = ["model.lora.rank=1", "training.micro_batch_size=1", "training.remat=block", f"rollout.num_slots={slots}"]
+    found = plan.put_together(machine(1), case_of(replace(cfg, num_layers=12), small, fsdp=1, tp=1), {})
+    assert found.fullest.name == "rollout"
+    return replace(found, machine=machine(found.peak_bytes - 1))
+
+
+@pytest.mark.parametrize("slots, first", [(8, "rollout.num_slots=4"), (1, "rollout.cache=int8")])
+def test_where_sampling_is_the_peak_its_slots_are_halved_or_its_cache_is_int8(cfg, slots, first):
+    full = sampling_is_the_peak(cfg, slots)
+    overrides, found = advice(full)
+    assert overrides == (first,)
+    assert found.fits
+    assert found.peak_bytes < full.peak_bytes
+
+
+def test_slots_are_halved_no_further_than_it_takes(cfg):
+    full = sampling_is_the_peak(cfg, 8)
+    quarter = plan.put_together(full.machine, replace(full.case, slots=2), {}).peak_bytes
+    assert advice(replace(full, machine=machine(quarter)))[0] == ("rollout.num_slots=2",)
+
+
+def test_where_nothing_fits_the_advice_is_the_least_that_was_reached(cfg):
+    full = plan.put_together(machine(10), case_of(cfg, fsdp=4, tp=1), {})
+    overrides, least = advice(full)
+    assert least.fits is False
+    assert least.peak_bytes < full.peak_bytes
+    assert "training.remat=block" in overrides
+    line = command._advised(Plans((full,)), PlanSettings(analytic=True), []).change
+    said = f"{least.peak_bytes / GiB:.2f} of 0.00 GiB, an estimate, with {' '.join(overrides)}"
+    assert line == f"nothing that was tried fits, and a larger target is needed: the least is {said}"
+
+
+def test_what_an_estimate_says_fits_is_looked_at_more_closely(cfg):
+    """A compiler that refuses the first change: the second is advised, and its numbers are those of the closer look."""
+    full, seen = sampling_is_the_peak(cfg, 8), []
+
+    def look(found):
+        seen.append(found)
+        return replace(found, refused=("decode: too large",)) if len(seen) == 1 else replace(found, resident={"all": 7})
+
+    overrides, found = advice(full, look)
+    assert overrides == ("rollout.num_slots=2",)
+    assert found.resident == {"all": 7}
 
 
 def test_several_changes_are_as_few_as_do():
@@ -395,7 +472,9 @@ def test_a_mesh_that_does_not_follow_a_torus_splits_its_axes(monkeypatch):
     "overrides, settings, said",
     [
         ([], {"target": "v5e-12"}, "target: 'v5e-12' is no TPU slice; v5e-8 would do"),
-        (["model.mesh_shape=[[3,1],[fsdp,tp]]"], {"target": "h100x8"}, "model.mesh_shape: .*needs 3 devices"),
+        (["model.mesh_shape=[[3,1],[fsdp,tp]]"], {"target": "h100x8"}, "model.mesh_shape: .*needs 3 devices, but target h100x8 has 8 devices; "),
+        (["model.mesh_shape=[[3,1],[fsdp,tp]]"], {}, "model.mesh_shape: .*needs 3 devices, but jax sees 4; "),
+        (["model=gemma3_1b", "training.attention=cudnn"], {"target": "h100x8"}, "attention=cudnn: it computes in bfloat16 only"),
         (["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"], {"target": "h100x8"}, "heads=4 is not a multiple"),
         (["training.prompts_per_step=3", "algorithm.num_generations=3"], {"target": "h100x8"}, "do not divide over fsdp=8"),
         (["model.weights=google/gemma-3-1b-it"], {}, "a plan does not ask the hub"),
@@ -412,6 +491,15 @@ def test_without_the_compiler_the_message_says_what_to_install_and_what_goes_wit
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=r"plan-tpu.*analytic=true"):
         make_plans(compose([]), PlanSettings(target="v5e-4"), [])
+
+
+def test_cudnn_of_a_gpu_that_is_not_here_is_estimated_and_not_compiled(monkeypatch):
+    words = ["model=gemma3_1b", "training.attention=cudnn", "training.mixed_precision=bf16"]
+    assert planned(words, target="h100x8").plans[0].case.attention == "cudnn"
+    monkeypatch.setattr(command, "devices_of", lambda machine: [])
+    said = "cuDNN's kernel can be lowered only where cuDNN is installed, .*training.attention=xla .*analytic=true"
+    with pytest.raises(ConfigError, match=said):
+        make_plans(compose(words), PlanSettings(target="h100x8"), [])
 
 
 @pytest.mark.parametrize("settings, said", [({"mesh": "some"}, "run, for model.mesh_shape, or all"), ({"compile_most": 0}, "at least 1")])  # fmt: skip
@@ -452,13 +540,9 @@ def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
     assert "Meshes that cannot be" in page
 
 
-def test_a_run_gets_its_plan_without_compiling(cfg, tmp_path, monkeypatch):
-    case, mesh = case_of(cfg), set_mesh(2, 2)
-    monkeypatch.setattr(jax, "jit", None)
+def test_a_plan_that_is_not_all_compiled_says_so(cfg, tmp_path):
     update = Compiled("update", 10**6, 0, 0, 0, 0)
-    given = (case.run, cfg, None, mesh, case.rows, case.batch, case.slots, "sharded", {"update": update})
-    found = plan.for_run(*given)
-    assert (found.case.weights, found.machine.name) == ("sharded", "attached")
+    found = plan.put_together(find_machine("attached"), case_of(cfg), {"update": update})
     assert {phase.name: phase.source for phase in found.phases} == {"rollout": "estimate", "update": "compiled"}
     report.write(found, tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["hardware"] is None
@@ -472,26 +556,154 @@ def test_supervised_learning_samples_only_to_evaluate(cfg):
     assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]
 
 
+# ---- at the start of a run
+
+
+STARTS = [
+    "model=random",
+    "model.architecture.num_layers=1",
+    "training.max_steps=2",
+    "training.prompts_per_step=2",
+    "algorithm.num_generations=4",
+    "algorithm.kl_coef=0.1",
+    "generation.max_new_tokens=8",
+    "evaluation.num_examples=0",
+    "tracking.tensorboard=false",
+    "model.mesh_shape=[[2,2],[fsdp,tp]]",
+]
+
+
+@pytest.fixture
+def compiled_programs(monkeypatch):
+    """How often programs are compiled ahead, by name."""
+    counts, compile_one = Counter(), jax.stages.Lowered.compile
+
+    def counting(self, *args, **kwargs):
+        counts[re.search(r"module @jit_*(\w+)", self.as_text())[1]] += 1
+        return compile_one(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
+    return counts
+
+
+def a_gib_a_sequence(machine, case, done):
+    return SimpleNamespace(peak_bytes=case.batch.micro_batch_size * GiB)
+
+
+def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_programs):
+    """For 4 sequences a shard at once there is too little memory, for 2 enough: two programs, and none after them."""
+    monkeypatch.setattr(start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(start, "attached", lambda: machine(3 * GiB))
+    train(compose([*STARTS, "training.micro_batch_size=auto"]), tmp_path)
+    assert compiled_programs == {"update": 2, "score": 1}
+    log = (tmp_path / "train.log").read_text()
+    assert "micro_batch_size=4: 4.00 GiB of 3.00 a device" in log
+    assert "micro_batch_size=2: 2.00 GiB of 3.00 a device" in log
+    assert "2 micro_batch_size x 2 fsdp x 2 accumulation" in log
+
+
+def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
+    monkeypatch.setattr(start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(start, "attached", lambda: machine(GiB // 2))
+    monkeypatch.setattr(start, "compiled", lambda *args: None)
+    set_mesh(2, 2)
+    run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
+    tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
+    with pytest.raises(ConfigError, match=tried):
+        start.fitting(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+    assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
+
+
+def plan_of(folder) -> dict[str, str]:
+    phases = json.loads((folder / "plan.json").read_text())["plans"][0]["phases"]
+    return {phase["name"]: phase["source"] for phase in phases}
+
+
+def test_the_plan_of_a_run_is_of_the_programs_that_run(tmp_path, compiled_programs):
+    train(compose([*STARTS, "model.lora.rank=4", "model.lora.base=nf4"]), tmp_path)
+    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
+    assert compiled_programs == {"update": 1, "score": 1}
+
+
+def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compiled_programs):
+    """Rows may turn out narrower than the widest, which are planned for: then a second program runs."""
+    more = ["training.packing=sequences", "training.max_steps=1", "training.profile_communication=true"]
+    train(compose([*STARTS, *more]), tmp_path)
+    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
+    assert compiled_programs.keys() == {"update", "score"}
+    assert max(compiled_programs.values()) <= 2
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    assert "| all-reduce | " in (tmp_path / "communication.md").read_text()
+
+
+def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
+    monkeypatch.setattr(start, "attached", lambda: machine(GiB))
+
+    def refuse():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
+
+    set_mesh(2, 2)
+    found = start.foresee(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
+    assert found.fits is False
+    assert "DOES NOT FIT" in start.in_short(found)
+    with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):
+        start.foresee(case_of(cfg), {"update": refuse})
+
+
+# ---- training.profile_communication
+
+
+@pytest.mark.parametrize("num_steps, expected", [(1, [0]), (2, [1]), (3, [1, 2]), (9, [1, 2, 3])])
+def test_the_trace_is_of_the_steps_after_the_first_or_of_the_only_one(num_steps, expected, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    profile = Profile(tmp_path, num_steps)
+    for number in range(num_steps):
+        with profile.step(number):
+            calls.extend([number] if profile.is_tracing else [])
+    profile.close()
+    assert calls == ["start", *expected, "stop"]
+
+
+def test_a_run_that_dies_ends_its_trace_and_one_without_a_folder_has_none(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    profile = Profile(tmp_path, 1)
+    with pytest.raises(KeyError), profile.step(0):
+        raise KeyError
+    profile.close()
+    assert calls == ["start", "stop"]
+    with Profile(None, 1).step(0):
+        pass
+    Profile(None, 1).close()
+    assert calls == ["start", "stop"]
+
+
 # ---- with the compilers of devices that are not there
 
 
-TWO_LAYERS = ["model=gemma3_1b", "model.architecture.num_layers=2", "model.architecture.vocab_size=32768"]
+TWO_LAYERS = [
+    "model=random",
+    *(f"model.architecture.{name}" for name in ("num_layers=2", "embed_dim=256", "mlp_dim=1024", "vocab_size=8192")),
+    *(f"model.architecture.{name}" for name in ("num_heads=4", "num_kv_heads=2", "head_dim=128")),
+    "generation.max_prompt_length=256",
+    "generation.max_new_tokens=256",
+]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
 @pytest.mark.parametrize(
-    "overrides",
+    "target, overrides",
     [
-        ["training.mixed_precision=bf16_params", "training.remat=block"],
-        ["training.mixed_precision=bf16", "training.remat=dots", "model.lora.rank=16", "training.packing=sequences"],
+        ("v5e-4", "training.mixed_precision=bf16_params training.remat=block"),
+        ("h100x4", "training.mixed_precision=bf16 training.remat=dots training.packing=sequences model.lora.rank=16"),
     ],
-    ids=["full", "lora-packed"],
 )
 def test_estimates_are_near_what_the_compiler_says(target, overrides):
     needs_compiler(find_target(target))
-    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512", "training.prompts_per_step=4"]
-    run = compose([*TWO_LAYERS, *lengths, "algorithm.kl_coef=0.04", *overrides])
+    run = compose([*TWO_LAYERS, "algorithm.kl_coef=0.04", *overrides.split()])
     where = find_machine(target)
     guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 2, "tp": 2})
     found = plan.with_compiled(guess, devices_of(where))
@@ -504,8 +716,8 @@ def test_estimates_are_near_what_the_compiler_says(target, overrides):
 @pytest.mark.aot
 def test_a_tpu_compiler_refuses_what_does_not_fit():
     needs_compiler(find_target("v5e-4"))
-    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512", "training.prompts_per_step=256"]
-    run = compose([*TWO_LAYERS, *lengths, "training.mixed_precision=bf16", "evaluation.num_examples=0"])
+    large = ["training.prompts_per_step=2048", "training.mixed_precision=bf16", "evaluation.num_examples=0"]
+    run = compose([*TWO_LAYERS, *large])
     where = find_machine("v5e-4")
     guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 4, "tp": 1})
     found = plan.with_compiled(guess, devices_of(where))

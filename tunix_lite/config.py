@@ -6,19 +6,17 @@ import difflib
 import importlib
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.micro_batches import PACKING, Rows
+from tunix_lite.micro_batches import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
-from tunix_lite.models.decoder import REMAT, ModelConfig, layer_weights
+from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
-from tunix_lite.packing import rows_needed_at_most
 from tunix_lite.parallel.mesh import Rules
 from tunix_lite.policy import DTYPES
 from tunix_lite.rollout.settings import Generation, RolloutConfig
@@ -32,10 +30,6 @@ class ConfigError(ValueError):
 # ---- the settings of a run, one class per folder of conf/
 
 
-TOKENS_AT_ONCE = 2048  # of packed rows in a micro-batch, where nobody says
-SCORE_COST = (
-    4  # of a FLOP in attention, against one of a product with weights: softmax and masks move more than they do
-)
 CHOICES = {  # settings of Training that name one of a few
     "packing": PACKING,
     "mixed_precision": tuple(DTYPES),
@@ -53,7 +47,7 @@ class Training:
     micro_batch_size: int | str | None = None  # sequences per fsdp shard at a time; null: derived; auto: all that fit
     gradient_accumulation_steps: int | None = None  # micro-batches summed into an update; null: derived
     packing: str = "none"  # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
-    micro_batch_tokens: int | None = None  # of packed rows, per fsdp shard in one forward and backward; null: one row
+    micro_batch_tokens: int | None = None  # packed, per fsdp shard at a time; null: 2048, or a row that is longer
     mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
@@ -143,135 +137,6 @@ class RunConfig:
                 f"training.save_interval_steps={every} and training.max_steps={self.training.max_steps} must be "
                 f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes between two rollouts"
             )
-
-
-# ---- the arithmetic of a batch
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How the sequences of one update are made up. All four numbers of the identity, which holds.
-
-    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers are 0.
-    """
-
-    prompts: int
-    num_generations: int
-    fsdp: int
-    micro_batch_size: int
-    num_micro_batches: int
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts * self.num_generations
-
-    def __str__(self) -> str:
-        sequences = f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences"
-        if not self.num_micro_batches:
-            return sequences
-        return (
-            f"{sequences} = "
-            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x {self.num_micro_batches} accumulation"
-        )
-
-
-def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
-    """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
-
-    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
-    """
-    settings, G = run.training, run.algorithm.num_generations
-    prompts, micro = settings.prompts_per_step, settings.micro_batch_size
-    if micro == "auto":  # not chosen yet
-        if prompts is None:
-            raise ConfigError("training: micro_batch_size=auto needs prompts_per_step")
-        if settings.gradient_accumulation_steps:
-            raise ConfigError("training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null")
-        micro, accumulation = None, settings.sync_gradients_every
-    else:
-        accumulation = settings.gradient_accumulation_steps
-    if settings.packing != "none":
-        if prompts is None:
-            raise ConfigError(f"training: packing={settings.packing} needs prompts_per_step")
-        return BatchPlan(prompts, G, fsdp, 0, 0)
-    if prompts is None:
-        if micro is None:
-            raise ConfigError("training: give prompts_per_step or micro_batch_size; the rest is derived")
-        accumulation = accumulation or 1
-        prompts, left = divmod(micro * fsdp * accumulation, G)
-        if left:
-            raise ConfigError(
-                f"training: micro_batch_size={micro} x fsdp={fsdp} x gradient_accumulation_steps={accumulation} = "
-                f"{micro * fsdp * accumulation} sequences, not a multiple of algorithm.num_generations={G}"
-            )
-    total = f"prompts_per_step={prompts} x num_generations={G} = {prompts * G} sequences per update"
-    if (prompts * G) % fsdp:
-        raise ConfigError(
-            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {_least_prompts(G, fsdp)} prompts"
-        )
-    per_shard = prompts * G // fsdp
-    if micro is None:
-        micro, left = divmod(per_shard, accumulation or 1)
-    else:
-        accumulation, left = accumulation or per_shard // micro, per_shard % micro
-    accumulation = accumulation or 1
-    if left or micro * accumulation != per_shard:
-        raise ConfigError(
-            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x fsdp={fsdp} x "
-            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} cannot make "
-            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to "
-            "have it derived"
-        )
-    if accumulation % settings.sync_gradients_every:
-        raise ConfigError(
-            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the {accumulation} "
-            f"micro-batches of an update ({total})"
-        )
-    return BatchPlan(prompts, G, fsdp, micro, accumulation)
-
-
-def plan_rows(run: RunConfig, batch: BatchPlan, cfg: ModelConfig) -> Rows:
-    """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit into a micro-batch."""
-    settings, every = run.training, run.training.sync_gradients_every
-    if settings.packing == "none":
-        return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
-    longest, width = run.generation.max_prompt_length + run.generation.max_new_tokens, row_width(run, cfg)
-    if (settings.micro_batch_tokens or longest) < longest:
-        raise ConfigError(
-            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest sequence: "
-            f"max_prompt_length={run.generation.max_prompt_length} + max_new_tokens={run.generation.max_new_tokens} = "
-            f"{longest}"
-        )
-    rows_per_part = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // width)
-    parts = -(-rows_needed_at_most(batch.sequences, longest, width) // (rows_per_part * batch.fsdp))
-    return Rows(settings.packing, -(-parts // every) * every, None, width, rows_per_part)
-
-
-def row_width(run: RunConfig, cfg: ModelConfig) -> int:
-    """Tokens of a row: the longest sequence or, with its prompt once, as much of a group as pays and fits.
-
-    Of k completions with one prompt each costs (prompt / k + new) tokens, and each token products with weights and
-    scores for the whole row: what the one saves, the other takes when rows grow.
-    """
-    prompt, new = run.generation.max_prompt_length, run.generation.max_new_tokens
-    if run.training.packing != "prefix":
-        return min(prompt + new, run.training.micro_batch_tokens or sys.maxsize)
-    scores = SCORE_COST * 4 * cfg.num_heads * cfg.head_dim  # of a token with one key
-    products = 2 * sum(math.prod(w.shape) for w in layer_weights(cfg).values() if w.inputs)
-
-    def cost(k: int) -> float:
-        return (prompt / k + new) * (products + scores * (prompt + k * new))
-
-    fitting = [
-        k
-        for k in range(1, run.algorithm.num_generations + 1)
-        if prompt + k * new <= (run.training.micro_batch_tokens or sys.maxsize)
-    ]
-    return prompt + min(fitting, key=cost, default=1) * new
-
-
-def _least_prompts(num_generations: int, fsdp: int) -> int:
-    return next(p for p in range(1, fsdp + 1) if p * num_generations % fsdp == 0)
 
 
 # ---- values -> dataclasses

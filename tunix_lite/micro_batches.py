@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite import packing
-from tunix_lite.packing import Layout
+from tunix_lite.packing import Layout, RowShape
 from tunix_lite.parallel.mesh import axis_size, constrain, profile, put
 from tunix_lite.types import Batch
 
@@ -27,8 +27,13 @@ class Rows:
     packing: str = "none"  # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
     num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
     num_scored: int | None = None  # last columns of unpacked rows, where the tokens that count are; None: as needed
-    width: int = 0  # of a packed row, tokens
+    shape: RowShape | None = None  # of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
+
+    @property
+    def width(self) -> int:
+        """Tokens of a packed row; 0 where the rows are the sequences."""
+        return self.shape.width if self.shape else 0
 
     def lay_out(self, batch: Batch) -> tuple[Batch, Layout]:
         """The batch in rows on the mesh, and where its tokens went."""
@@ -37,18 +42,25 @@ class Rows:
         if self.packing == "none":
             layout = packing.unpacked(mask, counts)
         else:
-            sizes = self.width, self.rows_per_part, self.num_parts, axis_size("fsdp")
-            layout = packing.packed(tokens, mask, counts, *sizes, self.packing == "prefix")
+            sizes = self.shape, self.rows_per_part, self.num_parts, axis_size("fsdp")
+            layout = packing.packed(tokens, mask, counts, *sizes)
         placed = {
             field.name: None if getattr(batch, field.name) is None else layout.place(getattr(batch, field.name))
             for field in fields(Batch)
-            if field.name not in LAYOUT
+            if field.name not in (*LAYOUT, *STATIC)
         }
         placed |= {name: getattr(layout, name) for name in LAYOUT}
         if self.packing == "none":
             last = counts[:, counts.shape[1] - self._last_columns(counts) :]
             placed |= {"scored": None, "previous": None, "is_scored": last, "num_parts": None}
-        return Batch(**{name: None if x is None else on_mesh(x) for name, x in placed.items()}), layout
+        arrays = {name: None if x is None else on_mesh(x) for name, x in placed.items()}
+        return Batch(**arrays, **self.static), layout
+
+    @property
+    def static(self) -> dict:
+        """What of a batch in rows is known while compiling."""
+        shape = self.shape if self.packing == "prefix" else RowShape(0)
+        return dict(zip(STATIC, (shape.lead, shape.lane)))
 
     def _last_columns(self, counts) -> int:
         """How many columns at the end of the rows have all tokens that count."""
@@ -61,6 +73,7 @@ class Rows:
         return self.num_scored
 
 
+STATIC = ("lead", "lane")
 LAYOUT = ("segment_ids", "positions", "branches", "scored", "previous", "is_scored", "num_parts")
 
 

@@ -2,23 +2,44 @@
 
 A batch is [B, T]: left-padded prompts, then right-padded completions. A layout sets its sequences side by side in rows
 [R, W]; M is the most tokens of a row that count. A loss is a weighted sum over tokens, so every layout has the same.
-Sequences that start with the same prompt may share it: it stands once, and their completions are branches after it.
+Neighbours that start with the same prompt may share it: it stands once, in the lead of the row, and their completions
+are branches in its lanes. What stands in a lane sees the lead and that lane, never another lane, so attention costs no
+more than without sharing.
 
-Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in one row of 8 columns:
+Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row with a lead of 3
+columns and two lanes of 3:
 
-  tokens       5 6 7 8 9 3 4 .
-  segment_ids  1 1 1 1 1 2 2 0    a token sees only its segment,
-  branches     0 0 1 1 2 0 1 0    of that branch 0 and its own branch,
-  positions    0 1 2 3 2 0 1 0    of those what stands at its column or before
-  scored       2 3 4 6            the columns of 7 8 9 4
-  previous     1 2 1 5            the columns whose hidden states predict them: both 7 and 9 follow 6
+  tokens       5 6 3|7 8 4|9 . .
+  segment_ids  1 1 2|1 1 2|1 0 0    a token sees only its segment,
+  branches     0 0 0|1 1 1|2 0 0    of that branch 0 and its own branch,
+  positions    0 1 0|2 3 1|2 0 0    of those what stands at its position or before
+  scored       3 4 5 6              the columns of 7 8 4 9
+  previous     1 3 2 1              the columns whose hidden states predict them: both 7 and 9 follow 6
 """
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What a packed row has room for, in columns: shared prompts in its lead, then `lanes` lanes of `lane` each."""
+
+    lane: int
+    lanes: int = 1
+    lead: int = 0  # 0: prompts are not shared, and a sequence stands in a lane
+
+    @property
+    def width(self) -> int:
+        return self.lead + self.lanes * self.lane
+
+    def num_scored(self, needed: int) -> int:
+        """M where a row counts `needed` tokens: in quarters of its lanes, so that few programs are compiled."""
+        quarter = max(1, -(-self.lanes * self.lane // 4))
+        return max(1, -(-needed // quarter)) * quarter
 
 
 @dataclass(frozen=True)
@@ -51,50 +72,47 @@ class Layout:
         return x_BT
 
 
-def unpacked(token_mask_BT, counts_BT, num_scored: int | None = None) -> Layout:
+def unpacked(token_mask_BT, counts_BT) -> Layout:
     """The rows are the sequences where they stand; the real tokens of each must be contiguous.
 
-    `num_scored` is M; None takes what the batch needs, rounded up to quarters of a row. ValueError where a row counts
-    more, or counts a token that nothing predicts.
+    ValueError where a token counts that nothing predicts.
     """
     token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
+    T = counts_BT.shape[1]
     return Layout(
         source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
         segment_ids=token_mask_BT.astype(np.int32),
         positions=np.maximum(token_mask_BT.cumsum(axis=1, dtype=np.int32) - 1, 0),
         branches=None,
-        **_scored(counts_BT, {}, num_scored),
+        **_scored(counts_BT, np.broadcast_to(np.arange(T) - 1, counts_BT.shape), RowShape(T)),
         shape=counts_BT.shape,
         num_parts=1,
     )
 
 
-def packed(
-    tokens_BT, token_mask_BT, counts_BT, width, rows_per_part, num_parts, shards, share_prompts, num_scored=None
-) -> Layout:
-    """Sequences side by side in shards * num_parts * rows_per_part rows of `width`, shard by shard, empty rows last.
+def packed(tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, num_parts, shards) -> Layout:
+    """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows last.
 
     Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see is dropped: what
-    follows the last such token of a sequence, and a sequence without any. With `share_prompts`, neighbours with the
-    same tokens before the first that counts share them. `num_scored` as in `unpacked`. ValueError where a sequence is
-    longer than `width`, where rows run out (`rows_needed_at_most` says how many do), and as in `unpacked`.
+    follows the last such token of a sequence, and a sequence without any. With a lead, neighbours share what they start
+    with, up to the first token that counts. ValueError where a sequence does not fit into a row, where rows run out
+    (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in `unpacked`.
     """
     token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
-    sequences = _sequences(token_mask_BT, counts_BT, width)
-    units = _groups(np.asarray(tokens_BT), sequences, width) if share_prompts else [[one] for one in sequences]
-    lengths = [unit[0].lead + sum(one.stop - one.first for one in unit) for unit in units]
-    row_of_unit = _first_fit(lengths, width)
-    fills = np.bincount(row_of_unit, lengths)  # tokens of each used row
+    sequences = _sequences(token_mask_BT, counts_BT, shape)
+    units = [unit for group in _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape) for unit in group]
+    row_of_unit, lanes_of_unit = _placed(units, shape)
+    fills = np.bincount(row_of_unit, [unit.tokens for unit in units])  # tokens of each used row
     num_rows = shards * num_parts * rows_per_part
     if len(fills) > num_rows:
-        raise ValueError(f"the batch takes {len(fills)} rows of width {width}, but there are only {num_rows}")
+        raise ValueError(f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only {num_rows}")
     row_of_unit = _dealt(fills, rows_per_part, num_parts, shards)[row_of_unit]
-    arrays, jumps = _laid_out(units, row_of_unit, num_rows, width)
+    arrays, previous_RW = _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape)
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
     return Layout(
-        **arrays | ({} if share_prompts else {"branches": None}),
-        **_scored(counts_RW, jumps, num_scored),
+        **arrays | ({} if shape.lead else {"branches": None}),
+        **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
         num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
     )
@@ -110,16 +128,35 @@ def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
     return min(num_sequences, max(1, -(-2 * num_sequences * longest // width) - 1))
 
 
+def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
+    """How many rows `packed` takes at most, where every `group_size` neighbours have one prompt.
+
+    In a row of its own a completion needs no more than a lane.
+    """
+    return num_groups * -(-group_size // lanes)
+
+
 class _Sequence(NamedTuple):
     """What is kept of one sequence, as places in the flattened batch."""
 
     start: int  # its first real token
-    first: int  # its first token that counts; those before are its lead
+    lead: int  # tokens that it could share: those before the first that counts, if the row has a lead
     stop: int  # one past its last token that counts
 
+
+class _Unit(NamedTuple):
+    """What stands in one row together: a shared lead, and the rest of each sequence that has it."""
+
+    lead: int  # tokens
+    sequences: list[_Sequence]
+
     @property
-    def lead(self) -> int:
-        return self.first - self.start
+    def lengths(self) -> list[int]:
+        return [one.stop - one.start - self.lead for one in self.sequences]
+
+    @property
+    def tokens(self) -> int:
+        return self.lead + sum(self.lengths)
 
 
 def _check_predicted(token_mask_BT, counts_BT):
@@ -132,7 +169,7 @@ def _check_predicted(token_mask_BT, counts_BT):
         raise ValueError(f"sequence {b} counts column {t}, but no real token right before it predicts a real one there")
 
 
-def _sequences(token_mask_BT, counts_BT, width) -> list[_Sequence]:
+def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
     """The sequences that count anything, in the order of the batch."""
     _check_predicted(token_mask_BT, counts_BT)
     sequences, T = [], counts_BT.shape[1]
@@ -141,29 +178,69 @@ def _sequences(token_mask_BT, counts_BT, width) -> list[_Sequence]:
         start, first, stop = (int(place_B[b]) for place_B in spans)
         if not token_mask_BT[b, start:stop].all():
             raise ValueError(f"sequence {b} has padding between its tokens; it may only stand at the two ends")
-        if stop - start > width:
-            raise ValueError(f"sequence {b} takes {stop - start} tokens, which do not fit into a row of width {width}")
-        sequences.append(_Sequence(b * T + start, b * T + first, b * T + stop))
+        lead = min(first - start, shape.lead)
+        if (own := stop - start - lead) > shape.lane:
+            room = f"{shape.lane} in a lane" + (f" after {shape.lead} that are shared" if shape.lead else "")
+            raise ValueError(f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for {room}")
+        sequences.append(_Sequence(b * T + start, lead, b * T + stop))
     return sequences
 
 
-def _groups(tokens_BT, sequences, width) -> list[list[_Sequence]]:
-    """Neighbours with the same lead, together; divided into several groups where they are too long for one row."""
-    tokens, groups = tokens_BT.reshape(-1), []
-    for _, run in itertools.groupby(sequences, lambda one: tokens[one.start : one.first].tobytes()):
-        run = list(run)
-        rows = _first_fit([one.stop - one.first for one in run], width - run[0].lead)
-        groups += [[run[i] for i in np.flatnonzero(rows == row)] for row in range(rows.max() + 1)]
-    return groups
+def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
+    """Neighbours of which one starts with the lead of the other, divided so that each unit fits into an empty row."""
+    run, lead = [], 0
+    for one in sequences:
+        common = min(lead, one.lead)
+        wide = max((s.stop - s.start for s in (*run, one)), default=0) - common > shape.lane
+        if run and common and not wide and _alike(tokens, run[0].start, one.start, common):
+            run, lead = [*run, one], common
+            continue
+        if run:
+            yield _divided(run, lead, shape)
+        run, lead = [one], one.lead
+    if run:
+        yield _divided(run, lead, shape)
 
 
-def _first_fit(lengths, width) -> np.ndarray:
-    """The row of each: from the longest on, each goes to the first row with room for it."""
-    rows, room = np.zeros(len(lengths), int), np.full(len(lengths), width)
-    for i in np.argsort(-np.asarray(lengths, int), kind="stable"):
-        rows[i] = np.argmax(room >= lengths[i])
-        room[rows[i]] -= lengths[i]
-    return rows
+def _alike(tokens, one: int, other: int, length: int) -> bool:
+    return bool((tokens[one : one + length] == tokens[other : other + length]).all())
+
+
+def _divided(run, lead: int, shape: RowShape) -> list[_Unit]:
+    lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane)
+    rows = lanes // shape.lanes
+    return [_Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)]
+
+
+def _first_fit(lengths, room: np.ndarray, new: int | None = None) -> np.ndarray | None:
+    """Where each goes: from the longest on, to the first place with room for it, or to a new one with room for `new`.
+
+    None if there is no room and nothing new. `room` is left as it was.
+    """
+    places, room = np.zeros(len(lengths), int), room.tolist()
+    for i in np.argsort(-np.asarray(lengths, int), kind="stable").tolist():
+        place = next((p for p, left in enumerate(room) if left >= lengths[i]), len(room))
+        if place == len(room):
+            if new is None:
+                return None
+            room.append(new)
+        room[place] -= lengths[i]
+        places[i] = place
+    return places
+
+
+def _placed(units, shape: RowShape) -> tuple[np.ndarray, list]:
+    """The row of each unit, first fit from the largest on, and the lane of each of its sequences."""
+    rows, lanes = np.zeros(len(units), int), [None] * len(units)
+    leads, room = np.full(len(units), shape.lead), np.full((len(units), shape.lanes), shape.lane)
+    for i in np.argsort([-unit.tokens for unit in units], kind="stable").tolist():
+        unit, lengths = units[i], units[i].lengths
+        candidates = (leads >= unit.lead) & (room.max(axis=1) >= max(lengths)) & (room.sum(axis=1) >= sum(lengths))
+        tried = ((row, _first_fit(lengths, room[row])) for row in np.flatnonzero(candidates).tolist())
+        row, lanes[i] = next((row, found) for row, found in tried if found is not None)  # an empty row always does
+        rows[i], leads[row] = row, leads[row] - unit.lead
+        np.subtract.at(room[row], lanes[i], lengths)
+    return rows, lanes
 
 
 def _dealt(fills, rows_per_part, num_parts, shards) -> np.ndarray:
@@ -179,40 +256,36 @@ def _dealt(fills, rows_per_part, num_parts, shards) -> np.ndarray:
     return rows
 
 
-def _laid_out(units, row_of_unit, num_rows, width) -> tuple[dict, dict]:
-    """The [R, W] arrays of a layout, and where a branch starts (in them, flattened): the last column of its lead."""
-    names = ("source", "segment_ids", "positions", "branches")
+def _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape: RowShape) -> tuple[dict, np.ndarray]:
+    """The [R, W] arrays of a layout, and the column that predicts each: the one before, or the last of its lead."""
+    names, width = ("source", "segment_ids", "positions", "branches"), shape.width
     arrays = {name: np.full(num_rows * width, -1 if name == "source" else 0, np.int32) for name in names}
-    segments, ends, jumps = [0] * num_rows, list(range(0, num_rows * width, width)), {}
-    count = np.arange(width, dtype=np.int32)
-    for unit, row in zip(units, row_of_unit.tolist()):
+    previous = np.tile(np.arange(width) - 1, num_rows)
+    starts = shape.lead - shape.lane + shape.lane * np.arange(shape.lanes + 1)
+    starts[0] = 0  # of the lead, then of the lanes
+    ends = np.arange(0, num_rows * width, width)[:, None] + starts
+    count, segments = np.arange(width, dtype=np.int32), [0] * num_rows
+    for unit, row, lanes in zip(units, row_of_unit.tolist(), lanes_of_unit):
         segments[row] += 1
-        lead, predictor = unit[0].lead, (ends[row] + unit[0].lead - 1) % width
-        pieces = [(unit[0].start, lead, 0), *((one.first, one.stop - one.first, lead) for one in unit)]
-        for branch, (start, length, position) in enumerate(pieces):
-            values = (count[:length] + start, segments[row], count[position : position + length], branch)
+        rest = ((one.start + unit.lead, n, 1 + lane) for one, n, lane in zip(unit.sequences, unit.lengths, lanes))
+        for branch, (source, length, lane) in enumerate([(unit.sequences[0].start, unit.lead, 0), *rest]):
+            here, position = slice(ends[row, lane], ends[row, lane] + length), unit.lead if branch else 0
+            values = (count[:length] + source, segments[row], count[:length] + position, branch)
             for name, value in zip(names, values):
-                arrays[name][ends[row] : ends[row] + length] = value
-            if branch:
-                jumps[ends[row]] = predictor
-            ends[row] += length
-    return {name: array.reshape(num_rows, width) for name, array in arrays.items()}, jumps
+                arrays[name][here] = value
+            if branch and unit.lead:
+                previous[here.start] = (ends[row, 0] - 1) % width
+            ends[row, lane] += length
+    return {name: array.reshape(num_rows, width) for name, array in arrays.items()}, previous.reshape(num_rows, width)
 
 
-def _scored(counts_RW, jumps, num_scored) -> dict:
-    """The [R, M] arrays of a layout; the column before predicts a token, unless `jumps` names another."""
+def _scored(counts_RW, previous_RW, shape: RowShape) -> dict:
+    """The [R, M] arrays of a layout; the fullest row says what M is."""
     (R, W), counted = counts_RW.shape, np.flatnonzero(counts_RW)
-    previous = counted % W - 1
-    previous[np.searchsorted(counted, list(jumps))] = list(jumps.values())
     counted_R = np.bincount(counted // W, minlength=R)
-    most = counted_R.max(initial=0)
-    if num_scored is None:
-        step = max(1, -(-W // 4))  # few sizes, so that few are compiled
-        num_scored = max(1, -(-int(most) // step)) * step
-    if most > num_scored:
-        raise ValueError(f"row {counted_R.argmax()} counts {most} tokens, more than num_scored={num_scored}")
-    is_scored = np.arange(num_scored) < counted_R[:, None]
-    arrays = {"scored": np.zeros((R, num_scored), np.int32), "previous": np.zeros((R, num_scored), np.int32)}
+    M = shape.num_scored(int(counted_R.max(initial=0)))
+    is_scored = np.arange(M) < counted_R[:, None]
+    arrays = {"scored": np.zeros((R, M), np.int32), "previous": np.zeros((R, M), np.int32)}
     arrays["scored"][is_scored] = counted % W  # both go row by row, in order
-    arrays["previous"][is_scored] = previous
+    arrays["previous"][is_scored] = previous_RW.reshape(-1)[counted]
     return arrays | {"is_scored": is_scored}

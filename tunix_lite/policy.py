@@ -12,6 +12,7 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.vocabulary import Scores, token_scores
+from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
 from tunix_lite.types import Batch
 
@@ -31,7 +32,8 @@ class Policy:
 
     generate: Callable  # as above
     scores: Callable  # (params, batch in rows) -> Scores, [R, W] each, 0 where no token counts; inside jit
-    ref_logprobs: Callable | None = None  # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference
+    # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference. That of make_policy knows its program:
+    ref_logprobs: Callable | None = None  # ref_logprobs.compiled(batch in rows)
 
 
 def make_policy(
@@ -44,12 +46,13 @@ def make_policy(
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     if reference is None:
         return Policy(generate, scores)
-    score = scoring_program(scores, rows)
+    compiled = compiled_once(scoring_program(scores, rows).lower)
 
     def ref_logprobs(batch: Batch):
         laid_out, layout = rows.lay_out(batch)
-        return layout.back(score(reference, laid_out))
+        return layout.back(compiled(reference, laid_out)(reference, laid_out))
 
+    ref_logprobs.compiled = partial(compiled, reference)
     return Policy(generate, scores, ref_logprobs)
 
 
@@ -70,7 +73,7 @@ def batch_scores(params, batch: Batch, *, cfg: ModelConfig, temperature: float, 
 
     Only they get scores over the vocabulary, and of those [R, W, V] never exist.
     """
-    sight = Sight(batch.positions, batch.segment_ids, batch.branches)
+    sight = Sight(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, sight, dtype, **forward)
     before_RMD, targets_RM = to_score(hidden_RWD, batch)
     found = token_scores(before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature)

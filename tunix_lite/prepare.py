@@ -2,20 +2,24 @@
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from tunix_lite import __version__
+from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows, row_width
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import BatchPlan, RunConfig, at, plan_batch, plan_rows, row_width
+from tunix_lite.config import RunConfig, at
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
 from tunix_lite.optim import describe
 from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
+from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
+from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -31,6 +35,7 @@ class Parts:
     attention: tuple[str, str]  # the implementation, and in words why
     task: Task
     resume_from: Path | None  # a folder with checkpoints
+    train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
@@ -41,11 +46,12 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         mesh = make_mesh(run.model.mesh_shape)
         set_rules(run.sharding)
         source.check_mesh(model, mesh)
-        check_residual(run, model.cfg, mesh)
     with at("generation"):
         check_generation(run, model)
     batch = plan_batch(run, mesh.shape["fsdp"])
-    rows = plan_rows(run, batch, model.cfg)
+    rows = plan_rows(run, batch)
+    with at("sharding"):
+        check_residual(run, rows, mesh.shape["tp"])
     with at("training"):
         attention = choose_attention(run, model, mesh, rows)
     lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
@@ -67,28 +73,25 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         return Parts(source.fetch(model), mesh, batch, rows, attention, task, resume_from)
 
 
-def rebatched(parts: Parts, run: RunConfig) -> Parts:
-    """The parts of a run whose micro-batch has been chosen since."""
+def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
+    """The parts of a run whose micro-batch has been chosen since, by compiling this update of it."""
     batch = plan_batch(run, parts.mesh.shape["fsdp"])
-    return replace(parts, batch=batch, rows=plan_rows(run, batch, parts.model.cfg))
+    return replace(parts, train_step=train_step, batch=batch, rows=plan_rows(run, batch))
+
+
+def case_of(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
+    """The run as planning sees it; rollout: with slots and weights as they have been chosen."""
+    model, (attention, _), sizes = parts.model, parts.attention, dict(parts.mesh.shape)
+    chosen = rollout.num_slots, attention, rollout.weights
+    return Case(run, model.cfg, model.lora, sizes, parts.batch, parts.rows, *chosen)
 
 
 def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[str, str]:
     """The implementation of attention that training uses, and in words why. Raises ValueError."""
-    width = rows.width or run.generation.max_prompt_length + run.generation.max_new_tokens
+    width = row_width(run, rows)
     platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
     shares = rows.packing == "prefix"
     return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares, mesh.shape["tp"])
-
-
-def check_residual(run: RunConfig, cfg, mesh) -> None:
-    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
-    tp, width = mesh.shape["tp"], row_width(run, cfg)
-    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
-        raise ValueError(
-            f"sharding.train.residual_seq=tp divides rows of {width} tokens over tp={tp}; "
-            f"generation.max_new_tokens={run.generation.max_new_tokens + -width % tp} would do"
-        )
 
 
 def check_generation(run: RunConfig, model: Source) -> None:

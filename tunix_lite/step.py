@@ -9,6 +9,7 @@ import optax
 from tunix_lite.micro_batches import summed
 from tunix_lite.models.lora import LoraConfig, attached
 from tunix_lite.optim import updated
+from tunix_lite.parallel.compiling import compiled_once
 
 DROPOUT = 0xD0  # folded into the seed, so that dropout and sampling share no numbers
 
@@ -57,14 +58,7 @@ def make_train_step(
         with_places = partial(update, places=state.params)
         return jax.jit(with_places, in_shardings=places, out_shardings=(state, None), donate_argnums=0)
 
-    ready = {}
-
-    def compiled(*args):
-        leaves, form = jax.tree.flatten(args)
-        key = (form, *((x.shape, x.dtype, x.sharding) for x in leaves))
-        if key not in ready:
-            ready[key] = program(*args).lower(*args).compile()
-        return ready[key]
+    compiled = compiled_once(lambda *args: program(*args).lower(*args))
 
     def train_step(state, frozen, batch):
         return compiled(state, frozen, batch)(state, frozen, batch)

@@ -17,11 +17,13 @@ from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer
 from tunix_lite.parallel.mesh import put
+from tunix_lite.planning import report
+from tunix_lite.planning.case import chooses_micro_batch
 from tunix_lite.planning.profile import Profile
-from tunix_lite.planning.start import fitting, foresee, in_short
+from tunix_lite.planning.start import fitting, foresee, in_short, learning
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
-from tunix_lite.prepare import Parts, panel, prepare, provenance, rebatched
+from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
@@ -36,34 +38,35 @@ from tunix_lite.types import Metrics, Params, TrainState
 def train(run: RunConfig, folder: str | Path) -> TrainState:
     """Trains as `run` says, and leaves everything in `folder`. Returns the last state.
 
-    Raises ConfigError, before anything is written, if the settings cannot be right.
+    Raises ConfigError, before anything is written, if the settings cannot be right. What micro_batch_size=auto tries is
+    in train.log, whether anything fits or not.
     """
     run_dir = RunDir(Path(folder))
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
-    if run.training.micro_batch_size == "auto":
-        run = fitting(run, parts.model.cfg, parts.model.lora, parts.mesh, print)
-        parts = rebatched(parts, run)
     run_dir.make()
-    run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
-    status = Status(run_dir, provenance(run, parts))
     console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
-    try:
+    with contextlib.closing(console):
+        if chooses_micro_batch(run):
+            console.busy("compiling, to choose training.micro_batch_size…")
+            run, train_step = fitting(run, parts.model, console.say)
+            parts = rebatched(parts, run, train_step)
+        run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+        status = Status(run_dir, provenance(run, parts))
         console.panel(*panel(run, parts, run_dir))
-        with contextlib.ExitStack() as closing:
-            state = fit(run, parts, run_dir, console, status, closing)
-    except BaseException as error:
-        if status.started:  # else found while loading: whatever the folder said before still holds
-            word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            status.write(word, error=f"{type(error).__name__}: {error}")
-            console.say(f"{word} after step {status.steps}; what was saved is in {run_dir.checkpoints}", style="red")
-        raise
-    else:
+        try:
+            with contextlib.ExitStack() as closing:
+                state = fit(run, parts, run_dir, console, status, closing)
+        except BaseException as error:
+            if status.started:  # else found while loading: whatever the folder said before still holds
+                word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                status.write(word, error=f"{type(error).__name__}: {error}")
+                saved = f"what was saved is in {run_dir.checkpoints}"
+                console.say(f"{word} after step {status.steps}; {saved}", style="red")
+            raise
         status.write("completed")
         _say_goodbye(console, run_dir, status)
         return state
-    finally:
-        console.close()
 
 
 def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status, closing) -> TrainState:
@@ -84,10 +87,12 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     trackers.append(console)
     lora = parts.model.lora
     rows, every = parts.rows, settings.sync_gradients_every
-    train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
+    train_step = parts.train_step
+    if train_step is None:
+        train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
     seed_key, seconds = jax.random.key(run.seed), Counter()
     policy = timed(policy, seconds)
-    profile = Profile(run_dir.path if settings.profile_communication else None)
+    profile = Profile(run_dir.path if settings.profile_communication else None, settings.max_steps - start)
     closing.callback(profile.close)
     throughput = Throughput.on(parts.mesh, parts.model.cfg, source.num_adapters(parts.model))
 
@@ -102,8 +107,9 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         return {**seen, "time/eval": time.perf_counter() - began}
 
     console.busy("compiling…")
-    model = parts.model
-    plan = foresee(run, model.cfg, lora, parts.mesh, parts, rollout, train_step, state, frozen, run_dir.path)
+    case = case_of(run, parts, rollout)
+    plan = foresee(case, learning(case, policy, train_step, state, frozen))
+    report.write(plan, run_dir.path)
     console.say(in_short(plan))
     console.say(str(throughput))
     if start == 0 and (seen := measure()):
@@ -124,11 +130,11 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
-                train_step.compiled(state, frozen, laid_out)  # here, where compiling is not taken for updating
+                update = train_step.compiled(state, frozen, laid_out)  # here: compiling is not updating
+                if step == start:
+                    profile.write_table(update, parts.mesh)
             collected = time.perf_counter()
-            if step == start and profile.folder:
-                profile.write_table(train_step.compiled(state, frozen, laid_out), parts.mesh)
-            state, learned = jax.block_until_ready(train_step(state, frozen, laid_out))
+            state, learned = jax.block_until_ready(update(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
         if not np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all():
             raise FloatingPointError(_diverged(step + 1, metrics))

@@ -71,6 +71,8 @@ class Batch:
     previous: jax.Array | None = None  # [R, M] int32, the columns whose hidden states predict them; None: those before
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
+    lead: int = flax.struct.field(pytree_node=False, default=0)  # columns of shared prompts (packing.RowShape)
+    lane: int = flax.struct.field(pytree_node=False, default=0)  # columns of each lane after them; 0: there are none
 
 
 @flax.struct.dataclass

@@ -1,16 +1,7 @@
 """One update of a tiny model, however it is divided: its gradient, its metrics and its compiled program.
 
-As a script, one of several processes with eight devices together: exactness_worker.py ADDRESS COUNT INDEX BATCH FILE.
+As a script, it is one of the processes that `processes.run_together` starts; its argument is a file with a batch.
 """
-
-import json
-import os
-import sys
-
-if __name__ == "__main__":
-    address, count, index, batch_file, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(8 // count)
 
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -19,18 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather
+from processes import answer
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig
+from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import Rules, axis_size, make_mesh, put, set_rules
 from tunix_lite.policy import make_policy
 from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
-SEQUENCES, PROMPT, NEW, WIDTH = 16, 10, 22, 32
+SEQUENCES, PROMPT, NEW = 16, 10, 22
+# A lane with a column more than is needed, or eight devices would not divide the row where they divide its columns.
+SHAPES = {"none": None, "sequences": RowShape(PROMPT + NEW), "prefix": RowShape(NEW + 1, 2, PROMPT)}
 # compiles in half the time; a later XLA may not know it
 FAST = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
 
@@ -89,7 +85,7 @@ class Updated:
 
 def rows_of(way: Way) -> Rows:
     per_part = SEQUENCES // (axis_size("fsdp") * way.parts)  # as many rows as sequences: some stay empty
-    return Rows(way.packing, way.parts, NEW, WIDTH, per_part)
+    return Rows(way.packing, way.parts, NEW, SHAPES[way.packing], per_part)
 
 
 def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
@@ -127,19 +123,17 @@ def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> 
     return make_policy(model.cfg, None, model.temperature, reference=reference, rows=rows).ref_logprobs(batch)
 
 
-if __name__ == "__main__":
-    from jax.experimental.multihost_utils import process_allgather
-
-    jax.distributed.initialize(address, count, index)
+def update_of(batch_file: str) -> dict:
+    """A few numbers of an update of eight devices, and what the reference thinks of its batch."""
     batch = Batch(**np.load(batch_file))
     found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
     grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
-    said = {
-        "devices": [jax.device_count(), jax.local_device_count()],
+    return {
         "grad_norm": found.metrics["train/grad_norm"],
         "grads": [x.ravel()[:: max(1, x.size // 5)] for x in grads],
         "ref_logprobs": reference_logprobs(MODELS["plain"], "sequences", 2, batch),
     }
-    with open(file, "w") as out:
-        json.dump(said, out, default=np.ndarray.tolist)
-    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    answer(update_of)

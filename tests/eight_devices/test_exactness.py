@@ -1,14 +1,8 @@
 """However an update is divided, its gradient is the one that the formulas give, sequence by sequence, in float64."""
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import time
 from functools import cache, partial
-from pathlib import Path
 
 import exactness_worker
 import jax
@@ -17,16 +11,14 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
-from test_rollout_processes import free_port
+from processes import run_together
 
-import tunix_lite
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.optim import round_by_chance
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import Rules, put, set_rules
 from tunix_lite.types import Batch
 
-LIMIT = 120  # seconds
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
 
 
@@ -218,10 +210,11 @@ def cut_into(monkeypatch, blocks: int = 1, pieces: int = 1):
         seen.append(("blocks", num_blocks(size, tokens)))
         return seen[-1][1]
 
-    def piece_of(q):
-        of_a_query = math.prod(q.shape[:3]) // (attention.parts_of("batch") * attention.parts_of("heads"))
+    def piece_of(q, keys):
+        rows, _, heads, _ = q.shape
+        of_a_query = rows * heads * keys // (attention.parts_of("batch") * attention.parts_of("heads"))
         monkeypatch.setattr(attention, "SCORES_AT_ONCE", of_a_query * -(-q.shape[1] // pieces))
-        length = piece_length(q)
+        length = piece_length(q, keys)
         seen.append(("pieces", -(-q.shape[1] // length)))
         return length
 
@@ -303,32 +296,7 @@ def test_two_processes_make_the_same_gradient(tmp_path):
     wanted = expected("plain")
     batch = {name: x for name, x in vars(wanted.batch).items() if x is not None}
     np.savez(tmp_path / "batch.npz", **batch)
-    address, deadline, processes = f"127.0.0.1:{free_port()}", time.monotonic() + LIMIT, []
-    environment = os.environ | {"PYTHONPATH": str(Path(tunix_lite.__file__).parents[1])}
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # without the eight devices of this process
-    try:
-        for index in range(2):
-            command = [
-                Path(exactness_worker.__file__),
-                address,
-                "2",
-                str(index),
-                tmp_path / "batch.npz",
-                tmp_path / f"{index}.json",
-            ]
-            with open(tmp_path / f"{index}.log", "w") as log:
-                processes.append(subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log))
-        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
-            if any(codes):
-                break  # the other would wait for the one that failed
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join((tmp_path / f"{index}.log").read_text()[-3000:] for index in range(len(processes)))
-    assert codes == [0, 0], f"exit codes {codes}; None is one that was still running\n{logs}"
-    first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
+    first, second = run_together(exactness_worker.__file__, 2, 8, tmp_path, tmp_path / "batch.npz")
     assert first["devices"] == second["devices"] == [8, 4]
     assert first == second
     np.testing.assert_allclose(first["grad_norm"], wanted.norm, rtol=1e-5)

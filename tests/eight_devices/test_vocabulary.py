@@ -162,6 +162,8 @@ def test_a_frozen_table_costs_nothing(monkeypatch):
         (262144, 1, 2**24, 1),
         (151936, 8192, 2**24, 128),  # Qwen 3: 75 are wanted, and 151936 is 2^7 times a prime
         (11, 10, 25, 5),  # 11 is prime: cut as wanted, and padded
+        (11, 10, 7, 11),  # 16 are wanted, and a block has a token at least
+        (32000, 2**24 + 1, 2**24, 32000),
     ],
 )
 def test_blocks_divide_the_vocabulary_where_they_can(vocabulary_size, tokens, at_once, blocks, monkeypatch):

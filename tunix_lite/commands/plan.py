@@ -3,17 +3,18 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunix_lite.commands import program
 from tunix_lite.config import ConfigError, RunConfig, at
+from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.case import find_model
-from tunix_lite.planning.machine import devices_of, find_machine
+from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 
@@ -37,6 +38,7 @@ class PlanSettings:
 
 def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # compilers of absent devices say that they are absent
+    take_gpu_memory()  # of attached ones, what a run would have
     program.command("plan", PlanSettings, plan)
 
 
@@ -53,7 +55,7 @@ def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plan
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
     plans, refused = [], []
-    for sizes in _meshes(run, settings, machine.num_devices):
+    for sizes in _meshes(run, settings, machine):
         try:
             plans.append(planning.estimated(run, machine, cfg, lora, sizes))
         except ConfigError as error:
@@ -74,11 +76,17 @@ def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plan
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
 
-def _meshes(run: RunConfig, settings: PlanSettings, num_devices: int) -> list[dict[str, int]]:
+def _meshes(run: RunConfig, settings: PlanSettings, machine: Machine) -> list[dict[str, int]]:
+    count = machine.num_devices
     if settings.mesh == "all":
-        return planning.meshes(num_devices)
+        return planning.meshes(count)
     with at("model.mesh_shape"):
-        return [resolve_mesh_shape(run.model.mesh_shape, num_devices)]
+        try:
+            return [resolve_mesh_shape(run.model.mesh_shape, count)]
+        except ValueError as error:
+            theirs = f"target {machine.name} has {count} devices"
+            ours = machine.name == "attached"
+            raise ValueError(str(error) if ours else str(error).replace(f"jax sees {count}", theirs)) from error
 
 
 def _say(text: str) -> None:
@@ -90,21 +98,15 @@ def _advised(plans: Plans, settings: PlanSettings, words: list[str]) -> Plans:
     if any(plan.fits is not False for plan in plans.plans):
         return plans
 
-    def fits(changed: Plan) -> bool:
-        if settings.analytic:
-            return True
-        return planning.with_compiled(changed, devices_of(changed.machine), _say).fits is True
+    def look(changed: Plan) -> Plan:
+        return changed if settings.analytic else planning.with_compiled(changed, devices_of(changed.machine), _say)
 
-    if (found := advice(plans.plans[0], fits)) is None:
-        return plans
-    overrides, changed = found
-    how = "estimated" if settings.analytic else "compiled"
-    return Plans(
-        plans.plans,
-        plans.refused,
-        command(words, overrides),
-        f"{report.gib(changed.peak_bytes)} of {report.gib(changed.machine.capacity)} GiB, {how}",
-    )
+    overrides, found = advice(plans.plans[0], look)
+    peak = f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, {report.source(found)}"
+    if found.fits:
+        return replace(plans, command=command(words, overrides), change=f"would fit, with {peak}:")
+    least = f"the least is {peak}, with {' '.join(overrides)}" if overrides else "nothing makes it smaller"
+    return replace(plans, change=f"nothing that was tried fits, and a larger target is needed: {least}")
 
 
 def command(words: list[str], overrides: tuple[str, ...]) -> str:

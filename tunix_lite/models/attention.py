@@ -11,6 +11,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import constrain, parts_of, spec
@@ -23,11 +24,13 @@ LANES = 128  # splash attention takes lengths and heads in multiples of it
 
 @flax.struct.dataclass
 class Sight:
-    """What a row's tokens need to know of each other. All [B, T] int32."""
+    """What tokens need to know of each other. All [B, T] int32."""
 
     positions: jax.Array  # of a token in its own sequence
     segments: jax.Array  # 0: padding
     branches: jax.Array | None = None  # 0: what all branches of a segment see
+    lead: int = flax.struct.field(pytree_node=False, default=0)  # columns that all lanes see (packing.RowShape)
+    lane: int = flax.struct.field(pytree_node=False, default=0)  # columns of each lane after them; 0: there are none
 
 
 def whole(token_mask_BT) -> Sight:
@@ -36,22 +39,22 @@ def whole(token_mask_BT) -> Sight:
     return Sight(positions_BT, token_mask_BT.astype(jnp.int32))
 
 
-def visible(window: int | None, sight: Sight, queries: slice, keys: slice):
-    """[B, queries, keys] bool: whether a query may see a key; slices of the columns. window: None means no limit."""
-    q, k = jax.tree.map(lambda x: x[:, queries, None], sight), jax.tree.map(lambda x: x[:, None, keys], sight)
-    columns = jnp.arange(sight.segments.shape[1])
-    seen = (columns[keys] <= columns[queries, None]) & (q.segments == k.segments) & (k.segments > 0)
+def visible(window: int | None, q: Sight, k: Sight):
+    """[B, queries, keys] bool: whether a query may see a key. window: None means no limit."""
+    q, k = jax.tree.map(lambda x: x[:, :, None], q), jax.tree.map(lambda x: x[:, None], k)
+    seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
     if window is not None:
         seen &= q.positions - k.positions < window
-    if sight.branches is not None:
+    if k.branches is not None:
         seen &= (k.branches == 0) | (k.branches == q.branches)
     return seen
 
 
-def attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BKS=None):
+def attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BKS=None, name="scores"):
     """Softmax attention, scores and softmax in float32; each key head serves N / K query heads.
 
-    With scales, keys and values are codes (int8) to be multiplied by them, one scale for a head of a token.
+    With scales, keys and values are codes (int8) to be multiplied by them, one scale for a head of a token. name: of
+    the scores, for those who choose what is kept for a backward pass (decoder.REMAT).
     """
     B, T, N, H = q_BTNH.shape
     K, dtype = k_BKSH.shape[1], q_BTNH.dtype
@@ -61,6 +64,7 @@ def attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BK
     q = (q_BTNH * jnp.asarray(cfg.query_scale**-0.5, dtype)).reshape(B, *times, K, N // K, H)
     # t, the dots, before q in the scores: the products then need no transposed copies (3x faster on a CPU)
     scores = jnp.einsum("b...kqh,bksh->bk...qs", q, k_BKSH.astype(dtype), preferred_element_type=wide)
+    scores = checkpoint_name(scores, name)
     if k_scales_BKS is not None:
         scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
     if cfg.attn_softcap is not None:
@@ -76,16 +80,49 @@ def xla(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
 
     is_local: whether the layer has a window; a bool, or a traced one where layers of both kinds are one program.
     """
-    T, k_BKSH, v_BKSH = q_BTNH.shape[1], k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-    if piece_length(q_BTNH) >= T:
-        mask_BTS = visible(window_of(cfg, is_local), sight, slice(None), slice(None))
-        return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+    return by_lane(partial(_xla, cfg, is_local), sight, q_BTNH, k_BTKH, v_BTKH)
+
+
+def by_lane(fn, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
+    """fn(queries' sight, keys' sight, q, k, v) of whole rows or, where they have lanes, of the lead and of each lane.
+
+    A lane's queries see the lead and that lane, so its keys are these two: what the lead costs is never multiplied by
+    the other lanes.
+    """
+    if not sight.lane:
+        return fn(sight, sight, q_BTNH, k_BTKH, v_BTKH)
+    B, lead, lane = len(q_BTNH), sight.lead, sight.lane
+
+    def own(x):
+        return x[:, lead:].reshape(-1, lane, *x.shape[2:])
+
+    def seen(x):
+        lanes = own(x)
+        shared = jnp.broadcast_to(x[:, None, :lead], (B, len(lanes) // B, lead, *x.shape[2:]))
+        return jnp.concatenate([shared.reshape(-1, lead, *x.shape[2:]), lanes], axis=1)
+
+    def of(cut, *trees):
+        return (jax.tree.map(cut, tree) for tree in trees)
+
+    k_first, v_first = k_BTKH[:, :lead], v_BTKH[:, :lead]
+    (first,) = of(lambda x: x[:, :lead], sight)
+    out_lead = fn(first, first, q_BTNH[:, :lead], k_first, v_first)
+    out_lanes = fn(*of(own, sight), *of(seen, sight), *of(own, q_BTNH), *of(seen, k_BTKH, v_BTKH))
+    return jnp.concatenate([out_lead, out_lanes.reshape(B, -1, *q_BTNH.shape[2:])], axis=1)
+
+
+def _xla(cfg, is_local, queries: Sight, keys: Sight, q_BTNH, k_BSKH, v_BSKH):
+    arrays = queries, keys, q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    if piece_length(q_BTNH, S) >= T:
+        mask_BTS = visible(window_of(cfg, is_local), queries, keys)
+        return attend(cfg, *arrays[2:], mask_BTS)
     if isinstance(is_local, bool):
-        return _in_pieces(cfg, window_of(cfg, is_local), sight, q_BTNH, k_BKSH, v_BKSH)
-    if 4 * cfg.window > T or sight.branches is not None:  # a branch would cost more than what the window saves
-        return _in_pieces(cfg, window_of(cfg, is_local), sight, q_BTNH, k_BKSH, v_BKSH)
+        return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
+    if 4 * cfg.window > S or keys.branches is not None:  # a branch would cost more than what the window saves
+        return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
     ways = [partial(_in_pieces, cfg, window_of(cfg, local)) for local in (False, True)]
-    return jax.lax.cond(is_local, ways[1], ways[0], sight, q_BTNH, k_BKSH, v_BKSH)
+    return jax.lax.cond(is_local, ways[1], ways[0], *arrays)
 
 
 def window_of(cfg, is_local):
@@ -95,46 +132,53 @@ def window_of(cfg, is_local):
     return jnp.where(is_local, cfg.window, jnp.iinfo(jnp.int32).max)
 
 
-def piece_length(q_BTNH) -> int:
-    """How many queries of a row have their scores at once."""
+def piece_length(q_BTNH, S: int) -> int:
+    """How many queries of a row have their scores with S keys at once."""
     B, T, N, _ = q_BTNH.shape
-    on_a_device = B * N * T // (parts_of("batch") * parts_of("heads"))
+    on_a_device = B * N * S // (parts_of("batch") * parts_of("heads"))
     length = max(SCORES_AT_ONCE // on_a_device, -(-T // MOST_PIECES), 1)
     return -(-T // -(-T // length))  # pieces of about one length
 
 
-def _in_pieces(cfg, window, sight: Sight, q_BTNH, k_BKSH, v_BKSH):
-    @partial(jax.checkpoint, static_argnums=(4, 5))
-    def piece(q_BTNH, k_BKSH, v_BKSH, sight, queries, keys):
-        mask_BTS = visible(window, sight, slice(*queries), slice(*keys))
-        return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+def _in_pieces(cfg, window, queries: Sight, keys: Sight, q_BTNH, k_BKSH, v_BKSH):
+    @jax.checkpoint
+    def piece(queries, keys, *qkv):
+        return attend(cfg, *qkv, visible(window, queries, keys), name="scores of a piece")
 
-    pieces, T, length = [], q_BTNH.shape[1], piece_length(q_BTNH)
+    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
+    pieces, length = [], piece_length(q_BTNH, S)
     for start in range(0, T, length):
         stop = min(start + length, T)
         # A branch stands further from its prompt than its positions say, so a window there is no range of columns.
-        first = max(0, start - window + 1) if isinstance(window, int) and sight.branches is None else 0
-        here = k_BKSH[:, :, first:stop], v_BKSH[:, :, first:stop]
-        pieces.append(piece(q_BTNH[:, start:stop], *here, sight, (start, stop), (first, stop)))
+        first = max(0, S - T + start - window + 1) if isinstance(window, int) and keys.branches is None else 0
+        of, to = slice(start, stop), slice(first, S - T + stop)  # no query sees the keys of a later one
+        sights = jax.tree.map(lambda x, of=of: x[:, of], queries), jax.tree.map(lambda x, to=to: x[:, to], keys)
+        pieces.append(piece(*sights, q_BTNH[:, of], k_BKSH[:, :, to], v_BKSH[:, :, to]))
     return jnp.concatenate(pieces, axis=1)
 
 
 def cudnn(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
     """cuDNN's flash attention."""
-    mask_BNTS = visible(window_of(cfg, is_local), sight, slice(None), slice(None))[:, None]
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, mask=mask_BNTS, scale=cfg.query_scale**-0.5, implementation="cudnn"
-    )
+
+    def flash(queries, keys, *qkv):
+        mask_BNTS = visible(window_of(cfg, is_local), queries, keys)[:, None]
+        scale = cfg.query_scale**-0.5
+        return jax.nn.dot_product_attention(*qkv, mask=mask_BNTS, scale=scale, implementation="cudnn")
+
+    return by_lane(flash, sight, q_BTNH, k_BTKH, v_BTKH)
 
 
 def splash(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH, interpret: bool = False):
     """The TPU kernel of jax.experimental.pallas: scores stay on the chip, what a mask hides is skipped."""
-    ways = [_splash_program(cfg, local, q_BTNH.shape, k_BTKH.shape, interpret) for local in (False, True)]
+
+    def way(is_local: bool):
+        return _splash_program(cfg, is_local, q_BTNH.shape, k_BTKH.shape, interpret)
+
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
     arrays = *(x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)), sight.segments
     if isinstance(is_local, bool):
-        return ways[is_local](*arrays).swapaxes(1, 2)
-    return jax.lax.cond(is_local, ways[1], ways[0], *arrays).swapaxes(1, 2)
+        return way(is_local)(*arrays).swapaxes(1, 2)
+    return jax.lax.cond(is_local, way(True), way(False), *arrays).swapaxes(1, 2)
 
 
 def _splash_program(cfg, is_local: bool, q_shape, k_shape, interpret: bool):

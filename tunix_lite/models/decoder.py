@@ -203,16 +203,13 @@ def of_kind(of_kinds: dict, is_local):
     return jax.tree.map(partial(jnp.where, is_local), of_kinds["local"], of_kinds["global"])
 
 
-def _is_product(primitive, *_, **__) -> bool:
-    return primitive.name == "dot_general"
-
-
+KEPT = jax.checkpoint_policies.save_only_these_names
 # What is kept from the forward pass for the backward pass, which makes the rest again. Weights are never kept as they
 # are used: whole over fsdp, one after the other, they would be the model.
 REMAT = {
-    "none": _is_product,  # every product; what is cheap, such as norms and activations, is made again
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights, none within attention
-    "save_qkv_out": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attended"),  # into and out of it
+    "none": KEPT("product", "scores", "attended"),  # what is cheap, such as norms and activations, is made again
+    "dots": KEPT("product"),  # with weights, nothing within attention
+    "save_qkv_out": KEPT("q", "k", "v", "attended"),  # into attention and out of it
     "block": jax.checkpoint_policies.nothing_saveable,  # the input of each layer
 }
 
@@ -310,12 +307,12 @@ def at_least_float32(dtype):
 
 
 def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
-    """sin and cos, [B, T, 1, H/2] each, float32."""
+    """sin and cos, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
     frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(np.arange(half) / half)
     if kind == "global" and cfg.rope_scaling is not None:
         frequency = rescaled(frequency, cfg.rope_scaling)
-    angle = positions_BT[..., None, None] * jnp.asarray(frequency, jnp.float32)
+    angle = positions_BT[..., None, None] * jnp.asarray(frequency)  # at least float32
     return jnp.sin(angle), jnp.cos(angle)
 
 

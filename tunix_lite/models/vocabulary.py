@@ -50,7 +50,7 @@ def token_scores(hidden_BMD, table_VD, targets_BM, softcap: float | None, temper
     """
     V, D = table_VD.shape
     B, M, _ = hidden_BMD.shape
-    parts = parts_of("vocab") if V % parts_of("vocab") == 0 else 1
+    parts = parts_of("vocab")
     blocks = num_blocks(V // parts, B * M // parts_of("batch"))
     size = -(-V // (parts * blocks))
     table = jnp.pad(table_VD.reshape(parts, V // parts, D), ((0, 0), (0, blocks * size - V // parts), (0, 0)))
@@ -61,7 +61,7 @@ def token_scores(hidden_BMD, table_VD, targets_BM, softcap: float | None, temper
 
 def num_blocks(vocabulary: int, tokens: int) -> int:
     """How many blocks a part of the vocabulary is cut into; a number that divides it, if one is near."""
-    wanted = max(1, -(-vocabulary * tokens // SCORES_AT_ONCE))
+    wanted = min(max(1, -(-vocabulary * tokens // SCORES_AT_ONCE)), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
     return next((n for n in near if vocabulary % n == 0), wanted)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax.ad_checkpoint import checkpoint_name
 
 from tunix_lite.parallel.mesh import gather, sharding, spec
 
@@ -155,7 +156,8 @@ def project(x, weight, inputs: int = 1):
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
-    return (rows @ weight.reshape(rows.shape[1], -1)).reshape(*batch, *outputs)
+    product = checkpoint_name(rows @ weight.reshape(rows.shape[1], -1), "product")  # see decoder.REMAT
+    return product.reshape(*batch, *outputs)
 
 
 def at_work(leaf, weight: Weight, dtype):

@@ -1,12 +1,14 @@
 """What to change in a run that does not fit: overrides, each tried before it is named."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tunix_lite.batching import plan_batch
 from tunix_lite.config import ConfigError, RunConfig
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.case import find_model, micro_batches_to_try, with_micro_batch
+from tunix_lite.planning.case import find_model, micro_batches_to_try, slots_of, with_micro_batch
 from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
 from tunix_lite.planning.plan import Plan, estimated
@@ -24,57 +26,67 @@ class Trial:
     sizes: dict[str, int]
 
 
-def advice(plan: Plan, fits: Callable[[Plan], bool] = bool) -> tuple[tuple[str, ...], Plan] | None:
-    """The first change with which the run fits, and the plan of it; None if none is known.
+def advice(plan: Plan, look: Callable[[Plan], Plan] = lambda plan: plan) -> tuple[tuple[str, ...], Plan]:
+    """The first change with which the run fits, and the plan of it; if there is none, the least that it gets down to.
 
-    Single changes first, in the order of what they cost; then several, as few as do; then more devices. fits: asked of
-    an estimate that fits, for whoever can look closer, by compiling it.
+    Single changes first, in the order of what they cost; then several, as few as do; then more devices. look: makes of
+    an estimate that fits a plan that knows more, by compiling it.
     """
-    for trial in _trials(plan):
-        if (found := _fitting(trial)) is not None and fits(found):
-            return trial.overrides, found
-    return None
-
-
-def _fitting(trial: Trial) -> Plan | None:
-    """The trial's plan by estimate, if it fits."""
-    try:
-        cfg, lora = find_model(trial.run.model)
-        found = estimated(trial.run, trial.machine, cfg, lora, trial.sizes)
-    except ConfigError:  # such as a mesh that does not divide the model
-        return None
-    return found if found.fits else None
-
-
-def _trials(plan: Plan) -> Iterator[Trial]:
     start = Trial((), plan.case.run, plan.machine, plan.case.sizes)
-    yield from (trial for make in (*CHANGES, _tensor_parallel) for trial in make(start))
-    if (together := _few(start)) is not None:
-        yield together
-    for machine in _larger(plan.machine):
-        sizes = {"fsdp": machine.num_devices // plan.case.sizes["tp"], "tp": plan.case.sizes["tp"]}
-        larger = replace(start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes)))
-        yield larger
-        if (together := _few(larger)) is not None:
-            yield together
+    for trial in _trials(start):
+        found = _estimate(trial)
+        if found is not None and found.fits and (found := look(found)).fits:
+            return trial.overrides, found
+    least = _few(start)
+    found = _estimate(least)
+    return least.overrides, look(found) if found.fits else found
 
 
-def _few(start: Trial) -> Trial | None:
-    """Changes in order until they fit together, and then without those that are not needed."""
-    for count in range(2, len(CHANGES) + 1):
-        if _fitting(_together(start, CHANGES[:count])) is not None:
-            break
-    else:
+def _estimate(trial: Trial) -> Plan | None:
+    """None for what cannot be, such as a mesh that does not divide the model."""
+    try:
+        return estimated(trial.run, trial.machine, *find_model(trial.run.model), trial.sizes)
+    except ConfigError:
         return None
-    makers = list(CHANGES[:count])
-    for make in reversed(CHANGES[:count]):
+
+
+def _peak(trial: Trial) -> float:
+    found = _estimate(trial)
+    return math.inf if found is None else found.peak_bytes
+
+
+def _trials(start: Trial) -> Iterator[Trial]:
+    yield from (trial for make in (*CHANGES, _tensor_parallel) for trial in make(start))
+    yield _few(start)
+    for machine in _larger(start.machine):
+        sizes = {"fsdp": machine.num_devices // start.sizes["tp"], "tp": start.sizes["tp"]}
+        larger = replace(start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes)))
+        if _estimate(larger) is not None:
+            yield larger
+            yield _few(larger)
+
+
+def _few(start: Trial) -> Trial:
+    """Changes in order until they fit together, or all that do not make it larger; then none that is not needed, and
+    none further than it must go."""
+    makers, peak, room = [], _peak(start), start.machine.capacity or 0
+    for make in CHANGES:
+        if (now := _peak(_together(start, [*makers, make]))) <= peak:
+            makers, peak = [*makers, make], now
+        if peak <= room:
+            break
+    room = max(room, peak)
+    for make in reversed(makers):
         fewer = [other for other in makers if other is not make]
-        if _fitting(_together(start, fewer)) is not None:
-            makers = fewer
-    return _together(start, makers)
+        makers = fewer if _peak(_together(start, fewer)) <= room else makers
+    for i, make in enumerate(makers):
+        ways = list(make(start)) or [start]
+        start = next((way for way in ways if _peak(_together(way, makers[i + 1 :])) <= room), ways[-1])
+    return start
 
 
 def _together(start: Trial, makers: Sequence[Callable]) -> Trial:
+    """Each change as far as it goes."""
     for make in makers:
         start = (list(make(start)) or [start])[-1]
     return start
@@ -101,6 +113,19 @@ def _rollout(trial: Trial) -> Iterator[Trial]:
     """Weights that stay divided while sampling: slower, and no second copy."""
     if trial.run.rollout.weights != "sharded" and trial.sizes["fsdp"] > 1:
         yield _with(trial, "rollout", weights="sharded")
+
+
+def _slots(trial: Trial) -> Iterator[Trial]:
+    """Half as many sequences sampled at once, and again: slower, and less cache."""
+    fsdp = trial.sizes["fsdp"]
+    slots = slots_of(trial.run, plan_batch(trial.run, fsdp), fsdp)
+    while (slots := slots // 2 // fsdp * fsdp) >= fsdp:
+        yield _with(trial, "rollout", num_slots=slots)
+
+
+def _cache(trial: Trial) -> Iterator[Trial]:
+    if trial.run.rollout.cache != "int8":
+        yield _with(trial, "rollout", cache="int8")
 
 
 def _remat(trial: Trial) -> Iterator[Trial]:
@@ -171,4 +196,5 @@ def _mesh(sizes: dict[str, int]) -> str:
     return f"model.mesh_shape={as_text((tuple(sizes.values()), tuple(sizes)))}"
 
 
-CHANGES = (_rollout, _remat, _half, _micro_batch, _half_params, _adapters, _quantised)  # the cheapest first
+# The cheapest first.
+CHANGES = (_rollout, _slots, _cache, _remat, _half, _micro_batch, _half_params, _adapters, _quantised)

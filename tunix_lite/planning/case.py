@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from tunix_lite.config import BatchPlan, ConfigError, RunConfig, at, plan_batch, plan_rows, row_width
+from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows
+from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import ModelConfig
@@ -80,23 +81,56 @@ def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: 
         table = decoder.weights(cfg)
         for part in [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]:
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
-        if run.sharding.train.get("residual_seq") == "tp" and (width := row_width(run, cfg)) % sizes["tp"]:
-            raise ValueError(f"sharding.train.residual_seq=tp: tp={sizes['tp']} does not divide rows of {width} tokens")
     if (total := sum_of_lengths(run)) > cfg.max_positions:
         raise ConfigError(f"generation: {total} tokens of prompt and completion; the model takes {cfg.max_positions}")
     batch = plan_batch(run, sizes["fsdp"])
-    rows = plan_rows(run, batch, cfg)
-    slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
-    slots = -(-slots // sizes["fsdp"]) * sizes["fsdp"]
+    rows = plan_rows(run, batch)
+    with at("sharding"):
+        check_residual(run, rows, sizes["tp"])
+    slots = slots_of(run, batch, sizes["fsdp"])
+    case = Case(run, cfg, lora, sizes, batch, rows, slots, run.training.attention)
     with at("training"):
-        width, shares = rows.width or sum_of_lengths(run), rows.packing == "prefix"
-        chosen = (run.training.attention, cfg, platform, DTYPES[run.training.mixed_precision], width, shares)
-        implementation, _ = attention.choose(*chosen, sizes["tp"])
-    return Case(run, cfg, lora, sizes, batch, rows, slots, implementation)
+        return replace(case, attention=_choose_attention(case, platform))
+
+
+def slots_of(run: RunConfig, batch: BatchPlan, fsdp: int) -> int:
+    """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of fsdp."""
+    slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
+    return -(-slots // fsdp) * fsdp
+
+
+NOT_TRIED = "a small one does not compile"  # attention's words, where cuDNN is not on this machine
+
+
+def _choose_attention(case: Case, platform: str) -> str:
+    """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed to work there."""
+    width, shares = case.rows.width or sum(case.lengths), case.rows.packing == "prefix"
+    try:
+        return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares, case.sizes["tp"])[0]
+    except ValueError as error:
+        if (case.attention, platform) != ("cudnn", "cuda") or NOT_TRIED not in str(error):
+            raise
+        return "cudnn"
+
+
+def check_can_be_lowered(case: Case, platform: str) -> None:
+    """Raises ConfigError for a kernel that only a machine which has its library can put into a program."""
+    if (case.attention, platform) == ("cudnn", "cuda") and attention.obstacle(
+        "cudnn", case.cfg, platform, case.dtype, case.rows.width, False, case.sizes["tp"]
+    ):
+        raise ConfigError(
+            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is installed, and here it is "
+            "not; training.attention=xla would do, or an estimate: analytic=true"
+        )
 
 
 def sum_of_lengths(run: RunConfig) -> int:
     return run.generation.max_prompt_length + run.generation.max_new_tokens
+
+
+def chooses_micro_batch(run: RunConfig) -> bool:
+    """Whether the size of a micro-batch is still to be found; one of packed rows has tokens, and no size."""
+    return run.training.micro_batch_size == "auto" and run.training.packing == "none"
 
 
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:

@@ -7,6 +7,8 @@ H head size, F feed-forward, V vocabulary, L layers; n tokens of a micro-batch o
 computed.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -162,9 +164,9 @@ def kept_layers(case: Case, rows: int, width: int) -> int:
     products = qkv + 2 * residual + 2 * F
     of_a_token = {"block": 0, "save_qkv_out": qkv + NH, "dots": products, "none": products + NH}
     kept = n * (residual + of_a_token[case.run.training.remat]) * jnp.dtype(case.dtype).itemsize
-    scores = rows * heads * width * width
-    if case.run.training.remat == "none" and case.attention == "xla" and scores <= attention.SCORES_AT_ONCE:
-        kept += 4 * scores
+    if case.run.training.remat == "none" and case.attention == "xla":
+        scores = (heads * math.prod(part) for part in attended(case, rows, width))
+        kept += 4 * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
     return cfg.num_layers * kept
 
 
@@ -179,9 +181,21 @@ def scores_at_work(case: Case, rows: int, width: int) -> int:
     """Attention's scores, float32, and their softmax: of as many queries as are taken at once; none by a kernel."""
     if case.attention != "xla":
         return 0
-    per_query = max(1, rows * case.cfg.num_heads // case.sizes["tp"] * width)
-    queries = min(width, max(attention.SCORES_AT_ONCE // per_query, -(-width // attention.MOST_PIECES), 1))
-    return 2 * 4 * per_query * queries
+
+    def of(count: int, queries: int, keys: int) -> int:
+        per_query = max(1, count * case.cfg.num_heads // case.sizes["tp"] * keys)
+        at_once = max(attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1)
+        return 2 * 4 * per_query * min(queries, at_once)
+
+    return max(of(*part) for part in attended(case, rows, width))
+
+
+def attended(case: Case, rows: int, width: int) -> list[tuple[int, int, int]]:
+    """What attention multiplies of so many rows: (how many, queries, keys); lanes apart from the lead that they see."""
+    if case.rows.packing != "prefix":
+        return [(rows, width, width)]
+    shape = case.rows.shape
+    return [(rows, shape.lead, shape.lead), (rows * shape.lanes, shape.lane, shape.lead + shape.lane)]
 
 
 def gathered_layers(case: Case, count: int) -> int:
@@ -195,7 +209,8 @@ def head_at_work(case: Case, rows: int) -> int:
     """The head: a block of float32 scores, twice; the hidden states and their sum of slopes, 6nD; the table, as it is
     stored, regrouped into blocks, and its gradient or, where it has none, the copy that a loop over blocks keeps."""
     cfg, tp = case.cfg, case.sizes["tp"]
-    scored = rows * (case.rows.num_scored or case.rows.width)
+    packed = case.rows.shape and case.rows.shape.width - case.rows.shape.lead
+    scored = rows * (packed or case.rows.num_scored)
     blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
     scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
     table = elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), case.sizes)

@@ -148,7 +148,7 @@ def compile_only_devices(target: Target) -> list:
     """
     platform = target.hardware.platform
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
-        extra = f'pip install "tunix-lite[{EXTRAS[platform]}]"'
+        extra = f"pip install -e '.[{EXTRAS[platform]}]'"
         raise ValueError(f"to compile for {target.name} without having it, install its compiler, on Linux: {extra}")
     from jax.experimental import topologies
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import jax
 
 from tunix_lite.config import ConfigError, at
+from tunix_lite.parallel.host import GPU_SHARE
 from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB, Hardware
 
-# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start (JAX's default is 0.75;
-# XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 is what a run that fills the device should say), and CUDA's context, cuBLAS, cuDNN
-# and NCCL keep about 0.5 GiB outside of it. A TPU's runtime has taken its part already: the table has what is left.
-GPU_SHARE, GPU_LIBRARIES = 0.92, GiB // 2
+# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the one that our programs
+# ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB outside of it. A TPU's runtime has taken its
+# part already: the table has what is left.
+GPU_LIBRARIES = GiB // 2
 
 
 @dataclass(frozen=True)

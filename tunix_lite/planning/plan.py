@@ -6,19 +6,25 @@ what is resident, and what the phase at hand adds; the plan fits if the largest 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 
-from tunix_lite.config import BatchPlan, RunConfig
-from tunix_lite.micro_batches import Rows
-from tunix_lite.models import attention
+from tunix_lite.config import RunConfig
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import estimate, speed
-from tunix_lite.planning.case import Case, make_case, micro_batches_to_try, with_micro_batch
+from tunix_lite.planning.case import (
+    Case,
+    check_can_be_lowered,
+    chooses_micro_batch,
+    make_case,
+    micro_batches_to_try,
+    with_micro_batch,
+)
 from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine, attached
+from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compiled, lowered
 from tunix_lite.planning.speed import Bound
 
@@ -150,7 +156,7 @@ def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]
 
 def settled(run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int]) -> Case:
     """The run on a mesh, with the choices that it would make itself: the micro-batch, and sampling's weights."""
-    if run.training.micro_batch_size != "auto":
+    if not chooses_micro_batch(run):
         case = make_case(run, cfg, lora, sizes, machine.platform)
         return replace(case, weights=estimate.choose_weights(case, machine.capacity))
     sized = {}
@@ -167,44 +173,33 @@ def estimated(run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConf
 
 
 def with_compiled(plan: Plan, devices: list, say: Callable[[str], None] = lambda text: None) -> Plan:
-    """The same plan, its programs compiled for these devices."""
-    case = plan.case
-    mesh = make_mesh((tuple(case.sizes.values()), tuple(case.sizes)), devices)
+    """The same plan, its programs compiled for these devices. Raises ConfigError for what cannot be lowered here."""
+    case, machine = plan.case, plan.machine
+    check_can_be_lowered(case, machine.platform)
+
+    def compile_it(name: str, lower: Callable):
+        say(f"compiling {name} for fsdp={case.sizes['fsdp']} tp={case.sizes['tp']}…")
+        return lower().compile()
+
+    with jax.set_mesh(make_mesh((tuple(case.sizes.values()), tuple(case.sizes)), devices)):
+        programs = lowered(case, abstract(case))
+        return read(machine, case, {name: partial(compile_it, name, lower) for name, lower in programs.items()})
+
+
+def read(machine: Machine, case: Case, programs: dict[str, Callable]) -> Plan:
+    """The plan of a case, as these programs say when they are compiled, each by a call; the rest by formula."""
     done, refused = {}, []
-    with jax.set_mesh(mesh):
-        for name, lower in lowered(case, abstract(case)).items():
-            say(f"compiling {name} for fsdp={case.sizes['fsdp']} tp={case.sizes['tp']}…")
-            try:
-                done[name] = compiled(name, lower(), mesh, code_on_device=plan.machine.platform == "tpu")
-            except DoesNotFit as error:
-                refused.append(error)
-    return put_together(plan.machine, case, done, refused)
+    for name, compile_it in programs.items():
+        try:
+            done[name] = compiled(name, compile_it, case.sizes, code_on_device=machine.platform == "tpu")
+        except DoesNotFit as error:
+            refused.append(error)
+    return put_together(machine, case, done, refused)
 
 
 def meshes(num_devices: int) -> list[dict[str, int]]:
     """Every (fsdp, tp) of so many devices."""
     return [{"fsdp": num_devices // tp, "tp": tp} for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-
-
-def for_run(
-    run: RunConfig,
-    cfg: ModelConfig,
-    lora: LoraConfig | None,
-    mesh,
-    rows: Rows,
-    batch_plan: BatchPlan,
-    slots: int,
-    weights_choice: str,
-    compiled: dict[str, Compiled],
-    attention_name: str = "xla",
-) -> Plan:
-    """The plan of a run that is about to start on the attached devices: formulas, but for what is handed in compiled.
-
-    Compiles nothing. attention_name: the implementation that the run has chosen.
-    """
-    assert attention_name in attention.IMPLEMENTATIONS, attention_name
-    case = Case(run, cfg, lora, dict(mesh.shape), batch_plan, rows, slots, attention_name, weights_choice)
-    return put_together(attached(), case, compiled)
 
 
 def largest_micro_batch(candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int) -> int:

@@ -8,7 +8,7 @@ import jax
 from tunix_lite.parallel.collectives import collectives, grouped, sent_bytes
 
 TABLE, TRACE = "communication.md", "trace"
-TRACED_STEPS = range(1, 4)  # of this invocation; number 0 compiles
+TRACED_STEPS = slice(1, 4)  # of this invocation; number 0 compiles, and is traced only where there is no other
 
 
 def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> str:
@@ -36,8 +36,10 @@ def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> 
 class Profile:
     """Traces the first steps after the one that compiles. Without a folder it does nothing."""
 
-    def __init__(self, folder: Path | None):
-        self.folder = folder
+    def __init__(self, folder: Path | None, num_steps: int):
+        """num_steps: of this invocation."""
+        self.folder, self.is_tracing = folder, False
+        self.traced = range(num_steps)[TRACED_STEPS] or range(num_steps)
 
     def write_table(self, compiled, mesh) -> None:
         if self.folder is not None:
@@ -47,17 +49,19 @@ class Profile:
     @contextlib.contextmanager
     def step(self, number: int):
         """Around step `number` of this invocation, from 0; rollout, reference and update are all in the trace."""
-        if self.folder is None or number not in TRACED_STEPS:
+        if self.folder is None or number not in self.traced:
             yield
             return
-        if number == TRACED_STEPS[0]:
+        if number == self.traced[0]:
             jax.profiler.start_trace(self.folder / TRACE)
+            self.is_tracing = True
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
-        if number == TRACED_STEPS[-1]:
+        if number == self.traced[-1]:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still open, as when a run has fewer steps."""
-        with contextlib.suppress(RuntimeError):  # none is open
+        """Ends the trace, if one is open, as when a run dies while it is."""
+        if self.is_tracing:
+            self.is_tracing = False
             jax.profiler.stop_trace()

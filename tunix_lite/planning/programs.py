@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import adapter_weights, attached
 from tunix_lite.models.quantize import STORAGE, stored
@@ -21,7 +22,7 @@ from tunix_lite.optim import make_optimizer, opt_state_shapes
 from tunix_lite.parallel.collectives import Group, collectives, grouped
 from tunix_lite.parallel.mesh import gathered, profile, sharding
 from tunix_lite.planning.case import Case, shelf
-from tunix_lite.policy import STORED, make_policy, scoring_program
+from tunix_lite.policy import STORED, Policy, make_policy, scoring_program
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.programs import make_programs
@@ -65,16 +66,16 @@ class DoesNotFit(ValueError):
         self.name, self.needed_bytes, self.said = name, needed_bytes, said
 
 
-def compiled(name: str, program, mesh, code_on_device: bool = False) -> Compiled:
-    """Of a lowered program: compiles it, and reads what that says. Raises DoesNotFit."""
+def compiled(name: str, compile_it: Callable, mesh_shape: dict[str, int], code_on_device: bool = False) -> Compiled:
+    """What the program that compile_it() gives says of itself. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
-        done = program.compile()
+        done = compile_it()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise DoesNotFit(name, *_needed(str(error))) from error
-    return of_executable(name, done, dict(mesh.shape), time.perf_counter() - began, code_on_device)
+    return of_executable(name, done, mesh_shape, time.perf_counter() - began, code_on_device)
 
 
 def of_executable(name: str, done, mesh_shape: dict[str, int], seconds: float = 0.0, code_on_device=False) -> Compiled:
@@ -95,7 +96,8 @@ def of_executable(name: str, done, mesh_shape: dict[str, int], seconds: float = 
 
 def _needed(message: str) -> tuple[int | None, str]:
     """The bytes that would have been needed, and the sentence that says so."""
-    match = re.search(r"[Uu]sed ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])", message)
+    size = r"\(?([\d.]+)([KMGT])i?B?\)?"
+    match = re.search(rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message)
     if match is None:
         return None, message.strip().splitlines()[0][:200]
     number, unit, of, of_unit = match.groups()
@@ -143,12 +145,10 @@ def placed(shapes, places):
 
 
 def batch_shapes(case: Case, with_reference: bool) -> Batch:
-    """A batch in rows as Rows.lay_out makes it; of packed rows, as if every token of a row could count."""
-    rows, width = case.rows, sum(case.lengths)
-    packed = rows.packing != "none"
+    """A batch in rows as Rows.lay_out makes it; of packed rows as many, and as wide, as could ever come."""
+    rows, packed = case.rows, case.rows.packing != "none"
     R = case.sizes["fsdp"] * rows.num_parts * rows.rows_per_part if packed else case.batch.sequences
-    W = rows.width if packed else width
-    M = -(-(W - 1) // -(-W // 4)) * -(-W // 4) if packed else rows.num_scored
+    W, M = (rows.width, _most_scored(rows)) if packed else (sum(case.lengths), rows.num_scored)
 
     def shape(columns, dtype):
         return jax.ShapeDtypeStruct((R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns)))
@@ -164,7 +164,12 @@ def batch_shapes(case: Case, with_reference: bool) -> Batch:
         fields["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     if rows.packing == "prefix":
         fields["branches"] = shape(W, jnp.int32)
-    return Batch(**fields)
+    return Batch(**fields, **rows.static)
+
+
+def _most_scored(rows: Rows) -> int:
+    """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one token of its own."""
+    return rows.shape.num_scored(rows.width - max(1, rows.shape.lead))
 
 
 # ---- the programs
@@ -172,25 +177,37 @@ def batch_shapes(case: Case, with_reference: bool) -> Batch:
 
 def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
     """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is the current one."""
-    run = case.run
-    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    policy = make_policy(case.cfg, None, run.generation.temperature, case.dtype, None, case.rows, **scoring)
-    found = {"update": partial(_update, case, shapes, policy)}
-    if run.algorithm.needs_reference:
-        score = scoring_program(policy.scores, case.rows)
+    found = {"update": partial(_update, case, shapes)}
+    if case.run.algorithm.needs_reference:
+        score = scoring_program(policy_of(case).scores, case.rows)
         found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(case, False))
     if case.samples:
         found |= {"prefill": partial(_prefill, case, shapes), "decode": partial(_decode, case, shapes)}
     return found
 
 
-def _update(case: Case, shapes: Shapes, policy):
+def policy_of(case: Case) -> Policy:
+    """What can be asked of the run's policy without weights: to score."""
     run = case.run
-    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    every = run.training.sync_gradients_every
-    step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora, run.seed, every)
-    arguments = shapes.state, shapes.frozen, batch_shapes(case, run.algorithm.needs_reference)
-    return step.program(*arguments).lower(*arguments)
+    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
+    return make_policy(case.cfg, None, run.generation.temperature, case.dtype, None, case.rows, **scoring)
+
+
+def train_step_of(case: Case) -> Callable:
+    """The run's update, as step.make_train_step makes it."""
+    run = case.run
+    optimizer, every = make_optimizer(run.optimizer, run.training.max_steps), run.training.sync_gradients_every
+    parts = case.rows.num_parts
+    return make_train_step(policy_of(case), run.algorithm, optimizer, parts, case.lora, run.seed, every)
+
+
+def update_arguments(case: Case, shapes: Shapes) -> tuple:
+    return shapes.state, shapes.frozen, batch_shapes(case, case.run.algorithm.needs_reference)
+
+
+def _update(case: Case, shapes: Shapes):
+    arguments = update_arguments(case, shapes)
+    return train_step_of(case).program(*arguments).lower(*arguments)
 
 
 def _sampling(case: Case, shapes: Shapes):

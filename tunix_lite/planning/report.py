@@ -21,7 +21,7 @@ class Plans:
     plans: tuple[Plan, ...]
     refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why
     command: str | None = None  # one with which the best would fit, where it does not
-    change: str | None = None  # what that does, and how much it was found to need
+    change: str | None = None  # what that does, and how much it was found to need; or that nothing would fit
 
 
 def _all(plan: Plan | Plans) -> Plans:
@@ -32,17 +32,19 @@ def _all(plan: Plan | Plans) -> Plans:
 
 
 def short_form(plan: Plan | Plans) -> list[str]:
-    """The plan as lines of plain text, at most 100 columns wide."""
+    """The plan as lines of plain text; its tables are at most 100 columns wide."""
     plans = _all(plan)
     best = plans.plans[0]
     lines = [*_head(best), ""]
     if len(plans.plans) > 1:
         lines += [*_meshes(plans.plans), ""]
+    if plans.refused:
+        lines += [*_refused(plans.refused), ""]
     lines += [f"{_mesh(best)}, GiB on a device:", *_phases(best), ""]
     lines += [f"{best.machine.name}: {verdict(best)}", *([speed(best)] if best.fits is not False else [])]
     lines += [f"  {said}" for said in best.refused]
-    if plans.command:
-        lines += [f"would fit, with {plans.change}:", f"  {plans.command}"]
+    lines += [plans.change] if plans.change else []
+    lines += [f"  {plans.command}"] if plans.command else []
     return lines
 
 
@@ -72,16 +74,21 @@ def _meshes(plans: tuple[Plan, ...]) -> list[str]:
     for plan in plans[:SHOWN]:
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
         cells = gib(plan.peak_bytes), fits, number(plan.step_seconds), number(plan.tokens_per_second)
-        rows.append((_mesh(plan), *cells, _source(plan.source)))
+        rows.append((_mesh(plan), *cells, source(plan)))
     more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
     return [*columns(rows), *more]
+
+
+def _refused(refused: tuple[tuple[dict, str], ...]) -> list[str]:
+    more = [f"  and {len(refused) - SHOWN} more in plan.md"] if len(refused) > SHOWN else []
+    return [*(f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in refused[:SHOWN]), *more]
 
 
 def _phases(plan: Plan) -> list[str]:
     rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
     for phase in plan.phases:
         sizes = plan.resident_bytes, phase.added_bytes, plan.resident_bytes + phase.added_bytes
-        rows.append((phase.name, *map(gib, sizes), *_speed(phase), _source(phase.source)))
+        rows.append((phase.name, *map(gib, sizes), *_speed(phase), source(phase)))
     return columns(rows)
 
 
@@ -91,13 +98,13 @@ def _speed(phase: Phase) -> tuple[str, str, str]:
     return number(phase.bound.seconds), phase.bound.limit or UNKNOWN, f"{phase.bound.all_sent_bytes / 1e9:,.2f}"
 
 
-def _source(source: str) -> str:
-    return f"an {ESTIMATE}" if source == ESTIMATE else source
+def source(of: Plan | Phase) -> str:
+    return f"an {ESTIMATE}" if of.source == ESTIMATE else of.source
 
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, and by how much."""
-    peak, capacity = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {_source(plan.source)})", plan.machine.capacity
+    peak, capacity = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})", plan.machine.capacity
     if plan.fits is None:
         return f"peak {peak}; how much there is, nobody knows"
     if not plan.fits:
@@ -210,6 +217,7 @@ def as_dict(plan: Plan | Plans) -> dict:
         "plans": [_plan_dict(one) for one in plans.plans],
         "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
         "command_that_fits": plans.command,
+        "advice": plans.change,
     }
 
 

@@ -130,7 +130,9 @@ def _decode(case: Case, compiled) -> Work:
 def counted(case: Case) -> tuple[int, int, float]:
     """(tokens, tokens that count, FLOPs of attention) of one forward over the batch at its longest."""
     (prompt, new), B = case.lengths, case.batch.sequences
-    prompts = case.batch.prompts if case.rows.packing == "prefix" else B
+    prompts = B
+    if case.rows.packing == "prefix":
+        prompts = case.batch.prompts * -(-case.batch.num_generations // case.rows.shape.lanes)  # as often as one stands
     return prompts * prompt + B * new, B * new, flops.attention_flops(case.cfg, [prompt + new] * B)
 
 

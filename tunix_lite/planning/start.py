@@ -1,58 +1,60 @@
 """At the start of a run: as large a micro-batch as fits, and what the run will take of each device's memory."""
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 from tunix_lite.config import ConfigError, RunConfig
-from tunix_lite.planning import report
+from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning.case import Case, micro_batches_to_try, with_micro_batch
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import attached
-from tunix_lite.planning.plan import Plan, for_run, largest_micro_batch, put_together, settled
-from tunix_lite.planning.programs import abstract, batch_shapes, compiled, lowered, of_executable
-from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.planning.plan import Plan, largest_micro_batch, put_together, read, settled
+from tunix_lite.planning.programs import abstract, batch_shapes, compiled, train_step_of, update_arguments
+from tunix_lite.policy import Policy
 
 
-def fitting(run: RunConfig, cfg, lora, mesh, say: Callable[[str], None]) -> RunConfig:
-    """The run with training.micro_batch_size=auto as the largest number whose update, compiled, fits the devices.
+def fitting(run: RunConfig, model, say: Callable[[str], None]) -> tuple[RunConfig, Callable]:
+    """The run with the largest micro-batch whose update, compiled, fits the devices; and that update, ready to train.
 
-    Raises ConfigError if not even one sequence does.
+    model: has cfg and lora. Raises ConfigError if not even one sequence fits.
     """
-    if run.training.micro_batch_size != "auto":
-        return run
-    machine = attached()
+    machine, sizes, tried = attached(), dict(current_mesh().shape), {}
     if machine.capacity is None:
         raise ConfigError("training.micro_batch_size=auto: how much memory this device has is not known; give a number")
 
     def peak_of(size: int) -> int:
-        case = settled(with_micro_batch(run, size), machine, cfg, lora, dict(mesh.shape))
-        update = lowered(case, abstract(case))["update"]()
-        plan = put_together(machine, case, {"update": compiled("update", update, mesh, machine.platform == "tpu")})
-        say(f"micro_batch_size={size}: {plan.peak_bytes / GiB:.2f} GiB of {machine.capacity / GiB:.2f} a device")
-        return plan.peak_bytes
+        case = settled(with_micro_batch(run, size), machine, model.cfg, model.lora, sizes)
+        arguments, tried[size] = update_arguments(case, abstract(case)), train_step_of(case)
+        update = compiled("update", lambda: tried[size].compiled(*arguments), sizes, machine.platform == "tpu")
+        peak = put_together(machine, case, {"update": update}).peak_bytes
+        say(f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {machine.capacity / GiB:.2f} a device")
+        return peak
 
     try:
-        size = largest_micro_batch(micro_batches_to_try(run, mesh.shape["fsdp"]), peak_of, machine.capacity)
+        size = largest_micro_batch(micro_batches_to_try(run, sizes["fsdp"]), peak_of, machine.capacity)
     except ValueError as error:
         raise ConfigError(f"training.micro_batch_size=auto: {error}; `tunix-lite plan` says what would fit") from error
-    return with_micro_batch(run, size)
+    return with_micro_batch(run, size), tried[size]
 
 
-def foresee(
-    run: RunConfig, cfg, lora, mesh, parts, rollout: RolloutConfig, train_step, state, frozen, folder: Path
-) -> Plan:
-    """Compiles the update, which the first step then finds ready; writes plan.md and plan.json.
+def learning(case: Case, policy: Policy, train_step: Callable, state, frozen) -> dict[str, Callable]:
+    """What compiles the programs that learn, for the widest batch that can come; batches as wide find them ready."""
+    batch = batch_shapes(case, case.run.algorithm.needs_reference)
+    programs = {"update": partial(train_step.compiled, state, frozen, batch)}
+    if policy.ref_logprobs is not None:
+        programs["scoring"] = partial(policy.ref_logprobs.compiled, batch_shapes(case, with_reference=False))
+    return programs
 
-    Where rows are packed, how many tokens count in them is only known with the first batch: then all is estimated.
+
+def foresee(case: Case, programs: dict[str, Callable]) -> Plan:
+    """The plan of a run that is about to start on the attached devices; programs: of `learning`.
+
+    Raises ConfigError if the compiler refuses one. Of packed rows it may: what is compiled here is the widest that can
+    come, and batches as they come may fit.
     """
-    sizes, done = dict(mesh.shape), {}
-    case = Case(run, cfg, lora, sizes, parts.batch, parts.rows, rollout.num_slots, parts.attention[0], rollout.weights)
-    if parts.rows.packing == "none":
-        update = train_step.compiled(state, frozen, batch_shapes(case, run.algorithm.needs_reference))
-        done["update"] = of_executable("update", update, sizes, code_on_device=attached().platform == "tpu")
-    arguments = parts.rows, parts.batch, rollout.num_slots, rollout.weights
-    plan = for_run(run, cfg, lora, mesh, *arguments, done, parts.attention[0])
-    report.write(plan, folder)
+    plan = read(attached(), case, programs)
+    if plan.refused and case.rows.packing == "none":
+        raise ConfigError(f"does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would")
     return plan
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import wraps
 
 import jax
 import numpy as np
@@ -65,6 +66,7 @@ def timed(policy, seconds: Counter):
     if policy.ref_logprobs is None:
         return policy
 
+    @wraps(policy.ref_logprobs)
     def ref_logprobs(batch: Batch):
         began = time.perf_counter()
         scored = policy.ref_logprobs(batch)

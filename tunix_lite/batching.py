@@ -1,0 +1,167 @@
+"""How many sequences an update has and how they lie, by arithmetic on the settings: before any device is touched.
+
+    prompts x num_generations = micro_batch_size x fsdp x accumulation
+
+What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the rows that its tokens
+make. Where a group shares its prompt, a row is the prompt and k lanes of new tokens: a prompt stands ceil(G / k) times
+and not G times. The larger k, the fewer tokens, and the coarser are the rows to divide over shards and micro-batches:
+of those that fit, the k whose rows make the fewest tokens for a shard, empty rows counted.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tunix_lite.config import ConfigError, RunConfig, Training
+from tunix_lite.micro_batches import Rows
+from tunix_lite.packing import RowShape, rows_needed_at_most, shared_rows_at_most
+
+TOKENS_AT_ONCE = 2048  # of packed rows in a micro-batch of a shard, where nobody says
+LANES = 4  # that a row of shared prompts may have in any case: then most of what can be shared is
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the sequences of one update are made up. All four numbers of the identity, which holds.
+
+    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers are 0.
+    """
+
+    prompts: int
+    num_generations: int
+    fsdp: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.num_generations
+
+    def __str__(self) -> str:
+        sequences = f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences"
+        if not self.num_micro_batches:
+            return sequences
+        return (
+            f"{sequences} = "
+            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x {self.num_micro_batches} accumulation"
+        )
+
+
+def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
+    """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
+
+    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
+    """
+    settings, G, prompts = run.training, run.algorithm.num_generations, run.training.prompts_per_step
+    is_packed, is_auto = settings.packing != "none", settings.micro_batch_size == "auto"
+    if prompts is None and (is_packed or is_auto):
+        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {asked} needs prompts_per_step")
+    if is_packed:
+        return BatchPlan(prompts, G, fsdp, 0, 0)
+    micro, accumulation = settings.micro_batch_size, settings.gradient_accumulation_steps
+    if is_auto:  # not chosen yet
+        if accumulation:
+            raise ConfigError("training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null")
+        micro, accumulation = None, settings.sync_gradients_every
+    if prompts is None:
+        prompts = _prompts_of(micro, fsdp, accumulation or 1, G)
+    return _divided(settings, prompts, G, fsdp, micro, accumulation)
+
+
+def _prompts_of(micro: int | None, fsdp: int, accumulation: int, G: int) -> int:
+    if micro is None:
+        raise ConfigError("training: give prompts_per_step or micro_batch_size; the rest is derived")
+    prompts, left = divmod(micro * fsdp * accumulation, G)
+    if left:
+        raise ConfigError(
+            f"training: micro_batch_size={micro} x fsdp={fsdp} x gradient_accumulation_steps={accumulation} = "
+            f"{micro * fsdp * accumulation} sequences, not a multiple of algorithm.num_generations={G}"
+        )
+    return prompts
+
+
+def _divided(
+    settings: Training, prompts: int, G: int, fsdp: int, micro: int | None, accumulation: int | None
+) -> BatchPlan:
+    """The batch of so many prompts, its sequences divided over shards and micro-batches."""
+    total = f"prompts_per_step={prompts} x num_generations={G} = {prompts * G} sequences per update"
+    per_shard, left = divmod(prompts * G, fsdp)
+    if left:
+        raise ConfigError(
+            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {_least_prompts(G, fsdp)} prompts"
+        )
+    micro = micro or per_shard // (accumulation or 1)
+    accumulation = accumulation or per_shard // micro
+    if micro * accumulation != per_shard:
+        raise ConfigError(
+            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x fsdp={fsdp} x "
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} cannot make "
+            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to "
+            "have it derived"
+        )
+    if accumulation % settings.sync_gradients_every:
+        raise ConfigError(
+            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the {accumulation} "
+            f"micro-batches of an update ({total})"
+        )
+    return BatchPlan(prompts, G, fsdp, micro, accumulation)
+
+
+def _least_prompts(G: int, fsdp: int) -> int:
+    return next(p for p in range(1, fsdp + 1) if p * G % fsdp == 0)
+
+
+def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
+    """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit into a micro-batch."""
+    settings, every = run.training, run.training.sync_gradients_every
+    if settings.packing == "none":
+        return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    longest = run.generation.max_prompt_length + run.generation.max_new_tokens
+    if (settings.micro_batch_tokens or longest) < longest:
+        raise ConfigError(
+            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest sequence: "
+            f"max_prompt_length={run.generation.max_prompt_length} + max_new_tokens={run.generation.max_new_tokens} = "
+            f"{longest}"
+        )
+    if settings.packing == "sequences":
+        shape, most = RowShape(longest), rows_needed_at_most(batch.sequences, longest, longest)
+    else:
+        shape = shared_row(run, batch)
+        most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
+    parts, rows_per_part = _parts(run, batch, shape, most)
+    return Rows(settings.packing, -(-parts // every) * every, None, shape, rows_per_part)
+
+
+def row_width(run: RunConfig, rows: Rows) -> int:
+    """Tokens of a row, padding included."""
+    return rows.width or run.generation.max_prompt_length + run.generation.max_new_tokens
+
+
+def check_residual(run: RunConfig, rows: Rows, tp: int) -> None:
+    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
+    width = row_width(run, rows)
+    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
+        raise ValueError(
+            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; generation.max_prompt_length and "
+            f"max_new_tokens in multiples of {tp} would do"
+        )
+
+
+def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> tuple[int, int]:
+    """Micro-batches for so many rows, and how many rows a shard has in each: as few as do."""
+    at_once = max(1, (run.training.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
+    parts = -(-num_rows // (at_once * batch.fsdp))
+    return parts, -(-num_rows // (parts * batch.fsdp))
+
+
+def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
+    """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that shares more."""
+    prompt, new = run.generation.max_prompt_length, run.generation.max_new_tokens
+    shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
+    most = run.training.micro_batch_tokens or max(TOKENS_AT_ONCE, prompt + LANES * new)
+
+    def tokens(shape: RowShape) -> int:
+        rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
+        return math.prod(_parts(run, batch, shape, rows)) * shape.width
+
+    return min((shape for shape in shapes if shape.width <= most), key=lambda shape: (tokens(shape), -shape.lanes))
