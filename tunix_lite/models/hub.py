@@ -48,7 +48,7 @@ def _folder(name: str, patterns: tuple[str, ...], complete) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
-        raise ValueError(f"{name} is a model of the Hugging Face hub: pip install 'tunix-lite[hub]'") from None
+        raise ValueError(f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'") from None
     repo, revision = match.groups()
     wanted = dict(repo_id=repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER))
     try:
