@@ -1,4 +1,4 @@
-# make train | test | docs | lint | bench. Everything happens in $(VENV), which is made when it is missing.
+# make train | test | docs | lint | bench | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -25,7 +25,7 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test docs lint bench
+.PHONY: help install train test docs lint bench soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
@@ -33,6 +33,7 @@ help:
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make bench    time one GRPO step'
+	@echo 'make soak     an hour of kills and signals, after which a run must be the same to the bit'
 	@echo 'make install  only make $(VENV) and install the package into it'
 	@echo
 	@echo "ARGS='training.max_steps=20 seed=1' gives settings; EXTRA=cuda12 installs JAX for NVIDIA GPUs;"
@@ -52,6 +53,9 @@ docs: $(STAMP)-docs
 lint: $(STAMP)-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
+
+soak: $(STAMP)-test $(DEVICE)
+	$(VENV)/bin/python tests/soak.py --minutes 60 $(ARGS)
 
 bench: $(STAMP) $(DEVICE)
 	$(VENV)/bin/python benchmarks/grpo_step.py $(ARGS)

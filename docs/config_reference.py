@@ -18,12 +18,15 @@ from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings
 from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.commands.replay import Replay
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import MeshShape, Rules, as_text
+from tunix_lite.parallel.place import Launch
 from tunix_lite.rewards import math, text
+from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks import sources, task
 
@@ -60,10 +63,14 @@ GROUPS = (
     Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),
     Group("Sharding", "sharding.", Rules, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.Tracking, lambda run: run.tracking),
+    Group("Resuming", "resume.", config.Resume, lambda run: run.resume),
+    Group("Where rewards run", "rewards.", Rewards, lambda run: run.rewards),
+    Group("Launch", "launch.", Launch, lambda run: run.launch),
     Group("The command generate", "", Generate, None),
     Group("The command chat", "", Chat, None),
     Group("The command export", "", Export, None),
     Group("The command plan", "", PlanSettings, None),
+    Group("The command replay", "", Replay, None),
 )
 OF_PROGRAMS = {"command"}  # groups of which nobody chooses an option: a program begins with its own
 # What YAML may name where, the modules to look in, and the arguments that the caller passes: the rest are settings.

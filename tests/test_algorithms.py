@@ -146,7 +146,7 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     said = Rollout(
         *(np.ones(shape, kind) for kind in (int, bool, bool)), np.full(shape, -1.0), np.ones(4), np.full(shape, -2.0)
     )
-    judged = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), metrics={})
+    judged = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), dropped=np.zeros(4, bool), metrics={})
     task = SimpleNamespace(
         judging=lambda group: SimpleNamespace(see=None, judged=lambda rollout: judged), prompts=lambda examples: None
     )

@@ -18,8 +18,10 @@ ROOMS = {  # library -> the one file that may import it
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
 MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
-    "rewards": set(),
-    "parallel": set(),
+    "rewards": {"rewards"},
+    "parallel": {"parallel"},
+    "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
+    "supervisor.py": {"parallel.distributed"},
     "algorithms": {"types", "algorithms"},
     "models": {"models", "parallel", "types"},
     "rollout": {"rollout", "models", "parallel", "types"},

@@ -12,6 +12,7 @@ from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings
+from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.config import (
     ConfigError,
@@ -27,6 +28,8 @@ from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import RULES, Rules
+from tunix_lite.parallel.place import Launch
+from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
@@ -43,6 +46,7 @@ KINDS = {
     "command/export": Export,
     "command/generate": Generate,
     "command/plan": PlanSettings,
+    "command/replay": Replay,
     "generation": Generation,
     "rollout": RolloutConfig,
     "sharding": Rules,
@@ -50,6 +54,8 @@ KINDS = {
     "optimizer": OptimizerConfig,
     "evaluation": Evaluation,
     "tracking": Tracking,
+    "rewards": Rewards,
+    "launch": Launch,
 }
 FILES = sorted(CONF.rglob("*.yaml"))
 
@@ -114,6 +120,7 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
     assert run.training == Training()
     assert run.evaluation == Evaluation()
     assert run.tracking == Tracking()
+    assert run.launch == Launch()
     assert run.task.source == Arithmetic()
     for name, kind in KINDS.items():
         if name.startswith("command/"):

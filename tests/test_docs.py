@@ -27,6 +27,7 @@ from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings, make_plans
+from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
 from tunix_lite.export import KINDS
 from tunix_lite.models import decoder, weights
@@ -51,10 +52,17 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanSettings}  # and their own settings
+PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanSettings, "replay": Replay}
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "HOSTS"}
+LAUNCHERS = {  # what starts a program several times, and its options
+    "tunix-lite launch": {"--nprocs", "--max-restarts", "--stall-timeout", "--grace"},
+    "python -m tunix_lite.launch": {"--nprocs", "--max-restarts", "--stall-timeout", "--grace"},
+    "torchrun": {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"},
+}
+SCRIPTS = ("sbatch", "bash", "kubectl apply -f")  # what runs a file of examples/launch
 MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
 ALLOWED = {
@@ -119,10 +127,12 @@ def with_the_example(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS, ids=[f"{p.stem}: {c}" for p, c in ALL_COMMANDS])
 def test_every_command_in_the_docs_can_be_given(page, command, with_the_example):
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("export "))
     given = dict(word.split("=", 1) for word in itertools.takewhile(lambda w: re.match(r"[A-Z_]+=", w), words))
     assert given.keys() <= VARIABLES, f"unknown variable in: {command}"
-    words = words[len(given) :]
+    words = without_launcher(words[len(given) :])
+    if not words and command.startswith("export "):
+        return
     overrides = of_a_run(words)
     asked = of_a_program(words) if overrides is None else None
     simulated = re.search(r"--xla_force_host_platform_device_count=(\d+)", given.get("XLA_FLAGS", ""))
@@ -146,6 +156,23 @@ def of_a_run(words: list[str]) -> list[str] | None:
     starts += [["python", str(script.relative_to(ROOT))] for script in (ROOT / "examples").glob("*.py")]
     start = next((s for s in starts if words[: len(s)] == s), None)
     return None if start is None else without_options(words[len(start) :], RUN_OPTIONS)
+
+
+def without_launcher(words: list[str]) -> list[str]:
+    """The command that a launcher, or a file of examples/launch, runs; others as they are."""
+    for launcher, options in LAUNCHERS.items():
+        start = launcher.split()
+        if words[: len(start)] == start:
+            flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
+            assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
+            rest = words[len(start) + len(flags) :]
+            return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
+    start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
+    if start is None:
+        return words
+    file, *settings = words[len(start) :]
+    assert (ROOT / file).parent == ROOT / "examples" / "launch" and (ROOT / file).is_file(), f"there is no {file}"
+    return ["python", "run_training.py", *settings]
 
 
 def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
@@ -252,7 +279,7 @@ def extras() -> set[str]:
 
 
 def test_every_program_can_be_checked():
-    assert COMMANDS.keys() == PROGRAMS.keys() | {"train"}
+    assert COMMANDS.keys() == PROGRAMS.keys() | {"train", "launch"}
 
 
 def test_a_sweep_is_split_into_its_runs():

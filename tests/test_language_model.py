@@ -149,7 +149,9 @@ def test_what_cannot_be_loaded(change, message):
 def test_a_run_does_not_go_on_with_adapters_of_another_scale(adapted):
     folder, _ = adapted
     run = compose([*TRAINING, *ADAPTERS, f"model.weights={TINY}", "training.max_steps=2", "model.lora.alpha=8"])
-    with pytest.raises(ConfigError, match=r"resume: model.lora.alpha=8.0, but the run in .* has 32.0"):
+    with pytest.raises(
+        ConfigError, match=r"resume: the run in .* has another model: model.lora.alpha: 8.0 here, 32.0 there"
+    ):
         train(run, folder)
     assert json.loads((folder / "model.json").read_text())["model"]["lora"]["alpha"] == 32.0
 

@@ -37,7 +37,7 @@ class EvenTask:
     def judged(self, rollout):
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rewards = np.array([np.mean(row[keep] % 2 == 0) for row, keep in zip(tokens, mask)])
-        return Judged([], [], rewards, rewards > 0, [], {})
+        return Judged([], [], rewards, rewards > 0, [], {}, np.zeros(len(rewards), bool))
 
 
 def run(fsdp: int, tp: int):

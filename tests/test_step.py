@@ -13,6 +13,7 @@ from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.micro_batches import Rows, summed
 from tunix_lite.models import decoder
 from tunix_lite.models.vocabulary import Scores
+from tunix_lite.optim import num_updates
 from tunix_lite.parallel.mesh import put
 from tunix_lite.policy import Policy, token_logprobs
 from tunix_lite.step import make_train_step
@@ -114,11 +115,11 @@ def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
     assert (np.asarray(slope)[end_tokens] != 0).all()
 
 
-def small_problem(max_grad_norm, steps=3):
+def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     """A policy of one vector, whose gradient is known: loss = - sum_v w_v logprob_v = - w . x."""
     zeros = jnp.zeros((1, 3))
     policy = Policy(generate=None, scores=lambda params, batch: Scores(params["x"][None] + zeros, zeros))
-    slope = np.array([30.0, -40.0, 0.0], np.float32)
+    slope = np.array(slope, np.float32)
     batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)
     from tunix_lite.algorithms.sft import SFT
@@ -140,6 +141,18 @@ def test_gradients_are_clipped_by_their_global_norm():
     np.testing.assert_allclose(state.params["x"], -0.1 * clipped / (np.abs(clipped) + 1.0), rtol=1e-5)
     loose, _ = small_problem(max_grad_norm=0.0)
     np.testing.assert_allclose(loose.params["x"], -0.1 * np.array([-30 / 31, 40 / 41, 0.0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong):
+    state, metrics = small_problem(max_grad_norm=1.0, slope=(30.0, wrong, 0.0))
+    np.testing.assert_array_equal(state.params["x"], np.zeros(3))
+    assert num_updates(state.opt_state) == 0 and int(state.step) == 1
+    for moment in jax.tree.leaves(state.opt_state):
+        np.testing.assert_array_equal(moment, np.zeros_like(moment))
+    assert metrics["train/skipped"] == 1 and metrics["train/update_norm"] == 0
+    state, metrics = small_problem(max_grad_norm=1.0)
+    assert metrics["train/skipped"] == 0 and num_updates(state.opt_state) == 1
 
 
 def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, rollout):

@@ -1,6 +1,8 @@
 """Data, prompts and rewards."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -260,15 +262,19 @@ def test_demonstrations_end_with_the_end_of_turn_and_count_only_the_completion(t
     assert (completion_mask <= token_mask).all() and not completion_mask[0, :32].any()
 
 
-def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
-    said = ["The answer is 3.", "The answer is 4."]
-    rows = [[0, *tokenizer.demonstration("x", text)] for text in said]
+def rollout_of(completions: list[list[int]]) -> Rollout:
+    """These tokens after a prompt of one; the first of them has ended by itself."""
+    rows = [[0, *tokens] for tokens in completions]
     width = max(map(len, rows))
     tokens = np.array([row + [0] * (width - len(row)) for row in rows])
     mask = np.array([[0 < i < len(row) for i in range(width)] for row in rows])
-    judged = task.judge(
-        [{"question": "1 + 2", "answer": "3"}] * 2, Rollout(tokens, mask, mask, None, np.array([1, 0]), None)
-    )
+    return Rollout(tokens, mask, mask, None, np.arange(len(rows)) == 0, None)
+
+
+def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
+    said = ["The answer is 3.", "The answer is 4."]
+    rollout = rollout_of([tokenizer.demonstration("x", text) for text in said])
+    judged = task.judge([{"question": "1 + 2", "answer": "3"}] * 2, rollout)
     short = 1 - 16 / 200
     np.testing.assert_allclose(judged.rewards, [1 + 0.5 * short, 0.5 * short])
     assert judged.completions == said and judged.extracted == ["3", "4"] and list(judged.correct) == [True, False]
@@ -281,6 +287,39 @@ def test_a_reward_that_is_no_number_is_an_error(tokenizer):
     rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1), None)
     with pytest.raises(ValueError, match="reward 'odd' is nan for the completion"):
         task.judge([{"question": "1", "answer": "1"}], rollout)
+
+
+def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
+    """Three of two processes: rows 0 and 2 here, row 1 there; what one cannot judge stops both with the same words."""
+
+    def judged_by_both(text_of_row_1: str) -> list:
+        said, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
+        examples = [{"question": "1 + 2", "answer": "3"}] * 3
+        rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", text_of_row_1, "4")])
+
+        def run(process: int):
+            def share(value):
+                said[process] = value
+                barrier.wait()
+                return list(said)
+
+            def seen(completion, example):
+                asked[process].append(completion)
+                return correct(completion, example) if completion != "bad" else float("nan")
+
+            config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
+            task = Task(config, tokenizer, 32, 48, process=process, num_processes=2, share=share)
+            try:
+                return task.judge(examples, rollout).rewards.tolist()
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [*pool.map(run, (0, 1)), asked]
+
+    assert judged_by_both("3") == [[1, 1, 0], [1, 1, 0], [["3", "4"], ["3"]]]
+    first, second, _ = judged_by_both("bad")
+    assert first == second and "reward 'seen' is nan" in first
 
 
 def test_two_bos_tokens_are_refused(tokenizer):

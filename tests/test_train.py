@@ -1,13 +1,22 @@
 """Whole runs, through the same door as everybody's: they learn, repeat, resume, and leave what they promise."""
 
 import json
+import os
+import signal
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 import pytest
 
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
+from tunix_lite.commands.replay import Replay, replay
+from tunix_lite.config import ConfigError, build
+from tunix_lite.language_model import run_settings
+from tunix_lite.models.source import Model
+from tunix_lite.optim import learning_rate_at
 from tunix_lite.tasks import task as task_module
 from tunix_lite.train import train
 
@@ -105,11 +114,109 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
 
 def test_a_run_that_diverges_stops_before_it_saves(tmp_path):
     wild = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
-    run = compose([*SHORT, *wild, "evaluation.num_examples=0", "training.save_interval_steps=1"])
-    with pytest.raises(FloatingPointError, match=r"step 2: .*nan.*learning rate that is too high"):
+    once = ["training.max_skipped_in_a_row=1", "training.save_interval_steps=1"]
+    run = compose([*SHORT, *wild, *once, "evaluation.num_examples=0"])
+    with pytest.raises(
+        FloatingPointError, match=r"step 2: .*nan; this update was not finite.*learning rate that is too"
+    ):
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     assert [row["step"] for row in lines(tmp_path)] == [1]
+
+
+@dataclass(frozen=True)
+class NotFinite(GRPO):
+    """GRPO whose batches of these rollouts, counted from 0, hold an advantage that is no number."""
+
+    rollouts: tuple[int, ...] = ()
+    seen: list = field(default_factory=list)
+
+    def collect(self, *arguments):
+        batch, *rest = super().collect(*arguments)
+        if len(self.seen) in self.rollouts:
+            advantages = np.array(batch.advantages)
+            advantages[0] = np.nan
+            batch = batch.replace(advantages=advantages)
+        self.seen.append(1)
+        return batch, *rest
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsys):
+    every = ["training.save_interval_steps=1", "training.keep_checkpoints=4", "evaluation.num_examples=0"]
+    run = compose([*SHORT, *every, "training.max_skipped_in_a_row=2"])
+    run = replace(run, algorithm=NotFinite(num_generations=4, rollouts=(1,)))
+    last = train(run, tmp_path)
+    rows = lines(tmp_path)
+    assert [row["train/skipped"] for row in rows] == [0, 1, 0, 0]
+    assert [
+        row["train/learning_rate"] == learning_rate_at(run.optimizer, 4, made) for row, made in zip(rows, (0, 1, 1, 2))
+    ]
+    assert np.isnan(np.load(tmp_path / "skipped" / "step_000002.npz")["advantages"]).any()
+    assert [file.name for file in (tmp_path / "skipped").iterdir()] == ["step_000002.npz"]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last.params)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    first, second, third = (checkpoints.restore_params(shapes, step)[1] for step in (1, 2, 3))
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    replay(replace(run, model=build(Model, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
+    said = capsys.readouterr().out
+    assert (
+        "step 2: 16 sequences, with the weights of step 2\nloss nan; of the 15 sequences whose loss is finite" in said
+    )
+    assert "sequence 0: not finite: advantages at " in said and "sequence 1" not in said
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(third)))
+
+
+@dataclass(frozen=True)
+class Interrupted(GRPO):
+    """GRPO during whose second rollout somebody wants the run to end."""
+
+    seen: list = field(default_factory=list)
+
+    def collect(self, *arguments):
+        self.seen.append(1)
+        if len(self.seen) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().collect(*arguments)
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_been(finished, tmp_path):
+    whole, wanted = finished
+    run = compose([*SHORT, "training.save_interval_steps=4"])
+    before = signal.getsignal(signal.SIGTERM)
+    train(replace(run, algorithm=Interrupted(num_generations=4)), tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["stopped"], status["steps"]) == ("stopped", "SIGTERM", 2)
+    assert f"hydra.run.dir={tmp_path} goes on" in (tmp_path / "train.log").read_text()
+    with pytest.raises(
+        ConfigError, match="resume: this is not the run in .*: algorithm._target_: '.*GRPO' here, '.*Interr"
+    ):
+        train(run, tmp_path)
+    got = train(compose([*SHORT, "training.save_interval_steps=4", "resume.force=true"]), tmp_path)
+    assert "not as in the run that it goes on from: algorithm._target_: " in (tmp_path / "train.log").read_text()
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(whole)]
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_only_says_that_it_is_done(tmp_path):
+    run = compose([*SHORT, "training.max_steps=1", "evaluation.num_examples=0", "training.save_interval_steps=1"])
+    first = train(run, tmp_path)
+    with pytest.raises(ConfigError, match="is at step 1 already"):
+        train(run, tmp_path)
+    status = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(status | {"status": "running"}))
+    jax.tree.map(np.testing.assert_array_equal, train(run, tmp_path), first)
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
+    assert [row["step"] for row in lines(tmp_path)] == [1]
+
+
+def test_a_run_stops_before_its_time_is_up(tmp_path):
+    train(compose([*SHORT, "training.max_minutes=1e-3", "evaluation.num_examples=0"]), tmp_path)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["stopped"], status["steps"]) == ("training.max_minutes", 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
 def test_sft_learns_its_demonstrations(tmp_path):

@@ -5,9 +5,11 @@ import sys
 
 COMMANDS = {
     "train": "train a model; takes the same overrides as run_training.py",
+    "launch": "start the processes of a run on this machine, and watch them",
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
     "plan": "what fits on which devices, there or not, and how fast it can be",
+    "replay": "why an update was skipped, sequence by sequence",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 

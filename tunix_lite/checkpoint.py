@@ -8,30 +8,46 @@ import orbax.checkpoint as ocp
 from tunix_lite.types import Params, TrainState
 
 
-class Checkpoints:
-    """The checkpoints of one run, `checkpoints/<step>/`, the newest `keep` of them."""
+def _accuracy(metrics: dict) -> float:
+    return metrics["accuracy"]
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+
+class Checkpoints:
+    """The checkpoints of one run, `checkpoints/<step>/`: the newest `keep`, and the `keep_best` that did best."""
+
+    def __init__(self, folder: str | Path, keep: int = 2, keep_best: int = 0):
         self.folder = Path(folder).absolute()
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self._opened = None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
+            policies = ocp.checkpoint_managers
+            best = policies.BestN(get_metric_fn=_accuracy, n=self._keep_best, keep_checkpoints_without_metrics=False)
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(self._keep), enable_async_checkpointing=True
+                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,  # of a run that was killed while it saved
             )
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, in order. Makes no folder."""
+        return sorted(self._manager.all_steps()) if self.folder.is_dir() else []
 
     def latest_step(self) -> int | None:
         """The step of the newest whole checkpoint, or None. Makes no folder."""
         return self._manager.latest_step() if self.folder.is_dir() else None
 
-    def save(self, state: TrainState) -> None:
-        """Copies the state off the devices and writes it in the background; the state may be donated afterwards."""
-        saved = self._manager.save(int(state.step), args=ocp.args.StandardSave(state))
+    def save(self, state: TrainState, accuracy: float | None = None) -> None:
+        """Copies the state off the devices and writes it in the background; the state may be donated afterwards.
+
+        accuracy: held-out, of this very state, if it was measured.
+        """
+        metrics = None if accuracy is None else {"accuracy": accuracy}
+        saved = self._manager.save(int(state.step), args=ocp.args.StandardSave(state), metrics=metrics)
         assert saved, f"orbax skipped step {int(state.step)}: {self.folder} holds a later one"
 
     def restore(self, like: TrainState) -> TrainState:
@@ -51,7 +67,7 @@ class Checkpoints:
         `like` are ShapeDtypeStructs that say shapes and places. Raises ValueError if there is no such checkpoint, or
         if it holds something else.
         """
-        steps = self._manager.all_steps() if self.folder.is_dir() else []
+        steps = self.steps()
         if not steps or step not in (None, *steps):
             there = f"; there is {', '.join(map(str, steps))}" if steps else ""
             raise ValueError(f"{self.folder} holds no checkpoint{'' if step is None else f' of step {step}'}{there}")

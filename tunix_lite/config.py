@@ -18,7 +18,9 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import Rules
+from tunix_lite.parallel.place import Launch
 from tunix_lite.policy import DTYPES
+from tunix_lite.rewards.pool import Rewards, check_portable
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import TaskConfig
 
@@ -56,6 +58,9 @@ class Training:
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
     save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
+    keep_best_checkpoints: int = 0  # and of those that stand at an evaluation the ones with the best held-out accuracy
+    max_minutes: float | None = None  # save and stop before the next step would end later; null: no limit
+    max_skipped_in_a_row: int = 3  # updates that are not finite, and are not made, until the run gives up
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -73,11 +78,15 @@ class Training:
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
                 "micro_batch_size or gradient_accumulation_steps"
             )
-        for name in ("max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every"):
+        counts = "max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every", "max_skipped_in_a_row"
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.save_interval_steps < 0:
-            raise ValueError(f"save_interval_steps={self.save_interval_steps} must not be negative")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ValueError(f"max_minutes={self.max_minutes} must be above 0, or null for no limit")
+        for name in ("save_interval_steps", "keep_best_checkpoints"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,14 @@ class Tracking:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
+
+    folder: str = "auto"  # auto: this run's folder if it holds a checkpoint; none; or another run's folder
+    force: bool = False  # go on although settings or weights are not those of the checkpoint's run
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on."""
 
@@ -119,18 +136,25 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: Evaluation = field(default_factory=Evaluation)
     tracking: Tracking = field(default_factory=Tracking)
+    rewards: Rewards = field(default_factory=Rewards)
+    launch: Launch = field(default_factory=Launch)
     project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
     seed: int = 0  # of the data order and of all sampling
-    resume: str = "auto"  # auto: from this run's folder if it holds a checkpoint; none; or another run's folder
+    resume: Resume = field(default_factory=Resume)
 
     def __post_init__(self):
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
+        if self.rewards.workers:
+            with at("task"):
+                check_portable(self.task.functions())
         if self.training.packing != "none" and self.model.lora.dropout:
             raise ValueError(
                 f"training.packing={self.training.packing} and model.lora.dropout={self.model.lora.dropout}: what is "
                 "dropped belongs to a sequence, and a packed row has several; one of the two has to go"
             )
+        if self.training.keep_best_checkpoints and not self.evaluation.num_examples:
+            raise ValueError("training.keep_best_checkpoints ranks by held-out accuracy; evaluation.num_examples is 0")
         every, updates = self.training.save_interval_steps, self.algorithm.updates_per_rollout
         if every % updates or self.training.max_steps % updates:
             raise ValueError(
@@ -183,6 +207,27 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     if kind is float and type(value) is float and not math.isfinite(value):
         raise ConfigError(f"{where}: expected a finite number, got {value}")
     return _a(kind, value, where)
+
+
+def plain(value: Any) -> Any:
+    """A setting as YAML would have it, classes and functions by their path: what `build` would make it of."""
+    if dataclasses.is_dataclass(value):
+        return {"_target_": _path(type(value))} | {
+            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
+    if isinstance(value, partial):
+        return {"_target_": _path(value.func)} | {name: plain(item) for name, item in value.keywords.items()}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return _path(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+
+
+def _path(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _a(kind: type, value: Any, where: str) -> Any:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from tunix_lite.config import at
+from tunix_lite.tasks.task import FAILED
 from tunix_lite.types import Metrics
 
 
@@ -10,10 +12,12 @@ def evaluate(policy, task, params, key, num_examples: int) -> Metrics:
     examples = task.held_out(num_examples)
     judging = task.judging(examples)
     rollout = policy.generate(params, task.prompts(examples), key, 1, temperature=0.0, on_finished=judging.see)
-    judged = judging.judged(rollout)
+    with at("evaluation"):
+        judged = judging.judged(rollout)
     return {
         "eval/accuracy": float(np.mean(judged.correct)),
-        "eval/reward": float(np.mean(judged.rewards)),
+        "eval/reward": judged.metrics["reward/mean"],
+        "eval/failed_rewards": sum(judged.metrics[name] for name in FAILED),
         "eval/mean_length": float(np.asarray(rollout.completion_mask).sum(axis=1).mean()),
         "eval/truncated": float(1 - np.asarray(rollout.finished).mean()),
     }

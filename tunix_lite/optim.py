@@ -119,6 +119,11 @@ def updated(optimizer: optax.GradientTransformation, grads, state: TrainState, s
     return *form.unflatten(rounded), optax.tree.norm(updates)
 
 
+def num_updates(opt_state) -> int:
+    """Updates that were made: those that were skipped (step.make_train_step) do not count."""
+    return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
+
+
 def is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 

@@ -12,11 +12,13 @@ from tunix_lite import __version__
 from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows, row_width
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, at
+from tunix_lite.fingerprint import check_same_run, fingerprint
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
 from tunix_lite.optim import describe
 from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
+from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
 from tunix_lite.rollout.settings import RolloutConfig
@@ -35,6 +37,7 @@ class Parts:
     attention: tuple[str, str]  # the implementation, and in words why
     task: Task
     resume_from: Path | None  # a folder with checkpoints
+    differs: str = ""  # from the run that made them, in words
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
 
@@ -43,7 +46,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at(""):  # the messages begin with the setting
         model = source.find(run.model)
     with at("model.mesh_shape"):
-        mesh = make_mesh(run.model.mesh_shape)
+        mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
         source.check_mesh(model, mesh)
     with at("generation"):
@@ -55,7 +58,8 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at("training"):
         attention = choose_attention(run, model, mesh, rows)
     lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
-    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts)
+    among = {"process": jax.process_index(), "num_processes": jax.process_count(), "share": from_all}
+    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts, **among)
     with at("hydra.run.dir"):
         run_dir.check()
     with at("task"):
@@ -66,11 +70,10 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
     resume_from = resume_from_folder(run, run_dir)
-    if resume_from is not None:
-        with at("resume"):
-            _check_same_model(source.settings_to_keep(run.model, model, run.seed)["model"], RunDir(resume_from.parent))
     with at(""):
-        return Parts(source.fetch(model), mesh, batch, rows, attention, task, resume_from)
+        model = source.fetch(model)
+    differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
+    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
@@ -108,7 +111,7 @@ def check_generation(run: RunConfig, model: Source) -> None:
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
-    resume, own = run.resume, Checkpoints(run_dir.checkpoints).latest_step() is not None
+    resume, own = run.resume.folder, Checkpoints(run_dir.checkpoints).latest_step() is not None
     with at("resume"):
         if own and resume != "auto":
             raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
@@ -119,18 +122,21 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
             raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
         if step % (updates := run.algorithm.updates_per_rollout):
             raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
-        if step >= run.training.max_steps:
+        last = run.training.max_steps
+        if step > last or (step == last and not (own and run_dir.says("running", "interrupted", "failed"))):
             raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
         return folder
 
 
-def _check_same_model(ours: dict, earlier: RunDir) -> None:
-    """Raises ValueError naming what differs: another base, or another scale of adapters, is another model."""
-    ours, theirs = json.loads(json.dumps(ours)), earlier.read_model()["model"]
-    for name in ("architecture", "lora"):
-        for key, value in ours[name].items():
-            if value != (there := (theirs.get(name) or {}).get(key)) and key != "dropout":
-                raise ValueError(f"model.{name}.{key}={value!r}, but the run in {earlier.path} has {there!r}")
+def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
+    """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError if it may not."""
+    with at("resume"):
+        if not earlier.fingerprint.is_file():
+            raise ValueError(
+                f"{earlier.path} has no {earlier.fingerprint.name}, so what made its checkpoints is not known"
+            )
+        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts)))
+        return check_same_run(ours, json.loads(earlier.fingerprint.read_text()), earlier.path, run.resume.force)
 
 
 def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:

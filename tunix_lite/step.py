@@ -25,6 +25,7 @@ def make_train_step(
 ):
     """train_step(state, frozen, batch) -> (state, metrics), compiled once.
 
+    An update whose loss or gradient is not finite is not made, on all devices alike: train/skipped is 1 then.
     The old state is donated: do not use it again. `frozen` is the base that `lora` adapts (None: all weights train);
     it stays. `batch` is in rows (micro_batches.Rows). `seed` is that of the adapters' dropout and of rounding. The
     gradient crosses the mesh once in `sync_every` micro-batches. `train_step.program(*args)` is what is compiled, for
@@ -46,10 +47,19 @@ def make_train_step(
         used, batch = batch.num_parts, batch.replace(num_parts=None)
         of_part = partial(gradient, state.params, frozen)
         grads, metrics = summed(of_part, (batch, keys_R), num_micro_batches, used, places, sync_every)
-        params, opt_state, size = updated(optimizer, grads, state, seed)
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-        metrics["train/grad_norm"] = optax.tree.norm(wide)
-        metrics["train/update_norm"] = size
+        norm = optax.tree.norm(wide)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
+        params, opt_state, size = updated(optimizer, grads, state, seed)
+        # Where a number is not finite nothing moves, not even the optimizer's moments; only the step is counted.
+        params, opt_state = jax.tree.map(
+            partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)
+        )
+        metrics |= {
+            "train/grad_norm": norm,
+            "train/update_norm": jnp.where(is_finite, size, 0.0),
+            "train/skipped": 1.0 - is_finite,
+        }
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     def program(*args):

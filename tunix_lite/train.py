@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax
@@ -12,11 +12,13 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.evaluate import evaluate
+from tunix_lite.fingerprint import fingerprint
 from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
-from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer
+from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
 from tunix_lite.parallel.mesh import put
+from tunix_lite.parallel.stopping import Stopping
 from tunix_lite.planning import report
 from tunix_lite.planning.case import chooses_micro_batch
 from tunix_lite.planning.profile import Profile
@@ -32,7 +34,7 @@ from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Metrics, Params, TrainState
+from tunix_lite.types import Batch, Metrics, Params, TrainState
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -41,16 +43,18 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     Raises ConfigError, before anything is written, if the settings cannot be right. What micro_batch_size=auto tries is
     in train.log, whether anything fits or not.
     """
-    run_dir = RunDir(Path(folder))
+    run_dir = RunDir(Path(folder), jax.process_index())
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     run_dir.make()
-    console = Console(run_dir.log, run.training.max_steps, run.training.log_interval_steps)
+    every, quiet = run.training.log_interval_steps, not run_dir.is_first
+    console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
     with contextlib.closing(console):
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
             run, train_step = fitting(run, parts.model, console.say)
             parts = rebatched(parts, run, train_step)
+        run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
         run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
         status = Status(run_dir, provenance(run, parts))
         console.panel(*panel(run, parts, run_dir))
@@ -64,7 +68,7 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
                 saved = f"what was saved is in {run_dir.checkpoints}"
                 console.say(f"{word} after step {status.steps}; {saved}", style="red")
             raise
-        status.write("completed")
+        status.write("stopped" if status.stopped else "completed")
         _say_goodbye(console, run_dir, status)
         return state
 
@@ -73,15 +77,20 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     """The loop: experience, update, and what people want to know about it. `closing` shuts what it opens."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
+    task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
     console.busy("loading the model…")
     state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
     if parts.resume_from is not None:
         state = _restore(parts.resume_from, state, console)
+        if parts.differs:
+            console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
     start = int(state.step)
     status.start(start)
-    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints)
-    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)]
-    trackers += [TensorBoard(run_dir.path, resume_at=start or None)] if run.tracking.tensorboard else []
+    stopping = closing.enter_context(Stopping(settings.max_minutes, console.say))  # until all is on disk
+    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
+    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)] if run_dir.is_first else []
+    if run.tracking.tensorboard and run_dir.is_first:
+        trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
         closing.callback(opened.close)
     trackers.append(console)
@@ -92,7 +101,8 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
     seed_key, seconds = jax.random.key(run.seed), Counter()
     policy = timed(policy, seconds)
-    profile = Profile(run_dir.path if settings.profile_communication else None, settings.max_steps - start)
+    profiled = settings.profile_communication and run_dir.is_first
+    profile = Profile(run_dir.path if profiled else None, settings.max_steps - start)
     closing.callback(profile.close)
     throughput = Throughput.on(parts.mesh, parts.model.cfg, source.num_adapters(parts.model))
 
@@ -109,12 +119,14 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     console.busy("compiling…")
     case = case_of(run, parts, rollout)
     plan = foresee(case, learning(case, policy, train_step, state, frozen))
-    report.write(plan, run_dir.path)
+    if run_dir.is_first:
+        report.write(plan, run_dir.path)
     console.say(in_short(plan))
     console.say(str(throughput))
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
 
+    skipped = 0  # in a row
     for step in range(start, settings.max_steps):
         began = time.perf_counter()
         seconds.clear()
@@ -133,12 +145,15 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
                 update = train_step.compiled(state, frozen, laid_out)  # here: compiling is not updating
                 if step == start:
                     profile.write_table(update, parts.mesh)
-            collected = time.perf_counter()
+            collected, made = time.perf_counter(), num_updates(state.opt_state)
             state, learned = jax.block_until_ready(update(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
-        if not np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all():
-            raise FloatingPointError(_diverged(step + 1, metrics))
-        metrics["train/learning_rate"] = learning_rate_at(run.optimizer, settings.max_steps, step)
+        skipped = skipped + 1 if metrics["train/skipped"] else 0
+        if skipped:
+            _keep_skipped(run_dir, console, step + 1, metrics, batch)
+        if skipped == settings.max_skipped_in_a_row:
+            raise FloatingPointError(_diverged(step + 1, skipped, metrics))
+        metrics["train/learning_rate"] = learning_rate_at(run.optimizer, settings.max_steps, made)
         metrics |= _timing(began, collected, time.perf_counter(), seconds)
         metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
 
@@ -148,9 +163,13 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         _log(trackers, done, metrics)
         if judged is not None and _is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
             _keep_samples(run, run_dir, console, done, judged)
-        if _is_due(done, settings.save_interval_steps, settings.max_steps):
-            checkpoints.save(state)
         status.steps = done
+        reason = stopping.reason() if done % algorithm.updates_per_rollout == 0 and done < settings.max_steps else None
+        if reason or _is_due(done, settings.save_interval_steps, settings.max_steps):
+            checkpoints.save(state, metrics.get("eval/accuracy"))
+        if reason:
+            status.stopped = reason
+            break
     return state
 
 
@@ -183,11 +202,23 @@ def initial_state(
 # ---- small print
 
 
-def _diverged(step: int, metrics: Metrics) -> str:
-    numbers = ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
+def _keep_skipped(run_dir: RunDir, console: Console, step: int, metrics: Metrics, batch: Batch) -> None:
+    """The batch of an update that was not made, for whoever looks for the reason."""
+    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    file = run_dir.write_skipped(step, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
+    console.say(f"step {step} skipped: {_numbers(metrics)}; its batch is in {file}", style="red")
+
+
+def _numbers(metrics: Metrics) -> str:
+    return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
+
+
+def _diverged(step: int, skipped: int, metrics: Metrics) -> str:
+    updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
     return (
-        f"step {step}: {numbers}. The update was not saved, so the newest checkpoint is good. A learning rate that is "
-        "too high is the usual cause; next a reward or a loss of your own that divides by zero"
+        f"step {step}: {_numbers(metrics)}; {updates} not finite. None was made, so the weights are those of the last "
+        "good one and so is the newest checkpoint. A learning rate that is too high is the usual cause; next a reward "
+        "or a loss of your own that divides by zero"
     )
 
 
@@ -217,12 +248,12 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
             "completion": text,
             "extracted": judged.extracted[i],
             "correct": bool(judged.correct[i]),
-            "reward": float(judged.rewards[i]),
+            "reward": None if judged.dropped[i] else float(judged.rewards[i]),
         }
         for i, text in enumerate(judged.completions)
     ]
     run_dir.write_samples(step, rows)
-    ranked = sorted(rows, key=lambda row: -row["reward"])
+    ranked = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
     places = np.linspace(0, len(ranked) - 1, min(run.tracking.samples_shown, len(ranked))).round().astype(int)
     console.samples(step, [ranked[i] for i in places])
 
@@ -245,3 +276,5 @@ def _say_goodbye(console: Console, run_dir: RunDir, status: Status) -> None:
         first, last = (status.eval[k]["accuracy"] for k in ("first", "last"))
         console.say(f"held-out accuracy {first:.1%} → {last:.1%}", style="bold green")
     console.say(f"{status.steps} steps in {minutes(status.seconds)}; everything is in {run_dir.path}")
+    if status.stopped:
+        console.say(f"stopped by {status.stopped}; the same command with hydra.run.dir={run_dir.path} goes on")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.kept import advantages_of_kept, agreeing, weights_of_kept
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch
 
@@ -66,18 +67,20 @@ class GRPO:
         rollout = policy.generate(params, prompts, key, self.num_generations, on_finished=judging.see)
         judged = judging.judged(rollout)
         rewards_PG = judged.rewards.reshape(-1, self.num_generations)
-        advantages_B1 = self.advantages(rewards_PG).reshape(-1, 1)
+        kept_B = ~judged.dropped
+        kept_PG = kept_B.reshape(rewards_PG.shape)
+        advantages_B1 = advantages_of_kept(self.advantages, rewards_PG, kept_PG).reshape(-1, 1)
         batch = Batch(
             tokens=rollout.tokens,
             token_mask=rollout.token_mask,
-            loss_weight=self.weighting(np.asarray(rollout.completion_mask)),
+            loss_weight=weights_of_kept(self.weighting, np.asarray(rollout.completion_mask), kept_B),
             advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
             old_logprobs=rollout.logprobs if self.old_logprobs == "sampled" else rollout.whole_logprobs,
         )
         if self.needs_reference:
             batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
-        agree_P = (rewards_PG == rewards_PG[:, :1]).all(axis=1)
-        metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": float(agree_P.mean())}
+        agree = float(agreeing(rewards_PG, kept_PG).mean())
+        metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": agree}
         return batch, metrics, judged
 
     def loss(self, logprobs_BT, batch: Batch):

@@ -40,12 +40,18 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
 
 def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> dict:
     """The settings as plain values; `of` are overrides that a program begins with. Raises ConfigError."""
+    overrides = in_full(overrides)
     search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
             return plain(hydra.compose("config", [*search, *of, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides, more_conf, of)) from error
+
+
+def in_full(words: list[str]) -> list[str]:
+    """The command line with what is short written out: resume=X is resume.folder=X."""
+    return ["resume.folder=" + word.removeprefix("resume=") if word.startswith("resume=") else word for word in words]
 
 
 def plain(settings: DictConfig) -> dict:
@@ -91,6 +97,7 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; of a sweep every run is checked first.
     """
     keep_freed_memory()
+    sys.argv[1:] = in_full(sys.argv[1:])
     _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")

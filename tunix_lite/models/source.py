@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
+SAMPLE = 1 << 16  # bytes of each end of a file of weights: its header, with names and shapes, and the last tensors
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,19 @@ def tables(source: Source) -> tuple[Any, Any]:
     if source.lora is None:
         return None, table
     return stored(table, source.lora.base), adapter_weights(table, source.lora)
+
+
+def stamp(source: Source) -> str:
+    """A few characters that tell these weights from others: of files, of their sizes and of what is at their ends."""
+    if source.folder is None:
+        return "random"
+    seen = hashlib.sha256()
+    for file in sorted(source.folder.glob("*.safetensors")):
+        with file.open("rb") as f:
+            seen.update(f"{file.name} {file.stat().st_size}".encode() + f.read(SAMPLE))
+            f.seek(max(0, file.stat().st_size - SAMPLE))
+            seen.update(f.read(SAMPLE))
+    return seen.hexdigest()[:16]
 
 
 def num_adapters(source: Source) -> int:

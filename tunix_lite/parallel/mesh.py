@@ -16,6 +16,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tunix_lite.parallel.distributed import nodes_of
+
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
 AXES = ("fsdp", "tp")
@@ -128,16 +130,33 @@ def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int) -> dict[str, int
     return resolved
 
 
-def make_mesh(mesh_shape: MeshShape, devices=None) -> Mesh:
-    """The mesh over all devices (or those given). Its axes are Auto: the compiler places what we do not."""
+def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False) -> Mesh:
+    """The mesh over all devices (or those given). Its axes are Auto: the compiler places what we do not.
+
+    Over several nodes, tp lies inside each of them, and only fsdp crosses. Raises ValueError where that cannot be.
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = tuple(resolve_mesh_shape(mesh_shape, len(devices)).values())
-    types = (AxisType.Auto,) * len(AXES)
+    tp = resolve_mesh_shape(mesh_shape, len(devices))["tp"]
+    nodes = nodes_of(devices)
+    sizes = [len(node) for node in nodes]
+    if any(size % tp for size in sizes):
+        if not tp_across_nodes:
+            fits = ", ".join(str(n) for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes))
+            raise ValueError(
+                f"tp={tp} would cross the network between {len(nodes)} nodes with {min(sizes)} devices each, in every "
+                f"layer; tp could be {fits}, and launch.tp_across_nodes=true does it all the same"
+            )
+        nodes = [[device for node in nodes for device in node]]
+    laid_out = [_laid_out((len(node) // tp, tp), node) for node in nodes]
+    return Mesh(np.concatenate(laid_out), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _laid_out(sizes: tuple[int, int], devices: list) -> np.ndarray:
+    """The devices of one node, as [fsdp, tp], neighbours on its own network side by side."""
     try:
-        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+        return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices).devices
     except NotImplementedError:  # a large TPU slice, whose torus these sizes do not follow: then an axis may be split
-        split = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return Mesh(split, AXES, axis_types=types)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=None) -> P:
@@ -234,9 +253,12 @@ def gathered(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
 
 
 def put(x, *axes: str) -> jax.Array:
-    """A host array, placed on the current mesh."""
+    """A host array, the same on all processes, placed on the current mesh."""
     x = np.asarray(x)
-    return jax.device_put(x, sharding(axes, x.shape))
+    place = sharding(axes, x.shape)
+    if jax.process_count() > 1:  # device_put would compare it across processes, each time
+        return jax.make_array_from_callback(x.shape, place, lambda part: x[part])
+    return jax.device_put(x, place)
 
 
 def current_mesh() -> Mesh:

@@ -1,10 +1,13 @@
 """A task: where examples come from, how they are asked, how they are judged."""
 
+import contextlib
 import inspect
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -12,6 +15,8 @@ import numpy as np
 
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
+from tunix_lite.rewards.pool import Outcome, Pool, Rewards
+from tunix_lite.rewards.worker import number, text
 from tunix_lite.tasks.sources import batch_at, fitting_batch_at
 from tunix_lite.types import Metrics, Prompts, Rollout
 
@@ -48,6 +53,28 @@ class TaskConfig:
                 given = "(completion, example)" if len(arguments) == 2 else "(completion)"
                 raise ValueError(f"{name} is called with {given} and its settings: {error}") from error
 
+    def functions(self) -> dict[str, Callable]:
+        """All that is asked about a completion, as (completion, example) -> plain value, by the name in messages."""
+        asked = {_of(name): partial(number, reward.fn) for name, reward in self.rewards.items()}
+        if self.correct_is == "correct":
+            asked["correct"] = partial(number, self.correct)
+        return asked | {"extract": partial(text, self.extract)}
+
+    @property
+    def correct_is(self) -> str:
+        """Which of the functions says what is right: often it is a reward, and is not called a second time."""
+        same = (_of(name) for name, reward in self.rewards.items() if _bound(reward.fn) == _bound(self.correct))
+        return next(same, "correct")
+
+
+def _of(name: str) -> str:
+    return f"reward {name!r}"
+
+
+def _bound(fn: Callable) -> tuple:
+    """What makes two functions the same one: bound settings, too."""
+    return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -55,10 +82,11 @@ class Judged:
 
     prompts: list[str]  # the user's messages
     completions: list[str]
-    rewards: np.ndarray  # [B] float64, the weighted sum
+    rewards: np.ndarray  # [B] float64, the weighted sum; nan where dropped
     correct: np.ndarray  # [B] bool
     extracted: list[str | None]
     metrics: Metrics
+    dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,17 @@ class Task:
     max_prompt_length: int
     max_new_tokens: int
     long_prompts: str = "error"  # a longer prompt: error; truncate: keep its last tokens; drop: take another example
+    pool: Pool | None = None  # where rewards are called; None: where they are asked for
+    say: Callable[[str], None] | None = None  # is told of rewards that fail; None: only their counts tell
+    process: int = 0  # of several processes each judges every so many-th completion, and all hear what was found
+    num_processes: int = 1
+    share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
+
+    @contextlib.contextmanager
+    def with_workers(self, settings: Rewards, say: Callable[[str], None]) -> Iterator["Task"]:
+        """The task whose rewards run as `settings` say; they start to start now, and are gone at the end."""
+        with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
+            yield replace(self, pool=pool, say=say)
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Training examples number `step`, and how many were dropped on the way to them."""
@@ -169,41 +208,45 @@ class Task:
 
 
 class Judging:
-    """Verdicts that are reached one by one. Rewards run where `see` is called, so they need not be thread-safe."""
+    """Verdicts that are reached one by one, while others are still drawn."""
 
     def __init__(self, task: Task, examples: list[dict]):
         self.task, self.examples = task, examples
-        self.seen: dict[int, tuple[str, dict[str, float], bool]] = {}  # row -> text, rewards, whether it is right
-        self.seconds = 0.0
+        self.pool = task.pool or Pool(task.config.functions(), Rewards(workers=0))
+        self.seen: dict[int, tuple[str, Future | None]] = {}  # row -> text, what is found about it; None: elsewhere
+        self.seconds = 0.0  # that the run waited
 
     def see(self, row: int, tokens) -> None:
-        """Judges a completion that has ended."""
+        """Has a completion judged that has ended."""
         began = time.perf_counter()
-        config, example = self.task.config, self.examples[row]
-        text = self.task.tokenizer.decode(tokens)
-        rewards = {name: float(reward.fn(text, example)) for name, reward in config.rewards.items()}
-        for name, value in rewards.items():
-            if not math.isfinite(value):
-                raise ValueError(f"reward {name!r} is {value} for the completion {text!r}")
-        self.seen[row] = text, rewards, config.correct(text, example) > 0
+        completion = self.task.tokenizer.decode(tokens)
+        is_ours = row % self.task.num_processes == self.task.process
+        self.seen[row] = completion, self.pool.submit(completion, self.examples[row]) if is_ours else None
         self.seconds += time.perf_counter() - began
 
     def judged(self, rollout: Rollout) -> Judged:
-        """All of them, those included that `see` was not called for."""
+        """All of them, those included that `see` was not called for. Raises ValueError if rewards.on_error says so."""
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
-        for row in range(len(self.examples)):
+        rows = range(len(self.examples))
+        for row in rows:
             if row not in self.seen:
                 self.see(row, tokens[row][mask[row]])
-        completions, rewards, right = zip(*(self.seen[row] for row in range(len(self.examples))))
+        began = time.perf_counter()
+        completions, futures = zip(*(self.seen[row] for row in rows))
+        found = self._found(futures)
+        self.seconds += time.perf_counter() - began
         config = self.task.config
-        each = {name: np.array([values[name] for values in rewards]) for name in config.rewards}
+        counts, dropped_B = self._failures(completions, found)
+        each = {name: _values(found, _of(name)) for name in config.rewards}
         total_B = sum(config.rewards[name].weight * values for name, values in each.items())
-        lengths_B = mask.sum(axis=1)
+        right_B = _values(found, config.correct_is) > 0
+        lengths_B, kept = mask.sum(axis=1), ~dropped_B
         metrics = {
-            "reward/mean": float(total_B.mean()),
-            "reward/std": float(total_B.std()),
-            **{f"reward/{name}": float(values.mean()) for name, values in each.items()},
-            "completions/correct": float(np.mean(right)),
+            "reward/mean": float(total_B[kept].mean()),
+            "reward/std": float(total_B[kept].std()),
+            **{f"reward/{name}": float(values[kept].mean()) for name, values in each.items()},
+            **counts,
+            "completions/correct": float(np.mean(right_B)),
             "completions/mean_length": float(lengths_B.mean()),
             "completions/max_length": int(lengths_B.max()),
             "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
@@ -213,5 +256,60 @@ class Judging:
             full_B = np.asarray(rollout.token_mask)[:, 0]  # only a prompt that fills its row can have been cut
             metrics["prompts/truncated"] = self.task.truncated([e for e, full in zip(self.examples, full_B) if full])
         asked = [self.task.ask(example) for example in self.examples]
-        extracted = [config.extract(text) for text in completions]
-        return Judged(asked, list(completions), total_B, np.array(right), extracted, metrics)
+        extracted = [None if failed else said for failed, said in (one["extract"] for one in found)]
+        rewards_B = np.where(dropped_B, np.nan, total_B)  # whoever forgets to leave it out will notice
+        return Judged(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
+
+    def _found(self, futures: tuple[Future | None, ...]) -> list[dict[str, Outcome]]:
+        """What was found about each completion, by whichever process. Raises ValueError on all if one of them does."""
+        try:
+            own, error = _results(tuple(future for future in futures if future is not None)), None
+        except ValueError as failed:
+            own, error = [], str(failed)
+        everyone = self.task.share([own, error])
+        if errors := [error for _, error in everyone if error is not None]:
+            raise ValueError(errors[0])
+        count = len(everyone)
+        return [everyone[row % count][0][row // count] for row in range(len(futures))]
+
+    def _failures(self, completions, found: list[dict[str, Outcome]]) -> tuple[Metrics, np.ndarray]:
+        """How many calls failed in which way, said once if any did; and which completions are dropped for it, [B]."""
+        names = [_of(name) for name in self.task.config.rewards if self.pool.settings.on_error == "drop"]
+        dropped_B = np.array([any(one[name][0] for name in names) for one in found])
+        kinds = Counter(kind for one in found for kind, _ in one.values())
+        counts = {metric: kinds[kind] for metric, kind in FAILED.items()} | {"rewards/dropped": int(dropped_B.sum())}
+        if not any(counts.values()):
+            return counts, dropped_B
+        first = next(
+            self.pool.in_words(name, outcome, completion)
+            for completion, one in zip(completions, found)
+            for name, outcome in one.items()
+            if outcome[0]
+        )
+        if dropped_B.all():
+            raise ValueError(f"all {len(found)} completions were dropped; the first: {first}")
+        if self.task.say is not None:
+            seen = ", ".join(f"{metric.removeprefix('rewards/')} {count}" for metric, count in counts.items() if count)
+            self.task.say(f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}")
+        return counts, dropped_B
+
+
+FAILED = {  # a metric -> the kind of failure of which it counts the calls
+    "rewards/errors": "error",
+    "rewards/timeouts": "timeout",
+    "rewards/crashes": "crash",
+    "rewards/not_numbers": "not_number",
+}
+
+
+def _results(futures: tuple[Future, ...]) -> list[dict[str, Outcome]]:
+    """In the order of rows, whatever that of the workers is. Raises what one of them raises, without the others."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in (future for future in futures if future in done):
+        future.result()
+    return [future.result() for future in futures]
+
+
+def _values(found: list[dict[str, Outcome]], name: str) -> np.ndarray:
+    """What a function says of each completion, [B]; 0 where it failed."""
+    return np.array([0.0 if failed else value for failed, value in (one[name] for one in found)])

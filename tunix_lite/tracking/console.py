@@ -3,6 +3,7 @@
 Everything said also goes to train.log as plain text. Model output is never read as markup.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,9 @@ from tunix_lite.types import Metrics
 class Console:
     """The voice of one run."""
 
-    def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None):
+    def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
+        """quiet: says nothing on the screen, as of several processes all but the first."""
+        stream = open(os.devnull, "w") if quiet else stream  # open as long as the console
         self._terminal = rich.console.Console(file=stream or sys.stdout, highlight=False)
         self._log = log_file.open("a")
         self._live = None

@@ -6,18 +6,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class RunDir:
-    """outputs/<project_name>/<date>/<time>/ and the names of what is in it."""
+    """outputs/<project_name>/<date>/<time>/ and the names of what is in it.
+
+    Of several processes each has a log of its own; everything else is written by the first, and by no other.
+    """
 
     MODEL = "model.json"  # the model's settings: what generate, chat and export read
 
     path: Path
+    process: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.process == 0
 
     @property
     def log(self) -> Path:
-        return self.path / "train.log"
+        return self.path / ("train.log" if self.is_first else f"train.p{self.process}.log")
 
     @property
     def metrics(self) -> Path:
@@ -26,6 +36,17 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def fingerprint(self) -> Path:
+        return self.path / "fingerprint.json"
+
+    def skipped(self, step: int) -> Path:
+        return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
         """Raises ValueError if the folder could not be made or written."""
@@ -40,7 +61,7 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         whole = self.path.resolve()  # of outputs/latest, the folder that it points to
         outputs = next((p for p in whole.parents if p.name == "outputs"), None)
-        if outputs is not None:
+        if outputs is not None and self.is_first:
             fresh = outputs / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(whole.relative_to(outputs), target_is_directory=True)
@@ -48,7 +69,14 @@ class RunDir:
 
     def write_model(self, settings: dict) -> None:
         """model.json: what `read_model` gives back."""
-        (self.path / self.MODEL).write_text(json.dumps(settings, indent=2) + "\n")
+        self.write_json(self.path / self.MODEL, settings)
+
+    def write_json(self, file: Path, values: dict) -> None:
+        """Replaces the file as a whole: a reader never sees half of it."""
+        if self.is_first:
+            fresh = file.with_suffix(".json.tmp")
+            fresh.write_text(json.dumps(values, indent=2) + "\n")
+            fresh.replace(file)
 
     def read_model(self) -> dict:
         """The `model` settings of the run and its seed. Raises ValueError if there are none."""
@@ -61,8 +89,25 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be read ({error!r})") from error
 
+    def write_skipped(self, step: int, arrays: dict) -> Path:
+        """skipped/step_000010.npz: the batch of an update that was not finite, [B, T] each, by name."""
+        file = self.skipped(step)
+        if self.is_first:
+            file.parent.mkdir(exist_ok=True)
+            np.savez_compressed(file, **arrays)
+        return file
+
+    def says(self, *words: str) -> bool:
+        """Whether status.json has one of these words: `running` of a run that was killed."""
+        try:
+            return json.loads(self.status.read_text())["status"] in words
+        except (FileNotFoundError, json.JSONDecodeError, KeyError):
+            return False
+
     def write_samples(self, step: int, rows: list[dict]) -> None:
         """samples/step_000010.jsonl: one completion a line."""
+        if not self.is_first:
+            return
         (self.path / "samples").mkdir(exist_ok=True)
         file = self.path / "samples" / f"step_{step:06d}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -73,12 +118,13 @@ class Status:
 
     def __init__(self, run_dir: RunDir, about: dict):
         """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
-        self._file, self._about, self._began = run_dir.path / "status.json", about, time.perf_counter()
+        self._run_dir, self._about, self._began = run_dir, about, time.perf_counter()
         try:
-            earlier = json.loads(self._file.read_text())
+            earlier = json.loads(run_dir.status.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # no run was here, or a full disk left half a file
             earlier = {}
         self.steps, self.eval, self.started = 0, earlier.get("eval", {}), False
+        self.stopped: str | None = None  # what made it end before its last step, with a checkpoint
         self._seconds_before = earlier.get("seconds", 0.0)
 
     @property
@@ -99,8 +145,6 @@ class Status:
         self.eval["last"] = {"accuracy": accuracy}
 
     def write(self, word: str, **more) -> None:
-        """Replaces the file as a whole: a reader never sees half of it."""
+        more |= {"stopped": self.stopped} if self.stopped else {}
         status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
-        fresh = self._file.with_suffix(".json.tmp")
-        fresh.write_text(json.dumps({**status, **more, **self._about}, indent=2) + "\n")
-        fresh.replace(self._file)
+        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self._about})

@@ -1,6 +1,7 @@
 """Where the numbers of a run go. A tracker is anything with `log(step, metrics)` and `close()`."""
 
 import json
+import math
 import numbers
 from pathlib import Path
 from typing import Protocol
@@ -29,11 +30,17 @@ class JsonLines:
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._file.write(json.dumps({"step": step, **dict(sorted(metrics.items()))}) + "\n")
+        """Numbers that are not finite become null, which is all that JSON has for them."""
+        said = {name: None if _is_not_finite(value) else value for name, value in sorted(metrics.items())}
+        self._file.write(json.dumps({"step": step, **said}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_not_finite(value) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _step_of(line: str) -> float:

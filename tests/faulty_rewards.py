@@ -1,0 +1,121 @@
+"""Reward functions that fail, each where its completion says so. A worker imports this, so it imports little."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+
+FAILS = {
+    "raise": lambda: {}["missing"],
+    "two lines": lambda: exec("raise ValueError('one\\ntwo')"),
+    "deep": lambda: (lambda f: f(f))(lambda f: f(f)),
+    "memory": lambda: bytearray(1 << 60),
+    "exit": lambda: sys.exit(3),
+    "loop": lambda: spin(),
+    "sleep": lambda: time.sleep(3600),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "null": lambda: ctypes.string_at(0),
+    "leave": lambda: os._exit(3),
+    "interrupt": lambda: interrupt(),
+    "no pipes": lambda: (os.closerange(3, 256), time.sleep(3600)),
+    "text": lambda: "0.5",
+    "none": lambda: None,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("-inf"),
+    "huge": lambda: 10**400,
+    "complex": lambda: 1j,
+    "several": lambda: numpy().array([1.0, 2.0]),
+    "numpy": lambda: numpy().float32(0.5),
+    "true": lambda: True,
+    "numpy true": lambda: numpy().bool_(True),
+    "int": lambda: 2,
+    "print": lambda: print("x" * 1_000_000) or 1.0,
+    "thread": lambda: threading.Thread(target=spin, daemon=True).start() or 1.0,
+    "stubborn thread": lambda: threading.Thread(target=time.sleep, args=(3600,)).start() or 1.0,
+    "process": lambda: os.getpid(),
+    "fork": lambda: fork(),
+}
+KINDS = {  # what becomes of them; of the others there is nothing to say
+    "error": ("raise", "two lines", "deep", "memory", "exit"),
+    "timeout": ("loop", "sleep", "stop"),
+    "crash": ("segfault", "null", "leave", "interrupt", "no pipes"),
+    "not_number": ("text", "none", "nan", "inf", "huge", "complex", "several"),
+}
+
+
+def numpy():
+    """Imported by those that need it: a worker that is replaced a lot should start fast."""
+    import numpy
+
+    return numpy
+
+
+def spin():
+    while True:
+        pass
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def fork():
+    """Leaves a process behind that holds the pipes open, and ends."""
+    if os.fork() == 0:
+        time.sleep(3600)
+    os._exit(5)
+
+
+def faulty(completion: str, example: dict) -> float:
+    """What FAILS says of the completion; else its length."""
+    return FAILS[completion]() if completion in FAILS else float(len(completion))
+
+
+def length(completion: str, example: dict, times: float = 1.0) -> float:
+    return times * len(completion)
+
+
+def shown(completion: str) -> str:
+    return FAILS[completion[1:]]() if completion.startswith("!") else completion.upper()
+
+
+def imported(name: str, completion: str, example: dict) -> bool:
+    return name in sys.modules
+
+
+def variable(name: str, completion: str, example: dict) -> str:
+    return os.environ[name]
+
+
+def slowly(completion: str, example: dict) -> float:
+    """Late where the example says so, so that later ones are done before."""
+    time.sleep(example["seconds"])
+    return float(len(completion))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A reward with settings of its own."""
+
+    by: float
+
+    def __call__(self, completion: str, example: dict) -> float:
+        return self.by * len(completion)
+
+
+nameless, bound_nameless = (lambda completion, example: 1.0), partial(lambda completion, example: 1.0)
+
+
+class Locked:
+    """An instance that cannot be pickled."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, completion, example):
+        return 1.0

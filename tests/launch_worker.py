@@ -1,0 +1,58 @@
+"""What each process of test_distributed.py does: joins the others, and then what its first argument says."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from tunix_lite.parallel import distributed
+from tunix_lite.parallel.agreement import about
+from tunix_lite.parallel.place import Launch
+
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+devices = 2 if what != "uneven" else 1 + rank
+is_first_try = not os.path.exists("tried")
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}  # before jax
+
+
+def join():
+    launch = Launch(timeout=30, expect_devices=16 if what == "more" else None)
+    try:
+        return distributed.initialise(launch, os.environ, about({"seed": 0}, f"folder{rank}"))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+with distributed.leaving(), distributed.noticing_lost_peers():
+    joined = join()
+    assert distributed.initialise(Launch(), {}, None) is joined  # once
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    place, agreed = joined
+    total = int(multihost_utils.process_allgather(np.int32(place.process_id + 1)).sum())
+    print(
+        json.dumps([place.process_id, jax.device_count(), jax.local_device_count(), total, agreed.folder]), flush=True
+    )
+    if what == "weights":
+        for values, error in (({"weights": "same"}, None), ({"weights": f"of {rank}"}, None), ({}, ["no", None][rank])):
+            try:
+                distributed.agree(values, error)
+            except ValueError as problem:
+                print(problem, flush=True)
+    if what == "killed":
+        while is_first_try:
+            if rank == 1:
+                open("tried", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            multihost_utils.process_allgather(np.int32(1))
+    if what == "stopped":
+        while True:
+            distributed.beat("step 3")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            multihost_utils.process_allgather(np.int32(1))
+            time.sleep(0.05)

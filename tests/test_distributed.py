@@ -1,0 +1,503 @@
+"""Who a process is, how processes meet, and what is said when they cannot be one run."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from processes import free_port
+
+from tunix_lite.parallel import agreement, distributed, mesh
+from tunix_lite.parallel.agreement import About, disagreement, flat
+from tunix_lite.parallel.meeting import meet
+from tunix_lite.parallel.place import Launch, Place, find_place, tasks_per_node
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "gpu[007-009,012],login1",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
+XPK = {"JAX_COORDINATOR_ADDRESS": "job-0.job", "JAX_COORDINATOR_PORT": "1234", "NNODES": "2", "NODE_RANK": "1"}
+
+
+# ---- who a process is
+
+
+MASTER = "MASTER_ADDR and MASTER_PORT"
+
+
+@pytest.mark.parametrize(
+    "settings, environ, place",
+    [
+        ({}, {}, Place()),
+        ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, Place()),
+        ({}, {"WORLD_SIZE": "1", "RANK": "0"}, Place(source="WORLD_SIZE=1")),
+        ({}, TORCHRUN, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
+        ({}, TORCHRUN | LOCAL, Place(5, 8, "10.0.0.1:29500", 1, 4, MASTER)),
+        ({}, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
+        (  # its agent listens on MASTER_PORT
+            {},
+            TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"},
+            Place(5, 8, "10.0.0.1:29501", 1, 4, f"{MASTER} + 1, torchrun having the port itself"),
+        ),
+        # explicit settings come first, and whatever is not theirs is not looked at
+        (
+            {"coordinator": "a:1", "num_processes": 3, "process_id": 2},
+            TORCHRUN | LOCAL,
+            Place(2, 3, "a:1", source="launch.coordinator"),
+        ),
+        (
+            {"coordinator": "[::1]:80", "num_processes": 2, "process_id": 0},
+            {},
+            Place(0, 2, "[::1]:80", source="launch.coordinator"),
+        ),
+        ({"num_processes": 1}, TORCHRUN, Place(source="launch.num_processes")),
+        ({"coordinator": "auto"}, TORCHRUN, Place(source="launch.coordinator=auto", asks_jax=True)),
+        # xpk and MaxText
+        ({}, XPK, Place(1, 2, "job-0.job:1234", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT")),
+        (
+            {},
+            {"JAX_COORDINATOR_IP": "10.0.0.3", "JAX_COORDINATOR_PORT": "777", "NNODES": "4", "NODE_RANK": "0"},
+            Place(0, 4, "10.0.0.3:777", source="JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT"),
+        ),
+        (
+            {},
+            {
+                "JAX_COORDINATOR_ADDRESS": "a:80",
+                "JAX_PROCESS_COUNT": "8",
+                "JOB_INDEX": "1",
+                "PROCESSES_IN_JOB": "4",
+                "JOB_COMPLETION_INDEX": "3",
+            },
+            Place(7, 8, "a:80", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
+        ),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:80"}, Place()),
+        ({}, TORCHRUN | XPK, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
+        # Slurm: the first host of the list, and a port from the job, as jax has it
+        ({}, SLURM, Place(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun")),
+        ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place(source="srun")),
+        ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, Place()),  # not inside srun
+        (
+            {},
+            SLURM | {"MASTER_ADDR": "gpu1", "MASTER_PORT": "99", "WORLD_SIZE": "8"},
+            Place(5, 8, "gpu1:99", 1, 2, "srun"),
+        ),
+        # what only jax knows
+        (
+            {},
+            {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},
+            Place(source="TPU_WORKER_HOSTNAMES", asks_jax=True),
+        ),
+        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, Place()),
+        (
+            {},
+            {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"},
+            Place(source="Open MPI", asks_jax=True),
+        ),
+        ({}, {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "1"}, Place()),
+    ],
+)
+def test_a_process_finds_its_place(settings, environ, place):
+    assert find_place(Launch(**settings), environ) == place
+
+
+ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 to N-1 belong together"
+
+
+@pytest.mark.parametrize(
+    "settings, environ, message",
+    [
+        ({"coordinator": "a:1"}, {}, f"launch.num_processes is missing: {ALL_THREE}"),
+        ({"coordinator": "a:1", "num_processes": 2}, {}, f"launch.process_id is missing: {ALL_THREE}"),
+        ({"process_id": 0, "num_processes": 2}, {}, f"launch.coordinator is missing: {ALL_THREE}"),
+        (
+            {"coordinator": "a", "num_processes": 2, "process_id": 0},
+            {},
+            "launch.coordinator='a': it is HOST:PORT, for example 192.168.1.10:29500",
+        ),
+        (
+            {"coordinator": "a:b", "num_processes": 2, "process_id": 0},
+            {},
+            "launch.coordinator='b' is not a port: it is a number from 1 to 65535, for example 29500",
+        ),
+        (
+            {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
+            {},
+            "launch.process_id=2, but launch.num_processes=2: processes count from 0 to 1",
+        ),
+        ({}, TORCHRUN | {"RANK": "8"}, "RANK=8, but WORLD_SIZE=8: processes count from 0 to 7"),
+        ({}, TORCHRUN | {"RANK": "one"}, "RANK='one': it is a whole number"),
+        (
+            {},
+            TORCHRUN | {"MASTER_PORT": "70000"},
+            "MASTER_PORT='70000' is not a port: it is a number from 1 to 65535, for example 29500",
+        ),
+        (
+            {},
+            {"WORLD_SIZE": "8", "RANK": "0"},
+            "WORLD_SIZE=8, but MASTER_ADDR is not set: it is the address of process 0",
+        ),
+        (
+            {},
+            {"WORLD_SIZE": "8", "MASTER_ADDR": "a"},
+            "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0",
+        ),
+        ({}, XPK | {"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2: processes count from 0 to 1"),
+        ({}, {k: v for k, v in XPK.items() if k != "NODE_RANK"}, "NODE_RANK is not set"),
+    ],
+)
+def test_what_contradicts_itself_is_named(settings, environ, message):
+    with pytest.raises(ValueError) as caught:
+        find_place(Launch(**settings), environ)
+    assert str(caught.value) == message
+
+
+def test_tasks_of_nodes_are_read_as_slurm_writes_them():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("4") == [4]
+
+
+def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
+    shares = Place(5, 8, "a:1", 1, 4)
+    assert distributed.local_devices(shares, {}) == [1]
+    assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == [1]
+    assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # srun --gpus-per-task=1
+    assert distributed.local_devices(Place(1, 2, "a:1"), {}) is None
+
+
+# ---- who differs
+
+
+def said(*values: dict) -> dict:
+    return {p: (f"process {p}", own) for p, own in enumerate(values)}
+
+
+def test_the_odd_one_out_is_named_and_of_two_it_is_not_process_0():
+    same = {"jax": "1", "seed": "0"}
+    assert disagreement(said(same, same, same)) is None
+    assert disagreement(said(same, same, same | {"jax": "2"})) == "process 2 has jax=2, the others 1"
+    assert disagreement(said(same | {"jax": "2"}, same, same)) == "process 0 has jax=2, the others 1"
+    assert disagreement(said(same, same | {"seed": "7"})) == "process 1 has seed=7, the others 0"
+    odd = same | {"jax": "2", "seed": "3"}
+    assert disagreement(said(same, odd, same, odd)) == (
+        "process 1 and process 3 have jax=2, the others 1; process 1 and process 3 have seed=3, the others 0"
+    )
+    assert disagreement(said(same, {"jax": "1"})) is None  # what one does not say is no difference
+
+
+def test_paths_that_belong_to_a_machine_are_compared_by_their_end():
+    one = flat({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
+    assert one == {"model.weights": "gemma", "seed": "1"}
+
+
+# ---- nodes
+
+
+def device(process: int, platform: str = "gpu", **more) -> SimpleNamespace:
+    return SimpleNamespace(process_index=process, platform=platform, **more)
+
+
+def test_processes_of_one_machine_are_one_node(monkeypatch):
+    monkeypatch.setattr(distributed, "hosts", lambda: ["a", "a", "b", "b"])
+    devices = [device(p) for p in (0, 2, 1, 3)]
+    assert distributed.nodes_of(devices) == [[devices[0], devices[2]], [devices[1], devices[3]]]
+    monkeypatch.setattr(distributed, "hosts", lambda: ["a"])
+    assert distributed.nodes_of(devices[:1]) == [devices[:1]]
+
+
+def test_a_slice_of_tpus_is_one_node_though_it_has_many_hosts(monkeypatch):
+    monkeypatch.setattr(distributed, "hosts", lambda: ["a", "b", "c", "d"])
+    devices = [device(p, "tpu", slice_index=p // 2) for p in range(4)]
+    assert distributed.nodes_of(devices) == [devices[:2], devices[2:]]
+
+
+def test_tp_stays_inside_a_node_and_crosses_only_if_asked(monkeypatch):
+    d0, d1, d2, d3 = devices = jax.devices()[:4]
+    monkeypatch.setattr(mesh, "nodes_of", lambda _: [[d0, d2], [d1, d3]])
+    assert mesh.make_mesh(((2, 2), ("fsdp", "tp")), devices).devices.tolist() == [[d0, d2], [d1, d3]]
+    assert mesh.make_mesh(((-1, 1), ("fsdp", "tp")), devices).devices.tolist() == [[d0], [d2], [d1], [d3]]
+    with pytest.raises(ValueError) as caught:
+        mesh.make_mesh(((1, 4), ("fsdp", "tp")), devices)
+    assert str(caught.value) == (
+        "tp=4 would cross the network between 2 nodes with 2 devices each, in every layer; tp could be 1, 2, and "
+        "launch.tp_across_nodes=true does it all the same"
+    )
+    crossing = mesh.make_mesh(((1, 4), ("fsdp", "tp")), devices, tp_across_nodes=True)
+    assert crossing.devices.tolist() == [[d0, d2, d1, d3]]
+
+
+# ---- meeting: threads are processes enough for that
+
+
+def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=None) -> list:
+    """What each process hears: what all agreed on, or the message of its error."""
+    port, heard = free_port(), [None] * len(abouts)
+    ids = list(range(len(abouts))) if ids is None else ids
+
+    def take_part(i: int) -> None:
+        place = Place(ids[i], count or len(abouts), f"127.0.0.1:{port}", source="MASTER_PORT")
+        try:
+            heard[i] = meet(place, abouts[i], timeout, say=lambda _: None)
+        except ValueError as error:
+            heard[i] = str(error).replace(str(port), "PORT")
+
+    threads = [threading.Thread(target=take_part, args=(i,)) for i in range(len(abouts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 5)
+    return heard
+
+
+def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first():
+    heard = together(*(About({"seed": "1"}, f"folder{p}", f"host{p}") for p in range(3)))
+    assert heard == [agreement.Agreed(["host0", "host1", "host2"], "folder0")] * 3
+
+
+def test_all_hear_who_differs():
+    heard = together(*(About({"training.max_steps": str(3 + (p == 1))}, None, f"host{p}") for p in range(3)))
+    assert (
+        heard
+        == [
+            "process 1 (host1) has training.max_steps=4, the others 3. Start all of them with the same command and the "
+            "same packages"
+        ]
+        * 3
+    )
+
+
+def test_two_with_one_number_are_told():
+    heard = together(About({}, None, "a"), About({}, None, "b"), About({}, None, "c"), count=4, ids=[0, 1, 1])
+    assert heard[0].startswith("two processes say that they are process 1 (") and heard == [heard[0]] * 3
+
+
+def test_process_0_says_who_did_not_come():
+    began = time.monotonic()
+    heard = together(About({}, None, "a"), About({}, None, "b"), timeout=1, count=4)
+    assert time.monotonic() - began < 4
+    assert (
+        heard
+        == [
+            "process 0 of 4 waited 1 s at 127.0.0.1:PORT, and processes 2 and 3 did not come. Check that every machine was "
+            "started, that the others have this address (ours is from MASTER_PORT), and that no firewall is between them; "
+            "processes are counted, not devices. launch.timeout=SECONDS waits longer"
+        ]
+        * 2
+    )
+
+
+def test_where_nobody_listens_the_address_is_named_in_the_time_given():
+    port, began, lines = free_port(), time.monotonic(), []
+    place = Place(1, 2, f"127.0.0.1:{port}", source="MASTER_ADDR and MASTER_PORT")
+    with pytest.raises(ValueError) as caught:
+        meet(place, About({}, None, "b"), 3, lines.append)
+    assert 2.9 < time.monotonic() - began < 4
+    assert lines == [f"process 1 looks for process 0 at 127.0.0.1:{port}, 1 s left"]
+    assert str(caught.value) == (
+        f"process 1 of 2 (b) could not reach process 0 at 127.0.0.1:{port} in 3 s: Connection refused. Check that "
+        "process 0 was started and still runs, that this is its address (it is from MASTER_ADDR and MASTER_PORT), and "
+        f"that no firewall is between them: nc -zv 127.0.0.1 {port}. launch.timeout=SECONDS waits longer"
+    )
+
+
+def test_a_name_that_is_no_machine_is_said():
+    place = Place(1, 2, "no-such-host.invalid:29500", source="MASTER_ADDR and MASTER_PORT")
+    with pytest.raises(ValueError, match=r"could not reach process 0 at no-such-host.invalid:29500 in 0.5 s: \w+"):
+        meet(place, About({}, None, "b"), 0.5, lambda _: None)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError) as caught:
+            meet(Place(0, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "a"), 5)
+    assert str(caught.value) == (
+        f"port {port}, where process 0 listens, is taken: by another run, or by one that has not ended yet "
+        f"(ss -ltnp | grep {port} shows which). Choose another, the same on every machine; this one is from MASTER_PORT"
+    )
+
+
+def hangs_up(listening: socket.socket, times: int) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        for _ in range(times):
+            with listening.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400\n")
+
+
+def test_whoever_answers_in_another_language_is_not_process_0():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=hangs_up, args=(other, 99), daemon=True).start()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError) as caught:
+            meet(Place(1, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "b"), 1, lambda _: None)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+    assert str(caught.value) == (
+        f"process 1 (b) reached 127.0.0.1:{port}, but in 1 s no process 0 of this run: another program has the port "
+        "there, or a run that has not ended yet. Another port is chosen with MASTER_PORT"
+    )
+
+
+def test_process_0_may_begin_after_what_was_at_its_port_has_ended():
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as earlier:
+        place = f"127.0.0.1:{earlier.getsockname()[1]}"
+        other = threading.Thread(target=lambda: heard.append(meet(Place(1, 2, place), About({}, None, "b"), 9)))
+        other.start()
+        hangs_up(earlier, 2)
+    meet(Place(0, 2, place), About({}, "f", "a"), 5)
+    other.join(5)
+    assert heard == [agreement.Agreed(["a", "b"], "f")]
+
+
+def test_strangers_at_the_port_are_ignored():
+    port, heard = free_port(), []
+    place = Place(0, 2, f"127.0.0.1:{port}")
+    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 5)))
+    first.start()
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"tunix_lite": []}\n', b"[1]\n"):
+        with connected(port) as stranger:
+            stranger.sendall(words)
+    meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 5)
+    first.join(5)
+    assert heard == [agreement.Agreed(["a", "b"], "f")]
+
+
+def connected(port: int) -> socket.socket:
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port))
+        time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+# ---- processes with jax in them
+
+
+def launched(folder: Path, *words: str, by: tuple[str, ...] = ("tunix_lite.launch", "--nprocs=2", "--grace=1")):
+    environment = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *LOCAL, "JAX_COMPILATION_CACHE_DIR")}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", *by, str(ROOT / "tests" / "launch_worker.py"), *words, "hydra.run.dir=run"]
+    return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=90)
+
+
+def own_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("[Gloo]")]
+
+
+def test_two_processes_become_one_run(tmp_path):
+    done = launched(tmp_path, "join")
+    assert (done.returncode, own_lines(done.stdout), done.stderr) == (0, ['[0, 4, 2, 3, "folder0"]'], "")
+    assert own_lines((tmp_path / "run" / "launch" / "p1.log").read_text()) == ['[1, 4, 2, 3, "folder0"]']
+
+
+def test_what_is_found_later_is_agreed_on_too(tmp_path):
+    done = launched(tmp_path, "weights")
+    assert done.returncode == 0
+    host = socket.gethostname()
+    differs = f"process 1 ({host}) has weights=of 1, the others of 0. Start all of them with the same command and the same packages"
+    assert own_lines(done.stdout)[1:] == [differs, "no"]
+    assert own_lines((tmp_path / "run" / "launch" / "p1.log").read_text())[1:] == [differs, f"process 0 ({host}): no"]
+
+
+def test_torchrun_starts_a_run_too(tmp_path):
+    pytest.importorskip("torch")
+    done = launched(
+        tmp_path, "join", by=("torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"\[\d, 4, 2, 3, .*?\]", done.stdout)  # in the middle of what gloo says
+    assert sorted(said) == ['[0, 4, 2, 3, "folder0"]', '[1, 4, 2, 3, "folder0"]']
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (
+            "uneven",
+            "error: process 1 has devices=2, the others 1. Every process must have as many devices, of one kind: look at "
+            "its machine\n",
+        ),
+        (
+            "more",
+            "error: launch.expect_devices=16, but jax sees 4: 2 (cpu) in each of 2 processes. A process of several on a "
+            "machine has one GPU: start one for each. Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, "
+            "and whether jax has its GPU or TPU package\n",
+        ),
+    ],
+)
+def test_devices_that_are_not_as_they_should_be_are_said(tmp_path, what, message):
+    done = launched(tmp_path, what)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_peer_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path):
+    began = time.monotonic()
+    done = launched(tmp_path, "killed")
+    assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - began < 40
+    assert "launch: process 1 was ended by SIGKILL, as by a machine that is out of memory\n" in done.stderr
+    assert "Check failure stack trace" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_launchers_of_two_machines_start_their_processes_again_after_one_was_lost(tmp_path):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "tunix_lite.launch", "--max-restarts=1", "--grace=1"]
+    call += [str(ROOT / "tests" / "launch_worker.py"), "killed"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    machines = [subprocess.Popen(call, env=os.environ | address | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    said = [machine.communicate(timeout=60) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert "launch: process 1 was ended by SIGKILL" in said[1][1]
+    assert "launch: process 0 ended with exit code 1: it lost a process on another machine" in said[0][1]
+
+
+def test_a_peer_that_is_stopped_is_named_and_nobody_waits_for_it(tmp_path):
+    done = launched(tmp_path, "stopped", by=("tunix_lite.launch", "--nprocs=2", "--stall-timeout=2", "--grace=1"))
+    assert done.returncode == 124
+    assert (
+        "launch: process 1 is stopped, as by SIGSTOP, for 2 s, and launch.stall_timeout=2. Last signs: " in done.stderr
+    )
+
+
+def test_a_launcher_starts_at_once():
+    code = "import sys, tunix_lite.launch; print([n for n in ('jax', 'numpy', 'hydra') if n in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout == "[]\n"
+    )
+
+
+def test_a_program_that_finds_nobody_ends_in_the_time_given_and_leaves_nothing(tmp_path):
+    port = free_port()
+    settings = [
+        f"launch.coordinator=127.0.0.1:{port}",
+        "launch.num_processes=2",
+        "launch.process_id=1",
+        "launch.timeout=1",
+    ]
+    call = [sys.executable, str(ROOT / "run_training.py"), *settings]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"error: process 1 of 2 ({socket.gethostname()}) could not reach process 0 at 127.0.0.1:{port} in 1 s: "
+    )
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []

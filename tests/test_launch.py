@@ -1,0 +1,355 @@
+"""The launcher, with processes that are plain Python: one fails, stalls, or is told to stop, and all are gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tunix_lite import launch
+from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.launch import Group, group_of
+from tunix_lite.parallel.place import Launch, Place, find_place
+from tunix_lite.supervisor import Trace
+
+CHILD = """
+import os, pathlib, signal, sys, time
+rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+with (folder / f"started{rank}").open("a") as file:
+    file.write(os.environ["MASTER_PORT"] + " " + os.environ["WORLD_SIZE"] + "\\n")
+beat = pathlib.Path(os.environ["TUNIX_LITE_HEARTBEAT"])
+print("here is", rank, flush=True)
+"""
+WAIT = "\ntime.sleep(30)\n"
+SOON = 8  # seconds in which a launcher of such processes must be done, interpreters' starts included
+
+
+class Launched:
+    """A launcher that runs in the background, and what it says."""
+
+    def __init__(self, folder: Path, body: str, *flags: str):
+        (folder / "child.py").write_text(CHILD + body)
+        environment = {k: v for k, v in os.environ.items() if k not in launch.TORCH}
+        call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder)]
+        self.folder, self.began = folder, time.monotonic()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(call, cwd=folder, env=environment, **pipes)
+
+    def starts(self, rank: int) -> list[str]:
+        file = self.folder / f"started{rank}"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def wait_for(self, *ranks: int) -> None:
+        while not all(self.starts(rank) for rank in ranks):
+            assert time.monotonic() < self.began + SOON
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        try:
+            out, err = self.process.communicate(timeout=SOON)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, err
+
+
+def test_all_end_well_and_the_first_has_the_screen(tmp_path):
+    code, out, err = Launched(tmp_path, "", "--nprocs=3").end()
+    assert (code, out, err) == (0, "here is 0\n", "")
+    (log,) = tmp_path.glob("outputs/tunix_lite/*/*/launch/p2.log")
+    assert log.read_text() == "here is 2\n"
+    ports = {line.split()[0] for rank in range(3) for line in (tmp_path / f"started{rank}").read_text().splitlines()}
+    assert len(ports) == 1
+
+
+def test_one_that_fails_is_named_with_its_last_lines_and_the_others_are_gone(tmp_path):
+    body = "\nif rank == '2':\n    print('no more'); sys.exit(7)" + WAIT
+    run = Launched(tmp_path, body, "--nprocs=3")
+    code, _, err = run.end()
+    lines = err.splitlines()
+    assert code == 7
+    assert lines[0] == "launch: process 2 ended with exit code 7"
+    assert lines[1].startswith("launch: its last lines, of outputs/tunix_lite/") and lines[1].endswith("p2.log:")
+    assert lines[2:4] == ["launch:   here is 2", "launch:   no more"]
+    assert lines[4].startswith("launch: the others were ended in 0.")
+    assert time.monotonic() - run.began < SOON
+
+
+def test_one_that_is_killed_is_the_culprit_though_its_peers_abort_because_of_it(tmp_path):
+    body = """
+if rank == "1": os.kill(os.getpid(), signal.SIGKILL)
+while not (folder / "started1").exists(): time.sleep(0.01)
+time.sleep(0.02)
+print("F1121 18:20:34.295979   17452 client.h:80] Terminating process because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x"
+      "\\n*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()\\nmine", file=sys.stderr)
+os.abort()
+"""
+    code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
+    assert code == 128 + signal.SIGKILL
+    assert "launch: process 1 was ended by SIGKILL, as by a machine that is out of memory\n" in err
+    assert "Terminating" not in err and "@  " not in err and "crashed" not in err
+    (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
+    assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
+
+
+def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
+    body = "\nbeat.write_text('step 3')\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
+    run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")
+    code, _, err = run.end()
+    assert code == 124
+    assert "launch: process 1 is stopped, as by SIGSTOP, for 1 s, and launch.stall_timeout=0.5. Last signs: " in err
+    assert "process 0 1 s ago (step 3); process 1 1 s ago (step 3)" in err
+
+
+def test_before_the_first_sign_of_life_nobody_is_too_slow(tmp_path):
+    code, *_ = Launched(tmp_path, "\ntime.sleep(0.6)", "--nprocs=2", "--stall-timeout=0.2").end()
+    assert code == 0
+
+
+def test_a_run_that_fails_goes_on_in_its_folder_as_often_as_it_may(tmp_path):
+    body = """
+with (folder / f"folders{rank}").open("a") as file:
+    file.write(sys.argv[2] + "\\n")
+if rank == "1" and (folder / "started1").read_text().count("\\n") < 3: sys.exit(1)
+"""
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=2").end()
+    assert code == 0
+    assert "launch: restart 2 of 2, from the newest checkpoint\n" in err
+    folders = (tmp_path / "folders1").read_text().splitlines()
+    assert len(folders) == 3 and len(set(folders)) == 1 and folders[0].startswith("hydra.run.dir=outputs/tunix_lite/")
+    code, *_ = Launched(tmp_path, "\nsys.exit(3)", "--max-restarts=1").end()
+    assert code == 3
+
+
+def test_wrong_settings_are_not_tried_again_and_leave_nothing(tmp_path):
+    run = Launched(tmp_path, "\nsys.exit(2)", "--nprocs=2", "--max-restarts=5")
+    code, *_ = run.end()
+    assert code == 2 and len(run.starts(0)) == 1
+    assert not (tmp_path / "outputs").exists()
+    wrote = "\npath = pathlib.Path(sys.argv[2].partition('=')[2])\n(path / 'train.log').touch()\nsys.exit(2)"
+    assert Launched(tmp_path, wrote, "--max-restarts=5").end()[0] == 2
+    assert len(list(tmp_path.glob("outputs/*/*/*/launch/p0.log"))) == 1  # it had begun
+
+
+STOPS = """
+stops = []
+signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
+(folder / f"ready{rank}").touch()
+while len(stops) < 1: time.sleep(0.01)
+print("stopping")
+"""
+
+
+def wait_until_ready(run: Launched) -> None:
+    while len(list(run.folder.glob("ready*"))) < 2:
+        assert time.monotonic() < run.began + SOON
+        time.sleep(0.02)
+
+
+def test_a_signal_is_handed_on_and_all_stop_by_themselves(tmp_path):
+    run = Launched(tmp_path, STOPS, "--nprocs=2", "--max-restarts=3")
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert (code, out, err) == (0, "here is 0\nstopping\n", "")
+
+
+def test_a_second_signal_ends_what_does_not_stop(tmp_path):
+    run = Launched(tmp_path, STOPS + WAIT, "--nprocs=2", "--max-restarts=3")
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
+    run = Launched(tmp_path, "\n(folder / f'pid{rank}').write_text(str(os.getpid()))\n" + WAIT, "--nprocs=2")
+    run.wait_for(0, 1)
+    time.sleep(0.2)
+    run.process.kill()
+    run.process.wait()
+    pids = [(tmp_path / f"pid{rank}").read_text() for rank in (0, 1)]
+    until = time.monotonic() + SOON
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    file = Path("/proc") / pid / "stat"
+    return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- who is started
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+
+
+def test_as_the_seed_says_it_of_two_machines():
+    """RANK is the first process on this machine."""
+    said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
+    group = group_of(4, said)
+    assert group == Group(4, 8, 4, "192.168.1.10", "29500")
+    told = group.environments()
+    assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
+    assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
+
+
+def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
+    assert group_of(4, SLURM) == Group(4, 8, 4, "gpu003", str(77 + 61440))
+    xpk = {"JAX_COORDINATOR_IP": "10.0.0.2", "JAX_COORDINATOR_PORT": "1111", "NNODES": "2", "NODE_RANK": "1"}
+    assert group_of(2, xpk) == Group(2, 4, 2, "10.0.0.2", "1111")
+
+
+@pytest.mark.parametrize(
+    "nprocs, environ, message",
+    [
+        (0, {}, "--nprocs=0 must be at least 1"),
+        (
+            4,
+            {"WORLD_SIZE": "8", "RANK": "4"},
+            "WORLD_SIZE=8, but MASTER_ADDR is not set: it is the address of process 0",
+        ),
+        (
+            4,
+            {"WORLD_SIZE": "8", "MASTER_ADDR": "a"},
+            "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0",
+        ),
+        (
+            4,
+            {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
+            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, WORLD_SIZE the number of all on all",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said(nprocs, environ, message):
+    with pytest.raises(ValueError) as caught:
+        group_of(nprocs, environ)
+    assert str(caught.value) == message
+
+
+def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["run_training.py", "--nprocs=4"])
+    assert ended.value.code == 2
+    said = "error: --nprocs=4 is the launcher's: it stands before the program and its settings\n"
+    assert capsys.readouterr().err == said
+
+
+def test_without_a_file_it_trains():
+    assert launch.command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
+    assert launch.command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
+
+
+def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
+    program = ["run_training.py", "launch.max_restarts=3", "launch.stall_timeout=60"]
+    assert launch.rules_of(launch.parsed(program), program).max_restarts == 3
+    assert launch.rules_of(launch.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
+    assert launch.rules_of(launch.parsed(program), program).stall_timeout == 60
+    assert launch.rules_of(launch.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
+
+
+def test_the_folder_is_the_one_that_a_run_has_by_itself():
+    pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
+    assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+    said = launch.fresh_folder("mine")
+    assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
+    assert launch.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b-sweep"]
+    assert launch.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
+
+
+def test_a_trace_is_taken_out_though_it_comes_in_pieces():
+    trace = Trace()
+    said = (
+        b"one\nE1121 18:20:34.2   17441 coordination_service.cc:1549] unhealthy:\n1\nThe tasks have crashed. x\ntwo\n"
+    )
+    assert b"".join(trace.without(said[i : i + 3]) for i in range(0, len(said), 3)) == b"one\ntwo\n"
+    assert Trace().without(b"E1121 18:20:34.2   17441 cuda_dnn.cc:1] no memory\n") != b""
+
+
+# ---- examples/launch
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "launch"
+
+
+def program(folder: Path, name: str, body: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{body}\n")
+    file.chmod(0o755)
+    return file
+
+
+def example(name: str, tmp_path: Path, *settings: str, **environment: str) -> subprocess.CompletedProcess:
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    call = ["bash", str(EXAMPLES / name), *settings]
+    environment = {"PATH": path, "HOME": str(tmp_path), **environment}
+    return subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
+
+
+def test_the_ssh_example_tells_each_machine_its_place_and_passes_settings_on(tmp_path):
+    program(tmp_path, "bin/ssh", 'echo "$2" >> hosts; exec bash -c "$3"')
+    said = 'echo "$MASTER_ADDR:$MASTER_PORT $RANK/$WORLD_SIZE $2" >> said; [ $RANK = 0 ]'
+    program(tmp_path, ".venv/bin/python", said)
+    done = example("ssh.sh", tmp_path, "model.mesh_shape=[[16,1],[fsdp, tp]]", HOSTS="gpu1 gpu2")
+    assert sorted((tmp_path / "said").read_text().splitlines()) == [
+        f"gpu1:29500 {rank}/2 model.mesh_shape=[[16,1],[fsdp, tp]]" for rank in (0, 1)
+    ]
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["gpu1", "gpu2"]
+    assert done.returncode == 1  # that of the one that failed
+
+
+def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path):
+    program(
+        tmp_path,
+        "bin/srun",
+        'echo $$ > pid; echo "$@" > said; trap "exit 7" TERM; for i in {1..100}; do sleep 0.05; done',
+    )
+    program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
+    script = (EXAMPLES / "slurm.sbatch").read_text()
+    call = ["bash", "-c", script, "slurm.sbatch", "seed=1"]
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": "9",
+        "SLURM_NNODES": "2",
+    }
+    job = subprocess.Popen(call, cwd=tmp_path, env=environment)
+    until = time.monotonic() + SOON
+    while not (tmp_path / "said").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    job.terminate()
+    assert job.wait(SOON) == 7
+    said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=16 seed=1\n"
+    assert (tmp_path / "said").read_text() == said
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 9.0\n"
+
+
+def test_the_jobset_example_numbers_its_pods_as_a_run_needs_it():
+    job = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
+    (jobs,) = job["spec"]["replicatedJobs"]
+    pods, name = jobs["template"]["spec"], job["metadata"]["name"]
+    (container,) = pods["template"]["spec"]["containers"]
+    said = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # RANK is the index of the pod
+    assert find_place(Launch(), said) == Place(
+        1, 2, f"{name}-node-0-0.{name}:29500", source="MASTER_ADDR and MASTER_PORT"
+    )
+    assert pods["parallelism"] == pods["completions"] == int(said["WORLD_SIZE"]) and pods["completionMode"] == "Indexed"
+    assert jobs["name"] == "node" and container["command"][:2] == ["python", "run_training.py"]
+    compose([word for word in container["command"][2:] if not word.startswith("hydra.")])

@@ -1,0 +1,112 @@
+"""`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by sequence."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import program
+from tunix_lite.config import ConfigError, RunConfig
+from tunix_lite.language_model import LanguageModel, open_model
+from tunix_lite.policy import token_logprobs
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import Batch
+
+SHOWN = 80  # characters of a text
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Which update, and whose weights look at its batch."""
+
+    checkpoint: str | None = None  # the folder of the run
+    skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
+    step: int | None = None  # of the checkpoint whose weights are used; null: the newest until then
+    batch_size: int = 8  # sequences at a time; changes memory, not what is said
+
+    def __post_init__(self):
+        if self.checkpoint is None or self.skipped is None:
+            raise ValueError("give checkpoint=FOLDER, of a run, and skipped=STEP, an update that it did not make")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+
+
+def main() -> None:
+    program.command("replay", Replay, replay)
+
+
+def replay(run: RunConfig, settings: Replay) -> None:
+    """Prints the loss, and every sequence of the batch in which a number is not finite."""
+    folder = RunDir(Path(settings.checkpoint).expanduser())
+    batch, step = read(folder, settings), settings.step
+    if step is None:
+        step = newest_until(folder, settings.skipped)
+    seed = program.run_settings(folder.path)[1]
+    model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
+    logprobs_BT = scored(model, batch, run.generation.temperature, settings.batch_size)
+    losses_B, found = judged(run.algorithm, batch, logprobs_BT)
+    finite_B = np.isfinite(losses_B)
+    print(f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step {step}")
+    print(
+        f"loss {losses_B.sum():g}; of the {finite_B.sum()} sequences whose loss is finite {losses_B[finite_B].sum():g}"
+    )
+    for b, names in found.items():
+        what = ", ".join(f"{name} at {count} of its tokens" for name, count in names.items()) or "its loss"
+        print(f"sequence {b}: not finite: {what}\n  {_text(model, batch, b)}")
+    if not found:
+        print("all that goes into the loss is finite: look at its gradient, or try the weights of another step=")
+
+
+def read(folder: RunDir, settings: Replay) -> Batch:
+    """The batch of the update that was skipped. Raises ConfigError."""
+    file = folder.skipped(settings.skipped)
+    if not file.is_file():
+        kept = ", ".join(sorted(f.name for f in file.parent.glob("step_*.npz"))) or "nothing"
+        raise ConfigError(f"skipped={settings.skipped}: there is no {file}; {file.parent} holds {kept}")
+    with np.load(file) as arrays:
+        return Batch(**arrays)
+
+
+def newest_until(folder: RunDir, skipped: int) -> int:
+    """The newest checkpoint whose weights can be those that saw the batch: a skipped step leaves them as they were."""
+    steps = [step for step in Checkpoints(folder.checkpoints).steps() if step <= skipped]
+    if not steps:
+        raise ConfigError(
+            f"{folder.checkpoints} holds no checkpoint until step {skipped}; give step= to use a later one"
+        )
+    return max(steps)
+
+
+def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> np.ndarray:
+    """[B, T] float32, what these weights think of the batch."""
+    score = jax.jit(partial(token_logprobs, cfg=model.cfg, temperature=temperature, dtype=model.dtype))
+    B, parts = len(batch.tokens), []
+    with jax.set_mesh(model.mesh):
+        for start in range(0, B, batch_size):
+            rows = np.minimum(np.arange(start, start + batch_size), B - 1)  # of one size, so that one is compiled
+            parts.append(np.asarray(score(model.params, batch.tokens[rows], batch.token_mask[rows])))
+    return np.concatenate(parts)[:B]
+
+
+def judged(algorithm, batch: Batch, logprobs_BT) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
+    """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum over sequences."""
+    counts_BT = batch.loss_weight != 0
+    given = {"logprobs": logprobs_BT, "loss_weight": batch.loss_weight, "advantages": batch.advantages}
+    given |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+    losses, found = [], {}
+    for b in range(len(batch.tokens)):
+        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), batch)
+        losses.append(float(algorithm.loss(jnp.asarray(logprobs_BT[b : b + 1]), row)[0]))
+        wrong = {name: int((~np.isfinite(x[b]) & counts_BT[b]).sum()) for name, x in given.items() if x is not None}
+        if any(wrong.values()) or not np.isfinite(losses[-1]):
+            found[b] = {name: count for name, count in wrong.items() if count}
+    return np.array(losses), found
+
+
+def _text(model: LanguageModel, batch: Batch, b: int) -> str:
+    text = model.tokenizer.decode([int(t) for t in batch.tokens[b][batch.token_mask[b]]])
+    return repr(text if len(text) <= SHOWN else "…" + text[-SHOWN:])

@@ -1,0 +1,77 @@
+"""What the numbers of a run depend on, kept beside its checkpoints: whoever goes on from one must mean the same run.
+
+Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how long and how often.
+"""
+
+import platform
+from collections.abc import Iterator
+
+import flax
+import jax
+import jaxlib
+import optax
+
+from tunix_lite import __version__
+from tunix_lite.config import RunConfig, plain
+from tunix_lite.models import source
+from tunix_lite.models.source import Source
+
+SHOWN = 8  # differences in a message
+
+
+def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
+    """Plain values by the names of the settings; `versions` and `weights` beside them. prompts: of an update."""
+    kept = source.settings_to_keep(run.model, model, run.seed)["model"]
+    return {
+        "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
+        "weights": source.stamp(model),
+        "algorithm": plain(run.algorithm),
+        "task": plain(run.task),
+        "generation": plain(run.generation),
+        "rollout": {"cache": run.rollout.cache},
+        "rewards": {"on_error": run.rewards.on_error},
+        "optimizer": plain(run.optimizer),
+        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision},
+        "seed": run.seed,
+        "versions": {
+            "tunix_lite": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "flax": flax.__version__,
+            "optax": optax.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
+    """(name, "our value here, their value there") of every setting that is not the same in both."""
+    for key in dict.fromkeys((*ours, *theirs)):
+        name, here, there = f"{where}{key}", ours.get(key), theirs.get(key)
+        if isinstance(here, dict) and isinstance(there, dict):
+            yield from differences(here, there, f"{name}.")
+        elif here != there:
+            yield name, f"{here!r} here, {there!r} there"
+
+
+def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
+    """Raises ValueError, with what differs, unless the two are one run; returns what differs and may.
+
+    Another model cannot be forced: its checkpoint means something else. Other versions of libraries only change digits.
+    """
+    found = dict(differences(ours, theirs))
+    versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
+    found.pop("model.lora.dropout", None)
+    if other := {name: text for name, text in found.items() if name.startswith("model.")}:
+        raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
+    if found and not force:
+        raise ValueError(
+            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from its checkpoint all the "
+            "same; resume=none with another hydra.run.dir begins anew"
+        )
+    return _listed(found | versions)
+
+
+def _listed(found: dict[str, str]) -> str:
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(f"{name}: {text}" for name, text in [*found.items()][:SHOWN]) + more

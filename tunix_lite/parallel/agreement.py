@@ -1,0 +1,143 @@
+"""What each process of a run says of itself, and who of them differs."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+NOT_COMPARED = {"launch.process_id"}
+SHOWN = 5  # differences, or processes, in a message
+
+
+@dataclass(frozen=True)
+class About:
+    """What a process says of itself."""
+
+    values: dict[str, str]  # what must be the same on all that have it
+    folder: str | None = None  # that process 0 writes to
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all know afterwards."""
+
+    hosts: list[str]  # by process
+    folder: str | None  # of process 0
+
+
+def about(settings: dict, folder: str | None = None) -> About:
+    """This process: its packages, its kind of devices, and the settings of its run as plain values."""
+    found = {f"package {name}": _version(name) for name in PACKAGES}
+    found |= {f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"}
+    found |= {"python": platform.python_version(), "accelerator": _accelerator()}
+    return About(found | flat(settings), folder, host_name())
+
+
+def flat(value: object, name: str = "") -> dict[str, str]:
+    """Every setting as text, by its whole name. Of an absolute path the end: its start belongs to a machine."""
+    if isinstance(value, dict):
+        dot = f"{name}." if name else ""
+        return {key: text for part, item in value.items() for key, text in flat(item, f"{dot}{part}").items()}
+    is_path = isinstance(value, str) and value.startswith(("/", "~"))
+    return {} if name in NOT_COMPARED else {name: Path(value).name if is_path else str(value)}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _accelerator() -> str:
+    """What jax would use here, as far as that can be known before it is used."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "CPU"
+    names = {p.name for p in Path("/dev").glob("*")} if Path("/dev").is_dir() else set()
+    if any(re.fullmatch(r"nvidia\d+", name) for name in names):
+        return "NVIDIA GPU"
+    return (
+        "TPU" if any(re.fullmatch(r"accel\d+|vfio", name) and _version("libtpu") != "none" for name in names) else "CPU"
+    )
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+# ---- who differs
+
+
+def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
+    """Who differs from most in what, in words; None: nobody. Of two halves, that of process 0 is right.
+
+    `said` is, by process, its name and its values; a value that a process does not have is no difference.
+    """
+    differences = []
+    for key in dict.fromkeys(key for _, values in said.values() for key in values):
+        have = {p: values[key] for p, (_, values) in sorted(said.items()) if key in values}
+        counts = Counter(have.values())  # in the order of processes, and the first of equals is the most common
+        usual = counts.most_common(1)[0][0]
+        for value in [value for value in counts if value != usual]:
+            odd = [said[p][0] for p, own in have.items() if own == value]
+            differences.append(f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, the others {usual}")
+    if not differences:
+        return None
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return "; ".join(differences[:SHOWN]) + more
+
+
+def listed(names: list[str]) -> str:
+    """process 1, process 2 and 7 more."""
+    shown = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+REMEDY = "Start all of them with the same command and the same packages"
+
+
+def verdict(everyone: dict[int, About]) -> str | None:
+    said = {p: (f"process {p} ({own.host})", own.values) for p, own in everyone.items()}
+    text = disagreement(said)
+    return None if text is None else f"{text}. {REMEDY}"
+
+
+# ---- once jax has started
+
+
+def agree_through_jax(own: About, error: str | None = None) -> Agreed:
+    """The same agreement where jax has started; all hear of an `error` that one has found.
+
+    Raises ValueError, on all of them: a process that knows its own error says that one.
+    """
+    everyone = gathered(own, error)
+    wrong = {p: theirs.values["error"] for p, theirs in everyone.items() if "error" in theirs.values}
+    if error is not None:
+        raise ValueError(error)
+    for p, text in wrong.items():
+        raise ValueError(f"process {p} ({everyone[p].host}): {text}")
+    if text := verdict(everyone):
+        raise ValueError(text)
+    return Agreed([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
+
+
+def gathered(own: About, error: str | None = None) -> dict[int, About]:
+    """What every process says of itself, by process."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    values = own.values | ({} if error is None else {"error": error})
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(own, values=values))).encode()
+    longest = int(np.max(multihost_utils.process_allgather(np.int32(len(text)))))
+    padded = np.frombuffer(text.ljust(longest), np.uint8)
+    rows = multihost_utils.process_allgather(padded).reshape(-1, longest)
+    return {p: About(**json.loads(row.tobytes())) for p, row in enumerate(rows)}

@@ -1,0 +1,189 @@
+"""One run of several processes: they meet, agree, and start jax.distributed; what they owe each other at the end.
+
+A process of several runs the same program as one alone: after `initialise` `jax.devices()` are those of all.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tunix_lite.parallel.agreement import About, Agreed, agree_through_jax, disagreement, host_name
+from tunix_lite.parallel.meeting import is_loopback, meet
+from tunix_lite.parallel.place import Launch, Place, find_place
+
+HEARTBEAT = "TUNIX_LITE_HEARTBEAT"  # a file that `beat` touches, and a launcher looks at
+
+_joined: list[tuple[Place, Agreed]] = []
+
+
+def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tuple[Place, Agreed]:
+    """Joins the processes of this run, once, before a device is used: they meet, agree, and start jax.distributed.
+
+    Raises ValueError where they cannot be a run, on all of them with the same words.
+    """
+    if _joined:
+        return _joined[0]
+    place = find_place(launch, environ)
+    agreed = Agreed([about.host], about.folder)
+    if place.coordinator is not None:
+        agreed = meet(place, about, launch.timeout)
+    if place.num_processes > 1 or place.asks_jax:
+        _start_jax(launch, place, local_devices(place, environ))
+    if place.asks_jax:
+        place, agreed = _as_jax_says(place), agree_through_jax(about)
+    check_devices(launch, place, environ)
+    _joined.append((place, agreed))
+    return _joined[0]
+
+
+def agree(values: dict[str, str], error: str | None = None) -> None:
+    """Raises ValueError, on all processes, if one of them has another value than the rest, or an error; alone, its own.
+
+    For what is found only after they have joined. All of them must come here.
+    """
+    if len(hosts()) > 1:
+        agree_through_jax(About(values, host=host_name()), error)
+    elif error is not None:
+        raise ValueError(error)
+
+
+def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
+    import jax
+
+    limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
+    if place.asks_jax:
+        jax.distributed.initialize(**limits)
+        return
+    host, _, port = place.coordinator.rpartition(":")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        devices,
+        cluster_detection_method="deactivate",  # or Slurm's variables would give each process one GPU
+        coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
+        **limits,
+    )
+
+
+def _as_jax_says(place: Place) -> Place:
+    import jax
+
+    return replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
+
+
+def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
+    """The GPUs of this process: its own of several on a machine, else None, all that it sees.
+
+    A launcher that shows each process only its own GPU has chosen already.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    is_chosen = visible != "" and "," not in visible
+    return [place.local_id] if place.num_local > 1 and not is_chosen else None
+
+
+def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> None:
+    """Raises ValueError if jax has other devices than it should; all processes see the same."""
+    if place.num_processes == 1 and launch.expect_devices is None:
+        return  # so nothing is looked at: who has one process may choose its devices later
+    import jax
+
+    devices = jax.devices()
+    counts = Counter(d.process_index for d in devices)
+    kinds = {d.process_index: d.device_kind for d in devices}
+    values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
+    if text := disagreement({p: (f"process {p}", said) for p, said in values.items()}):
+        raise ValueError(f"{text}. Every process must have as many devices, of one kind: look at its machine")
+    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
+    if on_node.isdecimal() and place.num_local == 1 and devices[0].platform == "gpu" and counts[0] < int(on_node):
+        raise ValueError(
+            f"Slurm has {on_node} GPUs for us on this node and shows this process {counts[0]}: say "
+            f"--gpus-per-task={on_node}, or start a process for each GPU with --ntasks-per-node={on_node}"
+        )
+    if launch.expect_devices not in (None, len(devices)):
+        raise ValueError(
+            f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: {counts[0]} "
+            f"({kinds[0]}) in each of {len(counts)} processes. "
+            + ("A process of several on a machine has one GPU: start one for each. " if place.num_local > 1 else "")
+            + "Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax has its GPU or TPU "
+            "package"
+        )
+
+
+def has_joined() -> bool:
+    return bool(_joined)
+
+
+def hosts() -> list[str]:
+    """The machine of each process of this run, by process; of one alone, one."""
+    return _joined[0][1].hosts if _joined else [host_name()]
+
+
+def nodes_of(devices: list) -> list[list]:
+    """The devices, by the fast network that they share: that of a TPU slice, else of a machine."""
+    machines = hosts()
+
+    def node(device):
+        if device.platform == "tpu":
+            return getattr(device, "slice_index", 0)
+        return machines[device.process_index] if device.process_index < len(machines) else ""
+
+    names = list(dict.fromkeys(map(node, devices)))
+    return [[device for device in devices if node(device) == name] for name in names]
+
+
+# ---- while it runs
+
+
+def beat(doing: str = "") -> None:
+    """Tells a launcher that this process is alive, and what it does. Without a launcher, nothing."""
+    if file := os.environ.get(HEARTBEAT):
+        with contextlib.suppress(OSError):  # a full disk is not a reason to end a run
+            Path(file).write_text(doing)
+
+
+@contextlib.contextmanager
+def leaving():
+    """Inside, a process of several that fails ends at once: jax would wait minutes for the others to end, too."""
+    try:
+        yield
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code in (0, None) or not _has_joined_jax():
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+@contextlib.contextmanager
+def noticing_lost_peers():
+    """Inside, the error that another process is gone becomes a line that says so, and the end of this one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _has_joined_jax() or not is_of_a_peer(error):
+            raise
+        print(f"error: {LOST_A_PEER} ({str(error).strip().splitlines()[0][:200]})", file=sys.stderr)
+        sys.exit(1)
+
+
+LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
+PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "heartbeat", "UNAVAILABLE", "unhealthy")
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether an error says that another process is gone, rather than that something is wrong here."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+
+
+def _has_joined_jax() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()

@@ -1,0 +1,254 @@
+"""How the processes of a run meet before anything expensive: each reaches process 0, and hears what all are.
+
+Plain sockets, on the port that jax's coordinator takes over afterwards: jax itself waits without a word and then ends
+in a C++ trace. Process 0 listens; each other one sends a line of JSON, what it is, and gets one back.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import ipaddress
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from tunix_lite.parallel.agreement import About, Agreed, listed, verdict
+from tunix_lite.parallel.place import Place
+
+MOST = 1 << 22  # bytes of what a process says
+HELLO = "tunix_lite"
+SHORT = 2  # seconds of waiting that nobody needs to be told of
+
+
+def meet(place: Place, own: About, timeout: float, say: Callable[[str], None] | None = None) -> Agreed:
+    """Waits until all processes of the run have said what they are to process 0, and tells what all know.
+
+    Raises ValueError, on all of them, if one is missing after `timeout` seconds, or another than the rest.
+    """
+    with contextlib.closing(Countdown(timeout, say)) as waiting:
+        return (_listen if place.process_id == 0 else _report)(place, own, waiting)
+
+
+class Countdown:
+    """A limit, and what is waited for, once that takes a while: every second on a terminal, else every half minute."""
+
+    def __init__(self, seconds: float, say: Callable[[str], None] | None = None):
+        self.seconds, self._until = seconds, time.monotonic() + seconds
+        self._is_terminal = say is None and sys.stderr.isatty()
+        self._say = say or functools.partial(print, file=sys.stderr, flush=True)
+        self._next, self._is_open = seconds - SHORT, False  # the next line comes with so many seconds left
+
+    @property
+    def left(self) -> float:
+        return self._until - time.monotonic()
+
+    def show(self, text: str) -> None:
+        if self.left > self._next:
+            return
+        self._next = self.left - (1 if self._is_terminal else 30)
+        line = f"{text}, {max(0, round(self.left))} s left"
+        if self._is_terminal:
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+            self._is_open = True
+        else:
+            self._say(line)
+
+    def close(self) -> None:
+        if self._is_open:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# ---- process 0
+
+
+def _listen(place: Place, own: About, waiting: Countdown) -> Agreed:
+    host, port = _address(place)
+    came: dict[int, About] = {0: own}
+    lines: list[tuple[int, socket.socket]] = []
+    with _server(host, port, place) as server, contextlib.ExitStack() as closing:
+        error = None
+        while len(came) < place.num_processes and error is None:
+            missing = [p for p in range(place.num_processes) if p not in came]
+            waiting.show(f"process 0 waits at port {port} for {len(missing)} of {place.num_processes} processes")
+            server.settimeout(min(1.0, max(0.01, waiting.left)))
+            with contextlib.suppress(TimeoutError):
+                connection = closing.enter_context(server.accept()[0])
+                error = _welcome(connection, place, came, lines)
+                continue
+            error = _missing(place, missing, waiting.seconds) if waiting.left <= 0 else None
+        error = error or verdict(came)
+        agreed = Agreed([came[p].host for p in sorted(came)], own.folder)
+        _tell(lines, {"error": error, **dataclasses.asdict(agreed)})
+    if error:
+        raise ValueError(error)
+    return agreed
+
+
+def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
+    text = json.dumps(answer).encode() + b"\n"
+    for _, connection in lines:
+        with contextlib.suppress(OSError):
+            connection.settimeout(10)
+            connection.sendall(text)
+    for _, connection in lines:  # they hang up first: then the port is free at once
+        with contextlib.suppress(OSError):
+            connection.settimeout(2)
+            connection.recv(1)
+
+
+def _welcome(connection: socket.socket, place: Place, came: dict[int, About], lines: list) -> str | None:
+    """Hears who it is. An error that ends the meeting, or None; whoever speaks another language is ignored."""
+    try:
+        connection.settimeout(5)
+        said = json.loads(_line(connection))
+        process, count, theirs = int(said[HELLO]), int(said["num_processes"]), About(**said["about"])
+    except (OSError, ValueError, KeyError, TypeError):
+        connection.close()
+        return None
+    if any(p == process and _is_gone(line) for p, line in lines):  # it was started again
+        lines[:] = [(p, line) for p, line in lines if p != process]
+        del came[process]
+    other = came.setdefault(process, theirs)
+    lines.append((process, connection))
+    if count != place.num_processes:
+        return (
+            f"process {process} ({theirs.host}) is of {count} processes and process 0 ({came[0].host}) of "
+            f"{place.num_processes}: give all the same number"
+        )
+    if other is not theirs:
+        return (
+            f"two processes say that they are process {process} ({other.host} and {theirs.host}): numbers count "
+            "through all machines, so on the second of two with 4 processes each the first is 4"
+        )
+    return None
+
+
+# ---- the others
+
+
+def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
+    host, port = _address(place)
+    while True:
+        with _connected(place, host, port, waiting, own.host) as connection:
+            try:
+                answer = _asked(connection, place, own, waiting)
+                error, agreed = answer.pop("error"), Agreed(**answer)
+                break
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+                if waiting.left <= 0:
+                    raise ValueError(
+                        f"process {place.process_id} ({own.host}) reached {host}:{port}, but in {waiting.seconds:g} s "
+                        "no process 0 of this run: another program has the port there, or a run that has not ended "
+                        f"yet. Another port is chosen with {place.source}"
+                    ) from problem
+        time.sleep(0.3)  # an earlier run may be ending there, and process 0 be about to start again
+    if error:
+        raise ValueError(error)
+    return agreed
+
+
+def _asked(connection: socket.socket, place: Place, own: About, waiting: Countdown) -> dict:
+    hello = {HELLO: place.process_id, "num_processes": place.num_processes, "about": dataclasses.asdict(own)}
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    connection.settimeout(1)
+    return json.loads(_line(connection, lambda: _wait_for_all(place, waiting)))
+
+
+def _wait_for_all(place: Place, waiting: Countdown) -> None:
+    """While process 0 waits for others. It gives up first; a moment later, it is process 0 that is gone."""
+    if waiting.left < -10:
+        raise OSError("no answer")
+    waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
+
+
+def _connected(place: Place, host: str, port: int, waiting: Countdown, own_host: str) -> socket.socket:
+    while True:
+        waiting.show(f"process {place.process_id} looks for process 0 at {host}:{port}")
+        try:
+            return socket.create_connection((host, port), timeout=min(5.0, max(0.1, waiting.left)))
+        except OSError as error:
+            if waiting.left <= 0:
+                raise ValueError(_unreachable(place, host, port, waiting.seconds, own_host, error)) from error
+        time.sleep(min(0.3, max(0.0, waiting.left)))
+
+
+def _unreachable(place: Place, host: str, port: int, seconds: float, own_host: str, error: OSError) -> str:
+    why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    return (
+        f"process {place.process_id} of {place.num_processes} ({own_host}) could not reach process 0 at {host}:{port} "
+        f"in {seconds:g} s: {why}. Check that process 0 was started and still runs, that this is its address (it is "
+        f"from {place.source}), and that no firewall is between them: nc -zv {host} {port}. launch.timeout=SECONDS "
+        "waits longer"
+    )
+
+
+def _missing(place: Place, missing: list[int], seconds: float) -> str:
+    which = ("process " if len(missing) == 1 else "processes ") + listed([str(p) for p in missing])
+    return (
+        f"process 0 of {place.num_processes} waited {seconds:g} s at {place.coordinator}, and {which} did not come. "
+        f"Check that every machine was started, that the others have this address (ours is from {place.source}), and "
+        "that no firewall is between them; processes are counted, not devices. launch.timeout=SECONDS waits longer"
+    )
+
+
+# ---- sockets
+
+
+def _server(host: str, port: int, place: Place) -> socket.socket:
+    """Listening where jax's coordinator will. Raises ValueError if the port is taken."""
+    try:
+        if is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port}, where process 0 listens, is taken: by another run, or by one that has not ended yet "
+                f"(ss -ltnp | grep {port} shows which). Choose another, the same on every machine; this one is from "
+                f"{place.source}"
+            ) from error
+        raise ValueError(f"process 0 cannot listen at {host}:{port}: {error}. It is from {place.source}") from error
+
+
+def _address(place) -> tuple[str, int]:
+    host, _, port = place.coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def _line(connection: socket.socket, each_second: Callable[[], None] | None = None) -> bytes:
+    """What the other side says until the end of its line. Raises OSError if it hangs up before, or says too much."""
+    said = b""
+    while not said.endswith(b"\n"):
+        try:
+            piece = connection.recv(1 << 16)
+        except TimeoutError:
+            if each_second is None:
+                raise
+            each_second()
+            continue
+        if not piece or len(said) > MOST:
+            raise OSError("it hung up, or said too much")
+        said += piece
+    return said
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    try:
+        connection.setblocking(False)
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

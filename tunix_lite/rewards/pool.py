@@ -1,0 +1,297 @@
+"""Reward functions in processes that can be killed: none of them can hang, crash or end the run.
+
+Each worker has a thread here that feeds it and reads its answers. A call that takes too long, or takes its process
+down, has failed; the worker is replaced, and the calls behind that one are made by the next.
+"""
+
+import io
+import json
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from tunix_lite.rewards.worker import outcome, shortened
+
+Outcome = tuple[str, Any]  # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
+ON_ERROR = ("raise", "zero", "drop")
+BATCH = 16  # completions sent to a worker at once, at most
+STARTS = 3  # attempts: what ends a worker before it listens is mostly a signal that was meant for the run
+START_SECONDS = 120  # until a worker must have imported what it needs
+END_SECONDS = 5  # that a killed process may take: one that waits for a lost disk cannot even be killed
+LOOK_SECONDS = 0.2  # between two looks at whether a silent worker is still there
+READ_BYTES = 64 * 1024
+SURELY_FITS = 32 * 1024  # bytes that an empty pipe takes at once
+START = (  # not multiprocessing: its spawn imports the program that runs, and with it jax
+    "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
+    "from tunix_lite.rewards.worker import work; work(*rest)"
+)
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Where reward functions run, and what becomes of a call that fails."""
+
+    on_error: str = "raise"  # a reward fails: raise: stop the run; zero: it counts 0; drop: do not learn from that one
+    timeout: float = 10.0  # seconds for one call of one function; after that it has failed
+    workers: int = 1  # processes they run in; 0: the one that trains, without a timeout, as a debugger likes it
+
+    def __post_init__(self):
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error={self.on_error!r}; it is raise, zero or drop")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} must not be negative; 0: in the process that trains")
+
+
+def check_portable(functions: dict[str, Callable]) -> None:
+    """Raises ValueError naming the first function that a worker could not be given, and what to do about it."""
+    for name, fn in functions.items():
+        try:
+            _Packing(io.BytesIO()).dump(fn)
+        except Exception as error:  # pickling runs what objects say of themselves, so it can be any
+            raise ValueError(_cannot_travel(name, str(error))) from error
+
+
+class Pool:
+    """Calls every function on a completion, in `settings.workers` processes or, if that is 0, here and now.
+
+    functions, by the name that messages give them: (completion, example) -> anything that JSON can say.
+    """
+
+    def __init__(self, functions: dict[str, Callable], settings: Rewards):
+        self.functions, self.settings = functions, settings
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._workers: list[_Worker | None] = [None] * settings.workers
+        self._ending = False
+        if settings.workers:
+            check_portable(functions)
+        places = range(settings.workers)
+        self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in places]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, completion: str, example: dict) -> "Future[dict[str, Outcome]]":
+        """The outcome of every function, by its name; ValueError for the first failure if on_error=raise."""
+        future: Future = Future()
+        if self._threads:
+            self._jobs.put((future, completion, example))
+            return future
+        try:
+            outcomes = (outcome(fn, completion, example) for fn in self.functions.values())
+            future.set_result(self._by_name(completion, outcomes))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
+
+    def in_words(self, name: str, found: Outcome, completion: str) -> str:
+        """`reward 'short' is nan for the completion '...'`."""
+        kind, how = found
+        if kind == "timeout":
+            how = f"took more than rewards.timeout={self.settings.timeout:g} seconds"
+        return f"{name} {how} for the completion {shortened(completion)}"
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing will be."""
+        self._ending = True
+        for worker in self._workers:
+            if worker is not None:
+                worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(START_SECONDS)
+
+    def _by_name(self, completion: str, outcomes: Iterator[Outcome]) -> dict[str, Outcome]:
+        found = {}
+        for name in self.functions:
+            found[name] = kind, _ = next(outcomes)
+            if kind and self.settings.on_error == "raise":
+                said = self.in_words(name, found[name], completion)
+                raise ValueError(f"{said}; rewards.on_error=zero or drop would go on without it")
+        return found
+
+    # ---- a thread and its worker
+
+    def _serve(self, place: int) -> None:
+        """Starts the worker before there is anything to do; if it cannot start, the first jobs will say so."""
+        with suppress(Exception):
+            self._worker(place)
+        while jobs := self._next_jobs():
+            try:
+                outcomes = self._outcomes(place, jobs)
+                for future, completion, _ in jobs:
+                    future.set_result(self._by_name(completion, outcomes))
+            except Exception as error:
+                self._drop(place)
+                for future, *_ in jobs:
+                    if not future.done():
+                        future.set_exception(error)
+        self._drop(place)
+
+    def _next_jobs(self) -> list:
+        """A share of what is waiting, so that no worker idles while another has much before it; [] at the end."""
+        jobs = [self._jobs.get()]
+        with suppress(queue.Empty):
+            for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
+                jobs.append(self._jobs.get_nowait())
+        return [] if self._ending or None in jobs else jobs
+
+    def _outcomes(self, place: int, jobs: list) -> Iterator[Outcome]:
+        """Of each job and each function, in order. The first call without an answer is the one that failed."""
+        calls = [(index, *what) for _, *what in jobs for index in range(len(self.functions))]
+        while calls:
+            worker = self._worker(place)
+            worker.send(_packed(calls), self.settings.timeout)
+            for _ in range(len(calls)):
+                found, calls = worker.answer(self.settings.timeout), calls[1:]
+                if found[0] == "refused":
+                    raise ValueError(f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}")
+                if self._ending:
+                    raise ValueError("the reward workers were closed")
+                if lost := found[0] in ("timeout", "crash"):
+                    self._drop(place)
+                yield found
+                if lost:
+                    break
+
+    def _worker(self, place: int) -> "_Worker":
+        """The one that is there, or a new one if it ended: while it had nothing to do, so no call is to blame."""
+        worker = self._workers[place]
+        if worker is not None and worker.process.poll() is None:
+            return worker
+        for _ in range(STARTS):
+            self._drop(place)
+            try:
+                worker = self._workers[place] = _Worker()
+            except OSError as error:
+                raise ValueError(f"rewards: a worker process could not start: {error}") from error
+            if self._ending:  # close() may have looked before it stood there
+                worker.kill()
+            worker.send(_packed(list(self.functions.values())), START_SECONDS)
+            kind, how = worker.answer(START_SECONDS)
+            if kind == "ready":
+                return worker
+            if kind != "crash":
+                break
+        self._drop(place)
+        how = how or f"not ready after {START_SECONDS} seconds"
+        raise ValueError(_cannot_travel("rewards", f"a worker process could not start: {how}"))
+
+    def _drop(self, place: int) -> None:
+        if self._workers[place] is not None:
+            self._workers[place].kill()
+            self._workers[place].release()
+            self._workers[place] = None
+
+
+class _Worker:
+    """A process that runs tunix_lite.rewards.worker, and the pipes to and from it."""
+
+    def __init__(self):
+        calls, self._calls = Pipe(duplex=False)
+        reading, answers = os.pipe()
+        self._answers, self._lines, self._rest = io.FileIO(reading), deque(), b""
+        self._arriving = select.poll()
+        self._arriving.register(reading, select.POLLIN)
+        with calls, open(answers, "wb"):
+            arguments = json.dumps([[*map(str, sys.path)], calls.fileno(), answers, os.getpid()])
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, arguments],
+                stdin=subprocess.DEVNULL,  # what a reward prints goes where the run prints
+                pass_fds=(calls.fileno(), answers),
+                start_new_session=True,  # out of reach of Ctrl-C, and a group that can be killed as one
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a reward that uses jax leaves the accelerator alone
+            )
+
+    def send(self, message: bytes, seconds: float) -> None:
+        """A worker that does not read a long message in time is killed; `answer` then says so."""
+        timer = threading.Timer(seconds, self.kill)
+        if len(message) > SURELY_FITS:
+            timer.start()
+        with suppress(OSError):
+            self._calls.send_bytes(message)
+        timer.cancel()
+
+    def answer(self, seconds: float) -> Outcome:
+        """What the worker says next, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not self._lines:
+            gone, left = self.process.poll() is not None, deadline - time.monotonic()
+            if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
+                said = self._answers.read(READ_BYTES)
+                *lines, self._rest = (self._rest + said).split(b"\n")
+                self._lines.extend(lines)
+                gone = not said
+            elif left <= 0:
+                return "timeout", None
+            if gone and not self._lines:
+                return self._crashed()
+        return tuple(json.loads(self._lines.popleft()))
+
+    def kill(self) -> None:
+        """With all processes that it started. It may be done twice, and from another thread."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+
+    def release(self) -> None:
+        """What the parent holds of it. Only the thread that reads may do this."""
+        self._answers.close()
+        with suppress(OSError):  # what could not be sent
+            self._calls.close()
+
+    def _crashed(self) -> Outcome:
+        with suppress(subprocess.TimeoutExpired):  # the pipe may be closed before the process is gone
+            self.process.wait(LOOK_SECONDS)
+        code = self.process.poll()
+        if code is None:
+            return "crash", "closed the pipes of its process"
+        if code < 0:
+            return "crash", f"ended its process with {_signal(-code)}"
+        return "crash", f"ended its process with exit code {code}"
+
+
+# ---- small print
+
+IN_PROCESS = "rewards.workers=0 runs rewards in the process that trains"
+
+
+class _Packing(pickle.Pickler):
+    """Refuses what stands in __main__: a worker has another one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
+        return NotImplemented
+
+
+def _packed(what: Any) -> bytes:
+    try:
+        return pickle.dumps(what)
+    except Exception as error:
+        raise ValueError(f"an example cannot be sent to a worker process: {error}; {IN_PROCESS}") from error
+
+
+def _cannot_travel(name: str, why: str) -> str:
+    return f"{name}: {why}. Rewards run in other processes: put it at the top of a module of its own; or {IN_PROCESS}"
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
