@@ -208,9 +208,7 @@ def test_the_hub_is_imported_when_it_is_asked_and_not_before(monkeypatch):
     code = "import sys, tunix_lite.models.hub; assert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
-    with pytest.raises(
-        ValueError, match=r"^org/name is a model of the Hugging Face hub: pip install -e '\.\[hub\]'$"
-    ):
+    with pytest.raises(ValueError, match=r"^org/name is a model of the Hugging Face hub: pip install -e '\.\[hub\]'$"):
         snapshot("org/name")
 
 
