@@ -66,7 +66,8 @@ def compiled(model: str, way: str, target: str) -> dict:
     if plan is None:
         raise SystemExit(f"{model} {way} on {target}: no mesh divides model and batch")
     found = with_compiled(plan, devices_of(plan.machine), lambda text: print(text, flush=True))
-    return {"mesh": mesh_of(found), "peak_bytes": found.peak_bytes, "seconds": round(time.perf_counter() - began)}
+    seconds = round(time.perf_counter() - began)
+    return {"mesh": mesh_of(found), "peak_bytes": found.peak_bytes, "fits": bool(found.fits), "seconds": seconds}
 
 
 def cell(model: str, way: str, target: str, known: dict) -> str:
@@ -78,8 +79,7 @@ def cell(model: str, way: str, target: str, known: dict) -> str:
         text = f"{plan.peak_bytes / GiB:,.1f}"
         return f"{f'**{text}**' if plan.fits else text} {mesh_of(plan)}"
     text = f"{asked['peak_bytes'] / GiB:,.1f}"
-    fits = asked["peak_bytes"] <= plan.machine.capacity
-    return f"{f'**{text}**' if fits else text}* ({plan.peak_bytes / GiB:,.1f}) {asked['mesh']}"
+    return f"{f'**{text}**' if asked['fits'] else text}* ({plan.peak_bytes / GiB:,.1f}) {asked['mesh']}"
 
 
 def row(model: str, way: str, known: dict) -> str:

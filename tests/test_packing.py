@@ -37,11 +37,12 @@ def test_two_sequences_stand_in_one_row_without_their_padding():
 
 
 def test_completions_of_one_prompt_stand_in_lanes_after_it():
-    batch = batch_of(([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([5, 6], [1, 2], [1, 1]), ([6], [4], [1]), left=1)
+    sequences = ([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([5, 6], [1, 2], [1, 1]), ([6], [4], [1])
+    batch = batch_of(*sequences, left=1, right=1)  # columns: 1 + 2 + 2 + 1
     layout = pack(batch, lane=3, lanes=2, lead=4, num_parts=1)
     # the longest first: 7 8 to the first lane, 1 2 to the second, 9 to what is left of the first; then 4
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 6, 0, 7, 8, 9, 1, 2, 4]])
-    np.testing.assert_array_equal(layout.source, [[1, 2, 17, -1, 3, 4, 8, 13, 14, 18]])
+    np.testing.assert_array_equal(layout.source, [[1, 2, 20, -1, 3, 4, 9, 15, 16, 21]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 0, 1, 1, 1, 1, 1, 2]])
     np.testing.assert_array_equal(layout.branches, [[0, 0, 0, 0, 1, 1, 2, 3, 3, 1]])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 0, 0, 2, 3, 2, 2, 3, 1]])
@@ -52,9 +53,7 @@ def test_completions_of_one_prompt_stand_in_lanes_after_it():
 
 def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_each_part():
     batch = batch_of(([5, 6], [7], [1]), ([5, 6], [1, 2, 3], [1, 1, 1]), ([5, 6], [8, 9], [1, 1]))
-    layout = pack(
-        batch, lane=3, lead=2, num_parts=2
-    )  # 1 2 3 fills a lane, 8 9 and 7 another, in the order of the batch
+    layout = pack(batch, lane=3, lead=2, num_parts=2)  # 1 2 3 fills a lane, 7 and 8 9 another, as in the batch
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     np.testing.assert_array_equal(layout.branches, [[0, 0, 1, 1, 1], [0, 0, 1, 2, 2]])
@@ -64,13 +63,20 @@ def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_eac
     assert layout.num_parts == 2
 
 
-def test_a_lead_that_is_too_long_goes_on_in_the_lane():
-    """Only the first of a completion's tokens does not count: its neighbours share what is before, and no more."""
+def test_a_prompt_ends_where_completions_begin_whatever_of_them_counts():
     batch = batch_of(([5, 6], [7, 8], [0, 1]), ([5, 6], [7, 9], [1, 1]))
     layout = pack(batch, lane=2, lanes=2, lead=3, num_parts=1)
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 0, 7, 8, 7, 9]])
     np.testing.assert_array_equal(layout.scored[layout.is_scored], [4, 5, 6])
     np.testing.assert_array_equal(layout.previous[layout.is_scored], [3, 1, 5])
+
+
+def test_prompts_of_which_one_begins_with_the_other_are_two():
+    batch = batch_of(([5], [7], [1]), ([5, 6], [8], [1]))
+    layout = pack(batch, lane=1, lanes=2, lead=3, num_parts=1)
+    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 5, 6, 8, 7]])  # the longer has the first lane
+    np.testing.assert_array_equal(layout.segment_ids, [[1, 2, 2, 2, 1]])
+    np.testing.assert_array_equal(layout.previous[layout.is_scored], [2, 0])
 
 
 def test_only_what_a_counted_token_sees_is_kept():
@@ -149,7 +155,8 @@ def test_a_token_that_nothing_predicts_may_not_count(mask, column):
 
 @st.composite
 def batches(draw):
-    """Ragged batches whose neighbours often have the same prompt, with tokens of a few kinds so that parts look alike."""
+    """Ragged batches whose neighbours often have the same prompt, with tokens of a few kinds so that parts look alike;
+    and the columns of completions."""
     tokens = st.integers(1, 2)
     prompts = draw(st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=2))
     sequences = []
@@ -157,22 +164,23 @@ def batches(draw):
         rest = draw(st.lists(tokens, min_size=1, max_size=6))
         counts = draw(st.lists(st.booleans(), min_size=len(rest), max_size=len(rest)))
         sequences.append((draw(st.sampled_from(prompts)), rest, counts))
-    return batch_of(*sequences, left=draw(st.integers(0, 2)), right=draw(st.integers(0, 2)))
+    right = draw(st.integers(0, 2))
+    lane = right + max(len(rest) for _, rest, _ in sequences)
+    return batch_of(*sequences, left=draw(st.integers(0, 2)), right=right), lane
 
 
 @st.composite
 def layouts(draw, kinds=("unpacked", "apart", "shared")):
     """A batch and a layout with as many rows as `rows_needed_at_most` asks for, or the layout without packing."""
-    tokens, mask, counts = draw(batches())
+    (tokens, mask, counts), lane = draw(batches())
     longest = int(mask.sum(axis=1).max())
     shards, rows_per_part = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kind = draw(st.sampled_from(kinds))
     if kind == "unpacked":
         return (tokens, mask, counts), unpacked(mask, counts), 1, 1
     room = {"lane": longest + draw(st.integers(0, 20))}
-    if kind == "shared":  # of completions of up to six tokens, and leads of up to ten
-        room |= {"lanes": draw(st.integers(1, 4)), "lead": draw(st.integers(1, 12))}
-        room["lane"] = max(6, longest - room["lead"]) + draw(st.integers(0, 20))
+    if kind == "shared":
+        room = {"lane": lane, "lanes": draw(st.integers(1, 4)), "lead": draw(st.integers(4, 9))}
     most = len(tokens) if kind == "shared" else rows_needed_at_most(len(tokens), longest, room["lane"])
     num_parts = -(-most // (shards * rows_per_part))
     sizes = {"rows_per_part": rows_per_part, "num_parts": num_parts, "shards": shards}
@@ -248,28 +256,22 @@ def test_sequences_stand_without_holes_and_two_rows_that_would_fit_into_one_are_
 @given(batches(), st.integers(1, 3))
 def test_what_stands_in_a_lane_is_seen_there_or_in_the_lead(batch, lanes):
     """Attention multiplies a lane with the lead and itself, and nothing else."""
-    layout = pack(batch, lane=14, lanes=lanes, lead=6, num_parts=9)
+    arrays, width = batch
+    layout = pack(arrays, lane=width, lanes=lanes, lead=6, num_parts=9)
     for row, nth in np.argwhere(layout.is_scored):
         column = layout.scored[row, nth]
-        lane = (column - 6) // 14
-        assert all(key < 6 or (key - 6) // 14 == lane for key in visible(layout, row, column))
+        lane = (column - 6) // width
+        assert all(key < 6 or (key - 6) // width == lane for key in visible(layout, row, column))
 
 
 @settings(deadline=None, max_examples=100)
 @given(batches())
 def test_a_shared_prompt_stands_once_wherever_the_group_fits(batch):
-    """Where it would not be shared, the next sequence of the batch starts with something else."""
-    tokens, mask, counts = batch
-    layout = pack(batch, lane=100, lanes=9, lead=200, num_parts=1)
-    leads, texts = [], []
-    for b in np.flatnonzero(counts.any(1)):
-        texts.append(tokens[b][mask[b]][: counts[b].argmax() - mask[b].argmax()].tolist())
-    for text in texts:  # one of two neighbours starts with the other: they share the shorter
-        shared = min(len(text), len(leads[-1])) if leads else 0
-        if shared and text[:shared] == leads[-1][:shared]:
-            leads[-1] = text[:shared]
-        else:
-            leads.append(text)
+    (tokens, mask, counts), lane = batch
+    layout = pack((tokens, mask, counts), lane=lane, lanes=9, lead=40, num_parts=1)
+    first = tokens.shape[1] - lane
+    texts = [tuple(tokens[b, :first][mask[b, :first]]) for b in np.flatnonzero(counts.any(1))]
+    leads = [text for text, before in zip(texts, [None, *texts]) if text != before]
     assert layout.segment_ids.max(initial=0) == len(leads)
     assert ((layout.branches == 0) & (layout.segment_ids > 0)).sum() == sum(map(len, leads))
 
@@ -277,15 +279,18 @@ def test_a_shared_prompt_stands_once_wherever_the_group_fits(batch):
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_groups_take_no_more_rows_than_foreseen(data):
-    groups, size, lanes = (data.draw(st.integers(1, most)) for most in (4, 5, 5))
+    """Whatever counts, and though prompts begin with each other."""
+    groups, size, lanes = (data.draw(st.integers(1, most)) for most in (4, 6, 6))
     sequences = []
-    for prompt in range(groups):
+    for _ in range(groups):
+        prompt = [5, 6, 7, 8][: data.draw(st.integers(1, 4))]
         for _ in range(size):
             rest = [1] * data.draw(st.integers(1, 6))
             counts = data.draw(st.lists(st.booleans(), min_size=len(rest), max_size=len(rest)))
-            sequences.append(([prompt + 2, 9, 9], rest, counts))
+            sequences.append((prompt, rest, counts))
+    lane = max(len(rest) for _, rest, _ in sequences)
     most = shared_rows_at_most(groups, size, lanes)
-    pack(batch_of(*sequences), lane=6, lanes=lanes, lead=3, num_parts=most)  # or it would say that rows run out
+    pack(batch_of(*sequences), lane=lane, lanes=lanes, lead=4, num_parts=most)  # or it would say that rows run out
 
 
 def test_shared_rows_at_most_is_a_group_in_rows_of_its_own():

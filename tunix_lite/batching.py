@@ -113,10 +113,10 @@ def _least_prompts(G: int, fsdp: int) -> int:
 
 def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
     """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit into a micro-batch."""
-    settings, every = run.training, run.training.sync_gradients_every
+    settings = run.training
     if settings.packing == "none":
         return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
-    longest = run.generation.max_prompt_length + run.generation.max_new_tokens
+    longest = sum(lengths_of(run))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
             f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest sequence: "
@@ -124,17 +124,23 @@ def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
             f"{longest}"
         )
     if settings.packing == "sequences":
-        shape, most = RowShape(longest), rows_needed_at_most(batch.sequences, longest, longest)
+        shape = RowShape(longest + longest % 2)
+        most = rows_needed_at_most(batch.sequences, longest, shape.width)
     else:
         shape = shared_row(run, batch)
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
     parts, rows_per_part = _parts(run, batch, shape, most)
-    return Rows(settings.packing, -(-parts // every) * every, None, shape, rows_per_part)
+    return Rows(settings.packing, parts, None, shape, rows_per_part)
 
 
 def row_width(run: RunConfig, rows: Rows) -> int:
     """Tokens of a row, padding included."""
-    return rows.width or run.generation.max_prompt_length + run.generation.max_new_tokens
+    return rows.width or sum(lengths_of(run))
+
+
+def lengths_of(run: RunConfig) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest completion."""
+    return run.generation.max_prompt_length, run.generation.max_new_tokens
 
 
 def check_residual(run: RunConfig, rows: Rows, tp: int) -> None:
@@ -150,13 +156,14 @@ def check_residual(run: RunConfig, rows: Rows, tp: int) -> None:
 def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> tuple[int, int]:
     """Micro-batches for so many rows, and how many rows a shard has in each: as few as do."""
     at_once = max(1, (run.training.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
-    parts = -(-num_rows // (at_once * batch.fsdp))
+    every = run.training.sync_gradients_every
+    parts = -(-num_rows // (at_once * batch.fsdp * every)) * every
     return parts, -(-num_rows // (parts * batch.fsdp))
 
 
 def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
     """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that shares more."""
-    prompt, new = run.generation.max_prompt_length, run.generation.max_new_tokens
+    prompt, new = (length + length % 2 for length in lengths_of(run))  # even: cuDNN wants it
     shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
     most = run.training.micro_batch_tokens or max(TOKENS_AT_ONCE, prompt + LANES * new)
 

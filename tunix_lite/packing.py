@@ -17,6 +17,7 @@ columns and two lanes of 3:
   previous     1 3 2 1              the columns whose hidden states predict them: both 7 and 9 follow 6
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,9 +96,10 @@ def packed(tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, 
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows last.
 
     Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see is dropped: what
-    follows the last such token of a sequence, and a sequence without any. With a lead, neighbours share what they start
-    with, up to the first token that counts. ValueError where a sequence does not fit into a row, where rows run out
-    (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in `unpacked`.
+    follows the last such token of a sequence, and a sequence without any. With a lead, neighbours with the same prompt
+    share it: what stands before the last `lane` columns, as far as none of it counts. ValueError where a sequence does
+    not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in
+    `unpacked`.
     """
     token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
     sequences = _sequences(token_mask_BT, counts_BT, shape)
@@ -140,7 +142,7 @@ class _Sequence(NamedTuple):
     """What is kept of one sequence, as places in the flattened batch."""
 
     start: int  # its first real token
-    lead: int  # tokens that it could share: those before the first that counts, if the row has a lead
+    lead: int  # tokens of its prompt, which it could share, if the row has a lead
     stop: int  # one past its last token that counts
 
 
@@ -178,7 +180,8 @@ def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
         start, first, stop = (int(place_B[b]) for place_B in spans)
         if not token_mask_BT[b, start:stop].all():
             raise ValueError(f"sequence {b} has padding between its tokens; it may only stand at the two ends")
-        lead = min(first - start, shape.lead)
+        # No further than the prompt's columns: where the first of a completion's tokens do not count, it ends there.
+        lead = max(0, min(first, T - shape.lane, start + shape.lead) - start)
         if (own := stop - start - lead) > shape.lane:
             room = f"{shape.lane} in a lane" + (f" after {shape.lead} that are shared" if shape.lead else "")
             raise ValueError(f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for {room}")
@@ -187,26 +190,16 @@ def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
 
 
 def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
-    """Neighbours of which one starts with the lead of the other, divided so that each unit fits into an empty row."""
-    run, lead = [], 0
-    for one in sequences:
-        common = min(lead, one.lead)
-        wide = max((s.stop - s.start for s in (*run, one)), default=0) - common > shape.lane
-        if run and common and not wide and _alike(tokens, run[0].start, one.start, common):
-            run, lead = [*run, one], common
-            continue
-        if run:
-            yield _divided(run, lead, shape)
-        run, lead = [one], one.lead
-    if run:
-        yield _divided(run, lead, shape)
+    """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a lead, each alone."""
+    if not shape.lead:
+        yield from ([_Unit(0, [one])] for one in sequences)
+        return
+    for _, run in itertools.groupby(sequences, lambda one: tokens[one.start : one.start + one.lead].tobytes()):
+        yield _divided(list(run), shape)
 
 
-def _alike(tokens, one: int, other: int, length: int) -> bool:
-    return bool((tokens[one : one + length] == tokens[other : other + length]).all())
-
-
-def _divided(run, lead: int, shape: RowShape) -> list[_Unit]:
+def _divided(run, shape: RowShape) -> list[_Unit]:
+    lead = run[0].lead
     lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane)
     rows = lanes // shape.lanes
     return [_Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)]

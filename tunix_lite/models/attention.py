@@ -240,6 +240,8 @@ def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: b
             return f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}"
         if jnp.dtype(dtype).itemsize != 2:
             return "it computes in bfloat16 only; training.mixed_precision=bf16 would do"
+        if width % 2:
+            return f"it takes rows of even length, and they have {width}; another generation.max_prompt_length would do"
         if cfg.head_dim > 256 or cfg.head_dim % 8:
             return f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
         return _cudnn_fails(cfg, dtype)

@@ -204,12 +204,23 @@ def of_kind(of_kinds: dict, is_local):
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
+
+
+def _and_kernels(policy):
+    """The policy, and what cuDNN's attention keeps for its own backward pass; else its forward pass would run twice."""
+    return jax.checkpoint_policies.save_from_both_policies(
+        policy, lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd")
+    )
+
+
 # What is kept from the forward pass for the backward pass, which makes the rest again. Weights are never kept as they
 # are used: whole over fsdp, one after the other, they would be the model.
 REMAT = {
-    "none": KEPT("product", "scores", "attended"),  # what is cheap, such as norms and activations, is made again
+    "none": _and_kernels(
+        KEPT("product", "scores", "attended")
+    ),  # norms, activations and what else is cheap is made again
     "dots": KEPT("product"),  # with weights, nothing within attention
-    "save_qkv_out": KEPT("q", "k", "v", "attended"),  # into attention and out of it
+    "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),  # into attention and out of it
     "block": jax.checkpoint_policies.nothing_saveable,  # the input of each layer
 }
 

@@ -83,14 +83,14 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
 
 
 def grouped(found: list[Collective]) -> list[Group]:
-    """Summed by kind and axis, most bytes first."""
+    """Summed by kind and axis, and apart where the count is not known; most bytes first."""
     groups = defaultdict(list)
     for c in found:
-        groups[c.kind, c.axis].append(c)
+        groups[c.kind, c.axis, c.count_known].append(c)
     sums = []
-    for key, cs in groups.items():
+    for (*key, known), cs in groups.items():
         count, total, sent = (sum(numbers) for numbers in zip(*((c.count, c.total_bytes, sent_bytes(c)) for c in cs)))
-        sums.append(Group(*key, count, total, sent, all(c.count_known for c in cs)))
+        sums.append(Group(*key, count, total, sent, known))
     return sorted(sums, key=lambda group: -group.total_bytes)
 
 

@@ -144,10 +144,13 @@ def batch_bytes(case: Case) -> int:
 
 
 def gradient_bytes(case: Case) -> int:
-    """Gradients as the weights are stored, and with several micro-batches the float32 sum of them beside."""
-    trained = tables(case).trained
-    summed = num_bytes(trained, case.sizes, jnp.float32) if case.rows.num_parts > 1 else 0
-    return num_bytes(trained, case.sizes) + summed
+    """Gradients as the weights are stored, and with several micro-batches the float32 sum of them beside; with
+    sync_gradients_every, one that is not divided over fsdp, too."""
+    trained, sizes = tables(case).trained, case.sizes
+    summed = num_bytes(trained, sizes, jnp.float32) if case.rows.num_parts > 1 else 0
+    if case.run.training.sync_gradients_every > 1 and sizes["fsdp"] > 1:
+        summed += num_bytes(trained, sizes | {"fsdp": 1}, jnp.float32)
+    return num_bytes(trained, sizes) + summed
 
 
 def kept_layers(case: Case, rows: int, width: int) -> int:

@@ -73,13 +73,15 @@ def _links(sent: dict[str, float], sizes: dict[str, int], hardware: Hardware | N
     return sum(sent.values()) - far, far
 
 
-def _sent(compiled: Compiled | None, calls: float, estimated: dict[str, float]) -> dict[str, float]:
-    """By axis, as compiled where it is, otherwise by formula."""
+def _sent(compiled: Compiled | None, calls: float, estimated: dict[str, float], turns: float = 1) -> dict[str, float]:
+    """By axis, as compiled where it is, otherwise by formula. turns: of a loop whose turns the data decides, and which
+    is listed as one."""
     if compiled is None:
         return estimated
     by_axis: dict[str, float] = {}
     for group in compiled.collectives:
-        by_axis[group.axis] = by_axis.get(group.axis, 0.0) + calls * group.sent_bytes
+        times = calls if group.count_known else calls * turns
+        by_axis[group.axis] = by_axis.get(group.axis, 0.0) + times * group.sent_bytes
     return by_axis
 
 
@@ -138,15 +140,10 @@ def counted(case: Case) -> tuple[int, int, float]:
 
 def parts(case: Case) -> int:
     """Micro-batches that hold anything: of packed rows, as many as the tokens at their longest fill."""
-    if case.rows.packing == "none":
+    if case.rows.packing != "sequences":  # a completion at its longest takes a lane, so all rows are there
         return case.rows.num_parts
     at_once = case.rows.width * case.rows.rows_per_part * case.sizes["fsdp"]
     return min(case.rows.num_parts, -(-counted(case)[0] // at_once))
-
-
-def _share_of_parts(case: Case) -> float:
-    """A loop whose turns the data decides is listed as one turn."""
-    return parts(case) if case.rows.packing != "none" and case.rows.num_parts > 1 else 1
 
 
 def _scoring(case: Case, compiled) -> Work:
@@ -154,7 +151,7 @@ def _scoring(case: Case, compiled) -> Work:
     tokens, scored, attention = counted(case)
     once = parts(case) * weight_bytes(case)
     estimated = _ring(case, once, _streams(case, tokens / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("scoring"), _share_of_parts(case), estimated)
+    sent = _sent(compiled.get("scoring"), 1, estimated, parts(case))
     return Work(flops.forward_flops(case.cfg, tokens, scored, attention), once, sent)
 
 
@@ -170,6 +167,6 @@ def _update(case: Case, compiled) -> Work:
     gathered = 2 * turns * weight_bytes(case) + syncs * gradients
     estimated = _ring(case, gathered, 2 * _streams(case, tokens / case.sizes["fsdp"]))
     state = 2 * sum(size for name, size in estimate.resident(case).items() if name in ("parameters", "optimizer"))
-    sent = _sent(compiled.get("update"), _share_of_parts(case), estimated)
+    sent = _sent(compiled.get("update"), 1, estimated, syncs)
     done = flops.update_flops(case.cfg, tokens, scored, attention, lora_params)
     return Work(done, 2 * turns * weight_bytes(case) + state, sent)
