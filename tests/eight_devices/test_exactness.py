@@ -313,6 +313,7 @@ def test_two_processes_make_the_same_gradient(tmp_path):
 # Elements of PLAIN's gradient on a device of BASIC before they are divided over fsdp: matrices by tp, norms whole.
 MATRICES = (56 * 16 + 2 * (2 * 16 * 8 * 4 + 2 * 16 * 2 * 4 + 3 * 16 * 32)) // 2
 NORMS = 16 + 2 * (4 * 16 + 2 * 4)
+TABLE = 56 * 16 // 2  # of what tokens are looked up in and scored with: jaxlib 0.12 reduces both halves of its gradient
 
 
 def test_gradients_cross_the_mesh_once_in_sync_every_micro_batches():
@@ -326,7 +327,8 @@ def test_gradients_cross_the_mesh_once_in_sync_every_micro_batches():
                 assert c.count_known
                 shapes = re.findall(r"\[([\d,]+)\]", c.shapes)  # and not f32[], which are metrics
                 reduced += c.count * sum(math.prod(map(int, shape.split(","))) for shape in shapes)
-        assert reduced == 4 // every * (MATRICES + NORMS), every
+        once = MATRICES + NORMS
+        assert reduced in (4 // every * once, 4 // every * (once + TABLE)), every
 
 
 def test_the_new_state_takes_the_place_of_the_old_one():
