@@ -12,8 +12,8 @@ from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.program import compose, composed, conf_dir
+from tunix_lite.commands.replay import Replay
 from tunix_lite.config import (
     ConfigError,
     Evaluation,

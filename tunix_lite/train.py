@@ -17,6 +17,7 @@ from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
+from tunix_lite.parallel.distributed import beat
 from tunix_lite.parallel.mesh import put
 from tunix_lite.parallel.stopping import Stopping
 from tunix_lite.planning import report
@@ -112,6 +113,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             return {}
         began = time.perf_counter()
         acting = attached(frozen, state.params, lora)
+        beat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
@@ -164,6 +166,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         if judged is not None and _is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
             _keep_samples(run, run_dir, console, done, judged)
         status.steps = done
+        beat(f"step {done}")
         reason = stopping.reason() if done % algorithm.updates_per_rollout == 0 and done < settings.max_steps else None
         if reason or _is_due(done, settings.save_interval_steps, settings.max_steps):
             checkpoints.save(state, metrics.get("eval/accuracy"))

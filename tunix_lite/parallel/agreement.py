@@ -1,7 +1,6 @@
 """What each process of a run says of itself, and who of them differs."""
 
 import dataclasses
-import json
 import os
 import platform
 import re
@@ -10,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from tunix_lite.parallel.sharing import from_all
 
 PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -132,12 +133,6 @@ def agree_through_jax(own: About, error: str | None = None) -> Agreed:
 
 def gathered(own: About, error: str | None = None) -> dict[int, About]:
     """What every process says of itself, by process."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     values = own.values | ({} if error is None else {"error": error})
-    text = json.dumps(dataclasses.asdict(dataclasses.replace(own, values=values))).encode()
-    longest = int(np.max(multihost_utils.process_allgather(np.int32(len(text)))))
-    padded = np.frombuffer(text.ljust(longest), np.uint8)
-    rows = multihost_utils.process_allgather(padded).reshape(-1, longest)
-    return {p: About(**json.loads(row.tobytes())) for p, row in enumerate(rows)}
+    everyone = from_all(dataclasses.asdict(dataclasses.replace(own, values=values)))
+    return {p: About(**said) for p, said in enumerate(everyone)}

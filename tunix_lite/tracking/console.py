@@ -22,7 +22,7 @@ class Console:
 
     def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
         """quiet: says nothing on the screen, as of several processes all but the first."""
-        stream = open(os.devnull, "w") if quiet else stream  # open as long as the console
+        stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
         self._terminal = rich.console.Console(file=stream or sys.stdout, highlight=False)
         self._log = log_file.open("a")
         self._live = None
