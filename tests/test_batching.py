@@ -110,6 +110,13 @@ def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_long
         ([], 1, 8, 6, 3),
         ([], 32, 4, 1, 1),  # 16 rows would leave half of the shards without any
         (["training.micro_batch_tokens=100"], 1, 1, 128, 1),  # no room for two
+        (
+            ["training.micro_batch_tokens=95", "generation.max_new_tokens=63"],
+            1,
+            1,
+            128,
+            1,
+        ),  # rows are even, and 96 wide
         (["training.micro_batch_tokens=320"], 4, 4, 8, 1),  # 288 tokens
         (["generation.max_new_tokens=1024"], 1, 4, 32, 1),  # four at least, whatever a micro-batch has
         (["training.sync_gradients_every=4"], 1, 8, 8, 2),  # no more in a micro-batch than four at a time need
@@ -119,6 +126,6 @@ def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, part
     lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.packing=prefix"]
     run = compose([*lengths, "training.prompts_per_step=16", "algorithm.num_generations=8", *more])
     rows = plan_rows(run, plan_batch(run, fsdp))
-    new = run.generation.max_new_tokens
+    new = run.generation.max_new_tokens + run.generation.max_new_tokens % 2
     assert rows == Rows("prefix", parts, None, RowShape(new, lanes, 32), rows_per_part)
     assert rows.width == 32 + lanes * new

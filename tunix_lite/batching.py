@@ -171,4 +171,5 @@ def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
         rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
         return math.prod(_parts(run, batch, shape, rows)) * shape.width
 
-    return min((shape for shape in shapes if shape.width <= most), key=lambda shape: (tokens(shape), -shape.lanes))
+    fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]  # rounded, it may be a token too wide
+    return min(fitting, key=lambda shape: (tokens(shape), -shape.lanes))

@@ -79,6 +79,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
+    stopping = Stopping(settings.max_minutes, console.say)  # its clock runs while the model loads
     console.busy("loading the model…")
     state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
     if parts.resume_from is not None:
@@ -87,7 +88,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
     start = int(state.step)
     status.start(start)
-    stopping = closing.enter_context(Stopping(settings.max_minutes, console.say))  # until all is on disk
+    closing.enter_context(stopping)  # until all is on disk
     checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)] if run_dir.is_first else []
     if run.tracking.tensorboard and run_dir.is_first:

@@ -213,12 +213,11 @@ def _and_kernels(policy):
     )
 
 
-# What is kept from the forward pass for the backward pass, which makes the rest again. Weights are never kept as they
-# are used: whole over fsdp, one after the other, they would be the model.
+# What is kept from the forward pass for the backward pass, which makes the rest again: at least norms, activations and
+# whatever else is cheap. Weights are never kept as they are used: whole over fsdp, one after the other, they would be
+# the model.
 REMAT = {
-    "none": _and_kernels(
-        KEPT("product", "scores", "attended")
-    ),  # norms, activations and what else is cheap is made again
+    "none": _and_kernels(KEPT("product", "scores", "attended")),  # every product
     "dots": KEPT("product"),  # with weights, nothing within attention
     "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),  # into attention and out of it
     "block": jax.checkpoint_policies.nothing_saveable,  # the input of each layer

@@ -20,8 +20,8 @@ class Stopping:
 
     def __init__(self, max_minutes: float | None, say: Callable[[str], None]):
         self._until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._said, self._say, self._before, self._longest = None, say, {}, 0.0
-        self._looked = time.monotonic()
+        self._said, self._say, self._before = None, say, {}
+        self._longest, self._looked = 0.0, None  # of a step, in seconds; when we were last asked
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
@@ -41,10 +41,11 @@ class Stopping:
     def reason(self) -> str | None:
         """Why to end after this step, the same on all processes; None: go on. Ask once a step.
 
-        Time is up when another step as long as the longest so far would not end in time.
+        Time is up when another step as long as the longest so far would not end in time. The first one does not count:
+        it loads and compiles.
         """
         now = time.monotonic()
-        self._longest, self._looked = max(self._longest, now - self._looked), now
+        self._longest, self._looked = max(self._longest, now - (self._looked or now)), now
         is_late = self._until is not None and now + self._longest > self._until
         own = 1 + SIGNALS.index(signal.Signals[self._said]) if self._said else 3 if is_late else 0
         if jax.process_count() > 1:

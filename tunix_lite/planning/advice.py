@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunix_lite.batching import plan_batch
+from tunix_lite.batching import lengths_of, plan_batch
 from tunix_lite.config import ConfigError, RunConfig
 from tunix_lite.parallel.mesh import as_text
 from tunix_lite.planning.case import find_model, micro_batches_to_try, slots_of, with_micro_batch
@@ -147,7 +147,7 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
     """Every size below the one at hand."""
     settings = trial.run.training
     if settings.packing != "none":
-        longest = trial.run.generation.max_prompt_length + trial.run.generation.max_new_tokens
+        longest = sum(lengths_of(trial.run))
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield _with(trial, "training", micro_batch_tokens=longest)
         return

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows
+from tunix_lite.batching import BatchPlan, check_residual, lengths_of, plan_batch, plan_rows, row_width
 from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
@@ -52,7 +52,7 @@ class Case:
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
-        return self.run.generation.max_prompt_length, self.run.generation.max_new_tokens
+        return lengths_of(self.run)
 
 
 def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
@@ -81,7 +81,7 @@ def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: 
         table = decoder.weights(cfg)
         for part in [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]:
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
-    if (total := sum_of_lengths(run)) > cfg.max_positions:
+    if (total := sum(lengths_of(run))) > cfg.max_positions:
         raise ConfigError(f"generation: {total} tokens of prompt and completion; the model takes {cfg.max_positions}")
     batch = plan_batch(run, sizes["fsdp"])
     rows = plan_rows(run, batch)
@@ -104,7 +104,7 @@ NOT_TRIED = "a small one does not compile"  # attention's words, where cuDNN is 
 
 def _choose_attention(case: Case, platform: str) -> str:
     """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed to work there."""
-    width, shares = case.rows.width or sum(case.lengths), case.rows.packing == "prefix"
+    width, shares = row_width(case.run, case.rows), case.rows.packing == "prefix"
     try:
         return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares, case.sizes["tp"])[0]
     except ValueError as error:
@@ -116,7 +116,7 @@ def _choose_attention(case: Case, platform: str) -> str:
 def check_can_be_lowered(case: Case, platform: str) -> None:
     """Raises ConfigError for a kernel that only a machine which has its library can put into a program."""
     if (case.attention, platform) == ("cudnn", "cuda") and attention.obstacle(
-        "cudnn", case.cfg, platform, case.dtype, case.rows.width, False, case.sizes["tp"]
+        "cudnn", case.cfg, platform, case.dtype, row_width(case.run, case.rows), False, case.sizes["tp"]
     ):
         raise ConfigError(
             "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is installed, and here it is "
@@ -124,13 +124,9 @@ def check_can_be_lowered(case: Case, platform: str) -> None:
         )
 
 
-def sum_of_lengths(run: RunConfig) -> int:
-    return run.generation.max_prompt_length + run.generation.max_new_tokens
-
-
 def chooses_micro_batch(run: RunConfig) -> bool:
-    """Whether the size of a micro-batch is still to be found; one of packed rows has tokens, and no size."""
-    return run.training.micro_batch_size == "auto" and run.training.packing == "none"
+    """Whether the size of a micro-batch is still to be found."""
+    return run.training.micro_batch_size == "auto"
 
 
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
