@@ -1,17 +1,19 @@
 """A run that is killed again and again ends as if nothing had happened: `make soak`, an hour, or a few kills by hand.
 
     python tests/soak.py --kills 20 [--processes 2] [--updates 2] [--seed 0]
-    python tests/soak.py --minutes 60
+    python tests/soak.py --minutes 60 --processes 2
 
-One run goes through undisturbed. Another, of the same settings, gets kill -9, SIGTERM or kill -9 of one process of its
-launcher at random moments, in the middle of saving too, and is started again with the same command until it ends. Then
-parameters and optimizer are the same to the bit, and metrics.jsonl has every step once and the same numbers.
+One run goes through undisturbed. Another, of the same settings, is disturbed at random moments, in the middle of saving
+too, in the ways of WAYS, and is started again with the same command until it ends. Then parameters and optimizer are
+the same to the bit, and metrics.jsonl has every step once and the same numbers. In both a reward fails now and then:
+it raises, is not a number, or ends its worker.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,51 +28,88 @@ STEPS = 24
 RUN = [
     *(f"training.max_steps={STEPS}", "training.prompts_per_step=4", "algorithm.num_generations=4"),
     *("generation.max_new_tokens=8", "evaluation.num_examples=8", "evaluation.interval_steps=4"),
-    *("training.save_interval_steps=2", "optimizer.learning_rate=1e-3", "tracking.samples_interval_steps=4"),
-    "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",
+    *("optimizer.learning_rate=1e-3", "tracking.samples_interval_steps=4", "rewards.on_error=zero"),
+    "+task.rewards.short={fn: {_target_: faulty_rewards.now_and_then}, weight: 1.0}",
 ]
+ALL, LAUNCHER, ONE, TERM, INTERRUPT, TWICE = WAYS = (
+    "kill -9 of all",
+    "kill -9 of the launcher",
+    "kill -9 of one process",
+    "SIGTERM",
+    "Ctrl-C",
+    "Ctrl-C twice",
+)
+DEVICES = 2  # of all processes together
 
 
 def command(folder: Path, processes: int, updates: int) -> list[str]:
     launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
-    settings = [*RUN, f"algorithm.updates_per_rollout={updates}", f"hydra.run.dir={folder}"]
-    return [sys.executable, *launcher, str(ROOT / "run_training.py"), *settings]
+    settings = [f"algorithm.updates_per_rollout={updates}", f"training.save_interval_steps={updates}"]
+    return [sys.executable, *launcher, str(ROOT / "run_training.py"), *RUN, *settings, f"hydra.run.dir={folder}"]
 
 
-def started(call: list[str], cache: Path) -> subprocess.Popen:
-    """In a group of its own, so that it can be killed whole; programs are compiled once for all starts."""
+def started(folder: Path, processes: int, updates: int) -> subprocess.Popen:
+    """One process alone finds its programs where the run before has compiled them."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "JAX_NUM_CPU_DEVICES": str(DEVICES // processes),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of a start
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return subprocess.Popen(
-        call, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    if processes == 1:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "cache")
+    with open(f"{folder}.out", "ab") as out:
+        call = command(folder, processes, updates)
+        return subprocess.Popen(call, env=environment, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
 
 
-def disturbed(process: subprocess.Popen, after: float, how: str) -> str:
-    """What became of it: `done`, or how it was ended after so many seconds."""
+def wait_for_a_moment(process: subprocess.Popen, folder: Path, seconds: float, chance: random.Random) -> bool:
+    """Whether it still runs at a moment that is mostly while it steps and saves, seldom while it starts."""
+    if chance.random() < 0.2:
+        until = time.monotonic() + chance.uniform(0.5, 30)
+    else:
+        before = json.loads(text)["step"] if (text := last_line(folder)) else -1
+        while process.poll() is None and (not (text := last_line(folder)) or json.loads(text)["step"] <= before):
+            time.sleep(0.02)
+        until = time.monotonic() + chance.uniform(0, 0.4 * seconds)
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return process.poll() is None
+
+
+def last_line(folder: Path) -> str:
+    """Of metrics.jsonl, if that has a whole one."""
+    file = folder / "metrics.jsonl"
+    *lines, _ = file.read_text().split("\n") if file.exists() else [""]
+    return lines[-1] if lines else ""
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in found]
+
+
+def disturb(process: subprocess.Popen, way: str, processes: int, chance: random.Random) -> None:
+    """Ends it in this way; with kill -9 of the launcher its processes go on, and save, while the next run starts."""
+    trainers = children(process.pid) if processes > 1 else [process.pid]
+    if way == ALL:
+        process.send_signal(signal.SIGSTOP)  # so that it sees nobody end
+        for pid in trainers:
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+    elif way == LAUNCHER:
+        process.kill()
+    elif way == ONE and trainers:
+        os.kill(chance.choice(trainers), signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGTERM if way == TERM else signal.SIGINT)
+        if way == TWICE:
+            time.sleep(chance.uniform(0.05, 0.5))
+            process.send_signal(signal.SIGINT)
     try:
-        process.communicate(timeout=after)
-        return "done"
-    except subprocess.TimeoutExpired:
-        pass
-    try:
-        if how == "one":
-            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-            os.kill(int(random.choice(children)) if children else process.pid, signal.SIGKILL)
-        elif how == "term":
-            process.send_signal(signal.SIGTERM)
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.wait(timeout=120)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    return how
+        process.kill()
 
 
 def kept(folder: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
@@ -101,30 +140,31 @@ def check_same(folder: Path, wanted) -> None:
 
 def soak(folder: Path, processes: int, updates: int, enough, chance: random.Random) -> int:
     """Runs with faults until `enough(kills)`; every finished run is compared. Returns how often it was disturbed."""
-    cache, kills, rounds = folder / "cache", 0, 0
+    kills, rounds, settings = 0, 0, (processes, updates)
     print("undisturbed ...", flush=True)
-    began = time.monotonic()
-    whole = started(command(folder / "whole", processes, updates), cache)
-    out, _ = whole.communicate(timeout=600)
-    assert whole.returncode == 0, out.decode()[-3000:]
-    seconds, wanted = time.monotonic() - began, kept(folder / "whole")
-    ways = ["group", "term", *(["one"] if processes > 1 else [])]
+    whole = started(folder / "whole", *settings)
+    assert whole.wait(timeout=600) == 0, Path(f"{folder}/whole.out").read_text()[-3000:]
+    wanted = kept(folder / "whole")
+    lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+    seconds = sum(json.loads(line)["time/step"] for line in lines[2:])  # of the steps that do not compile
+    for fault in ("rewards/errors", "rewards/crashes", "rewards/not_numbers"):
+        assert sum(row[fault] for row in wanted[0][1:]), f"no {fault}"
+    ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE)]
     while not enough(kills):
         here, rounds = folder / f"disturbed-{rounds}", rounds + 1
-        while True:
-            found = disturbed(
-                process := started(command(here, processes, updates), cache),
-                chance.uniform(2, max(6, 0.7 * seconds)) if not enough(kills) else 600,
-                chance.choice(ways),
-            )
-            if found == "done":
-                assert process.returncode == 0, f"exit code {process.returncode}, see {here}/train.log"
-                if json.loads((here / "status.json").read_text())["status"] == "completed":
-                    break
+        while (
+            not (here / "status.json").exists()
+            or json.loads((here / "status.json").read_text())["status"] != "completed"
+        ):
+            process, way = started(here, *settings), chance.choice(ways)
+            if enough(kills) or not wait_for_a_moment(process, here, seconds, chance):
+                assert process.wait(timeout=600) == 0, f"exit code {process.returncode}, see {here}.out"
                 continue
+            step = json.loads(text)["step"] if (text := last_line(here)) else None
+            disturb(process, way, processes, chance)
             kills += 1
-            steps = sorted(int(p.name) for p in (here / "checkpoints").glob("[0-9]*") if p.name.isdecimal())
-            print(f"{kills} {found}, exit {process.returncode}, checkpoints {steps}", flush=True)
+            found = sorted(path.name for path in (here / "checkpoints").glob("*"))
+            print(f"{kills} {way} at step {step}: exit {process.returncode}, checkpoints {found}", flush=True)
         check_same(here, wanted)
         print(f"round {rounds}: the same to the bit after {kills} disturbances", flush=True)
     return kills
@@ -140,8 +180,9 @@ def main() -> None:
     args = parser.parse_args()
     until = time.monotonic() + 60 * (args.minutes or 0)
     enough = (lambda kills: time.monotonic() > until) if args.minutes else (lambda kills: kills >= args.kills)
-    with tempfile.TemporaryDirectory() as folder:
-        kills = soak(Path(folder), args.processes, args.updates, enough, random.Random(args.seed))
+    folder = Path(tempfile.mkdtemp(prefix="soak_"))  # it stays where something differs
+    kills = soak(folder, args.processes, args.updates, enough, random.Random(args.seed))
+    shutil.rmtree(folder)
     print(f"{kills} disturbances, {args.processes} processes, {args.updates} updates a rollout: equal to the bit")
 
 

@@ -391,9 +391,9 @@ def connected(port: int) -> socket.socket:
 # ---- processes with jax in them
 
 
-def launched(folder: Path, *words: str, by: tuple[str, ...] = ("tunix_lite.launch", "--nprocs=2", "--grace=1")):
+def launched(folder: Path, *words: str, by=("tunix_lite.launch", "--nprocs=2", "--grace=1"), **environ):
     environment = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *LOCAL, "JAX_COMPILATION_CACHE_DIR")}
-    environment |= {"PYTHONPATH": str(ROOT)}
+    environment |= {"PYTHONPATH": str(ROOT)} | environ
     call = [sys.executable, "-m", *by, str(ROOT / "tests" / "launch_worker.py"), *words, "hydra.run.dir=run"]
     return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=90)
 
@@ -406,6 +406,15 @@ def test_two_processes_become_one_run(tmp_path):
     done = launched(tmp_path, "join")
     assert (done.returncode, own_lines(done.stdout), done.stderr) == (0, ['[0, 4, 2, 3, "folder0"]'], "")
     assert own_lines((tmp_path / "run" / "launch" / "p1.log").read_text()) == ['[1, 4, 2, 3, "folder0"]']
+
+
+def test_no_program_of_several_processes_comes_from_disk(tmp_path):
+    cache = tmp_path / "cache"
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = launched(tmp_path, "compiled", **settings)
+    assert done.returncode == 0
+    assert done.stderr == "JAX_COMPILATION_CACHE_DIR is not used: CPUs of several processes need fresh programs\n"
+    assert not list(cache.rglob("*-cache"))
 
 
 def test_what_is_found_later_is_agreed_on_too(tmp_path):

@@ -15,20 +15,34 @@ def kept(folder) -> tuple[list[dict], dict[str, str]]:
     return rows, {file.name: file.read_text() for file in (folder / "samples").iterdir()}
 
 
-@pytest.mark.parametrize("mesh", ["2,2"])
-def test_two_processes_train_as_one_does(mesh, tmp_path):
-    first, second = run_together(train_worker.__file__, 2, 4, tmp_path, tmp_path / "together", mesh)
-    assert first["devices"] == second["devices"] == [4, 2]
-    assert first["params"] == second["params"]
-    alone = train_worker.learn(str(tmp_path / "alone"), mesh)
-    for name, values in alone["params"].items():
-        np.testing.assert_allclose(first["params"][name], values, atol=1e-5, err_msg=name)
-    (rows, samples), (expected_rows, expected_samples) = kept(tmp_path / "together"), kept(tmp_path / "alone")
+GRID = [(count, mesh) for mesh in ("4,1", "2,2", "1,4") for count in (1, 2, 4)]
+IN_CI = (2, "2,2")  # both axes cross between processes or between devices of one; the others: pytest -m grid
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process with four devices, which is what the others must be: its folder, and the parameters afterwards."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, train_worker.learn(str(folder), "4,1")["params"]
+
+
+@pytest.mark.parametrize("count, mesh", [IN_CI, *(pytest.param(*c, marks=pytest.mark.grid) for c in GRID if c != IN_CI)])
+def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path):
+    together, (folder, params) = tmp_path / "together", alone
+    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh)
+    assert [one["devices"] for one in said] == [[4, 4 // count]] * count
+    for one in said[1:]:
+        assert one["params"] == said[0]["params"]
+    for name, values in params.items():
+        np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
+    (rows, samples), (expected_rows, expected_samples) = kept(together), kept(folder)
     assert samples == expected_samples
     assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
     for row, expected in zip(rows, expected_rows):
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    names = {path.name for path in (tmp_path / "together").iterdir()}
-    assert {"train.log", "train.p1.log", "metrics.jsonl", "status.json", "checkpoints"} <= names
-    assert json.loads((tmp_path / "together" / "status.json").read_text())["status"] == "completed"
+    logs = {"train.log", *(f"train.p{i}.log" for i in range(1, count))}
+    assert {path.name for path in together.glob("train*.log")} == logs
+    names = {path.name for path in together.iterdir()}
+    assert {"metrics.jsonl", "status.json", "checkpoints"} <= names
+    assert json.loads((together / "status.json").read_text())["status"] == "completed"

@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
         if late := next((word for word in program if word.startswith(OWN)), None):
             raise ValueError(f"{late} is the launcher's: it stands before the program and its settings")
         group, rules = group_of(known.nprocs, os.environ), rules_of(known, program)
+        if rules.max_restarts and SWEEPS & set(program):
+            raise ValueError("launch.max_restarts is for one run: with --multirun it would begin all of them again")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """`python run_training.py ...` and `tunix-lite train ...`: the same program."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tunix_lite.parallel import distributed
 from tunix_lite.parallel.agreement import about
 from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.prepare import prepare
+from tunix_lite.tracking.claim import claimed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
@@ -35,8 +37,21 @@ def check(run: RunConfig, folder: Path) -> None:
 
 def start(run: RunConfig, folder: Path) -> None:
     join(run)  # where a flag of Hydra's left no check to make
-    with distributed.noticing_lost_peers():
+    with contextlib.ExitStack() as until_done, distributed.noticing_lost_peers():
+        claim(folder, run.launch.timeout, until_done)
         train(run, folder)
+
+
+def claim(folder: Path, timeout: float, until_done: contextlib.ExitStack) -> None:
+    """The folder is this run's, on all of its processes, and nobody reads a checkpoint before it is."""
+    error = None
+    if distributed.is_first():
+        try:
+            until_done.enter_context(claimed(folder, timeout))
+        except ValueError as problem:
+            error = str(problem)
+    with at(""):
+        distributed.agree({}, error)
 
 
 def join(run: RunConfig) -> None:

@@ -37,6 +37,8 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
     if place.asks_jax:
         place, agreed = _as_jax_says(place), agree_through_jax(about)
     check_devices(launch, place, environ)
+    if place.num_processes > 1:
+        _compile_afresh()
     _joined.append((place, agreed))
     return _joined[0]
 
@@ -69,6 +71,20 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         **limits,
     )
+
+
+def _compile_afresh() -> None:
+    """On CPUs, programs of several processes that are read from disk mix up their collectives: none is kept there.
+
+    Measured with jaxlib 0.10.2 (docs/log.md): they crash, or could exchange arrays of one size without a word.
+    """
+    import jax
+
+    if jax.default_backend() == "cpu" and jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_enable_compilation_cache", False)
+        if jax.process_index() == 0:
+            text = "JAX_COMPILATION_CACHE_DIR is not used: CPUs of several processes need fresh programs"
+            print(text, file=sys.stderr)
 
 
 def _as_jax_says(place: Place) -> Place:
@@ -117,6 +133,11 @@ def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> N
 
 def has_joined() -> bool:
     return bool(_joined)
+
+
+def is_first() -> bool:
+    """Whether this is process 0 of the run, which writes what all share."""
+    return not _joined or _joined[0][0].process_id == 0
 
 
 def hosts() -> list[str]:

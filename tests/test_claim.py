@@ -1,0 +1,43 @@
+"""Two runs do not write to one folder."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tunix_lite.tracking.claim import claimed
+
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.tracking.claim import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that has the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "has it\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_whoever_has_the_folder_is_named(other, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(ValueError) as error, claimed(tmp_path / "run", 0.5):
+        raise AssertionError
+    assert 0.5 <= time.monotonic() - began < 5
+    assert str(error.value) == (
+        f"{tmp_path / 'run'} is in use by process {other.pid} of {socket.gethostname()}, and was for 0.5 s: "
+        "end that run, or give this one another hydra.run.dir"
+    )
+
+
+def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
+    os.kill(other.pid, signal.SIGKILL)
+    with claimed(tmp_path / "run", 5):
+        assert (tmp_path / "run" / ".lock").read_text() == f"process {os.getpid()} of {socket.gethostname()}\n"
+    with claimed(tmp_path / "run", 0):
+        pass
