@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,6 +81,19 @@ def now_and_then(completion: str, example: dict) -> float:
     """One in 16 completions raises, one is not a number, one ends the worker; else shorter is better."""
     dice = sum(completion.encode()) % 16
     return FAILS[("raise", "nan", "segfault")[dice]]() if dice < 3 else -float(len(completion))
+
+
+def seldom(completion: str, example: dict) -> float:
+    """Nothing, and of 1000 completions what `fault` says."""
+    return FAILS[kind]() if (kind := fault(completion)) else 0.0
+
+
+def fault(completion: str) -> str | None:
+    """What becomes of a completion, by its text: some 6 % fail."""
+    dice = zlib.crc32(completion.encode()) % 1000
+    return next(
+        (kind for end, kind in ((30, "raise"), (45, "nan"), (60, "segfault"), (63, "loop")) if dice < end), None
+    )
 
 
 def length(completion: str, example: dict, times: float = 1.0) -> float:

@@ -148,7 +148,7 @@ def soak(folder: Path, processes: int, updates: int, enough, chance: random.Rand
     lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
     seconds = sum(json.loads(line)["time/step"] for line in lines[2:])  # of the steps that do not compile
     for fault in ("rewards/errors", "rewards/crashes", "rewards/not_numbers"):
-        assert sum(row[fault] for row in wanted[0][1:]), f"no {fault}"
+        assert sum(row.get(fault, 0) for row in wanted[0][1:]), f"no {fault}"
     ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE)]
     while not enough(kills):
         here, rounds = folder / f"disturbed-{rounds}", rounds + 1

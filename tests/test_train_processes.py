@@ -1,6 +1,7 @@
 """A run of several hosts is the run of one host with the same devices: same samples, same numbers, one folder."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ def kept(folder) -> tuple[list[dict], dict[str, str]]:
 
 
 GRID = [(count, mesh) for mesh in ("4,1", "2,2", "1,4") for count in (1, 2, 4)]
-IN_CI = (2, "2,2")  # both axes cross between processes or between devices of one; the others: pytest -m grid
+IN_CI = (2, "2,2")  # both axes cross between processes or between devices of one; the others: pytest -m long
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,9 @@ def alone(tmp_path_factory):
     return folder, train_worker.learn(str(folder), "4,1")["params"]
 
 
-@pytest.mark.parametrize("count, mesh", [IN_CI, *(pytest.param(*c, marks=pytest.mark.grid) for c in GRID if c != IN_CI)])
+@pytest.mark.parametrize(
+    "count, mesh", [IN_CI, *(pytest.param(*c, marks=pytest.mark.long) for c in GRID if c != IN_CI)]
+)
 def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path):
     together, (folder, params) = tmp_path / "together", alone
     said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh)
@@ -46,3 +49,18 @@ def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path)
     names = {path.name for path in together.iterdir()}
     assert {"metrics.jsonl", "status.json", "checkpoints"} <= names
     assert json.loads((together / "status.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count, mesh", [(2, "2,2"), (1, "1,4"), (4, "4,1")])
+def test_a_run_goes_on_with_other_processes_on_another_mesh(count, mesh, alone, tmp_path):
+    folder, params = alone
+    together = tmp_path / "together"
+    shutil.copytree(folder, together)
+    shutil.rmtree(together / "checkpoints" / "2")
+    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh)
+    assert "resumed from step 1" in (together / "train.log").read_text()
+    for name, values in params.items():
+        np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
+    assert [row["step"] for row in kept(together)[0]] == [0, 1, 2]
+    assert kept(together)[1] == kept(folder)[1]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.parallel.distributed import HEARTBEAT, LOST_A_PEER
+from tunix_lite.tracking.claim import LOCK
 
 POLL = 0.05  # seconds
 LAST_LINES = 20
@@ -273,7 +274,7 @@ def _end_with_us() -> None:
 
 def leave_nothing(logs: Path, made: list[Path]) -> None:
     """Removes the folders, the innermost first, that were made for a run, if that never began."""
-    if {path.name for path in logs.parent.iterdir()} <= {".hydra", logs.name}:
+    if {path.name for path in logs.parent.iterdir()} <= {".hydra", LOCK, logs.name}:
         shutil.rmtree(logs)
         for folder in made[1:]:
             with contextlib.suppress(OSError):  # it holds something else

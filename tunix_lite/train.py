@@ -3,7 +3,9 @@
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -33,6 +35,7 @@ from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console, minutes
+from tunix_lite.tracking.disk import in_words
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
@@ -41,33 +44,37 @@ from tunix_lite.types import Batch, Metrics, Params, TrainState
 def train(run: RunConfig, folder: str | Path) -> TrainState:
     """Trains as `run` says, and leaves everything in `folder`. Returns the last state.
 
-    Raises ConfigError, before anything is written, if the settings cannot be right. What micro_batch_size=auto tries is
-    in train.log, whether anything fits or not.
+    Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with how to go on, if
+    the folder can no longer be written. What micro_batch_size=auto tries is in train.log, whether anything fits or not.
     """
     run_dir = RunDir(Path(folder), jax.process_index())
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
-    run_dir.make()
-    every, quiet = run.training.log_interval_steps, not run_dir.is_first
-    console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
-    with contextlib.closing(console):
+    status = Status(run_dir)
+    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).listed)
+    with told(), contextlib.ExitStack() as outside:
+        run_dir.make()
+        every, quiet = run.training.log_interval_steps, not run_dir.is_first
+        console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
+        outside.push(_closing(console.close))
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
             run, train_step = fitting(run, parts.model, console.say)
             parts = rebatched(parts, run, train_step)
         run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
         run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
-        status = Status(run_dir, provenance(run, parts))
+        status.about = provenance(run, parts)
         console.panel(*panel(run, parts, run_dir))
         try:
-            with contextlib.ExitStack() as closing:
+            with told(), contextlib.ExitStack() as closing:
                 state = fit(run, parts, run_dir, console, status, closing)
         except BaseException as error:
             if status.started:  # else found while loading: whatever the folder said before still holds
                 word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                status.write(word, error=f"{type(error).__name__}: {error}")
                 saved = f"what was saved is in {run_dir.checkpoints}"
-                console.say(f"{word} after step {status.steps}; {saved}", style="red")
+                with contextlib.suppress(OSError):  # perhaps of the same disk; the error under way says more
+                    status.write(word, error=f"{type(error).__name__}: {error}")
+                    console.say(f"{word} after step {status.steps}; {saved}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
         _say_goodbye(console, run_dir, status)
@@ -94,7 +101,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
-        closing.callback(opened.close)
+        closing.push(_closing(opened.close))
     trackers.append(console)
     lora = parts.model.lora
     rows, every = parts.rows, settings.sync_gradients_every
@@ -167,6 +174,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         if judged is not None and _is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
             _keep_samples(run, run_dir, console, done, judged)
         status.steps = done
+        checkpoints.check()
         beat(f"step {done}")
         reason = stopping.reason() if done % algorithm.updates_per_rollout == 0 and done < settings.max_steps else None
         if reason or _is_due(done, settings.save_interval_steps, settings.max_steps):
@@ -204,6 +212,20 @@ def initial_state(
 
 
 # ---- small print
+
+
+def _closing(close: Callable[[], None]):
+    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong before."""
+
+    def leave(_, error: BaseException | None, __) -> None:
+        try:
+            close()
+        except OSError as second:
+            if error is None:
+                raise
+            error.add_note(f"and then {second}")
+
+    return leave
 
 
 def _keep_skipped(run_dir: RunDir, console: Console, step: int, metrics: Metrics, batch: Batch) -> None:

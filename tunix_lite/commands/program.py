@@ -1,6 +1,7 @@
 """Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves nothing behind."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -21,6 +22,8 @@ import tunix_lite
 from tunix_lite.config import ConfigError, RunConfig, build, unknown_key
 from tunix_lite.language_model import run_settings
 from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.tracking.claim import LOCK
+from tunix_lite.tracking.disk import DiskError
 
 PACKAGE = Path(tunix_lite.__file__).parent
 EXIT_WRONG_SETTINGS = 2
@@ -225,8 +228,13 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
     except FloatingPointError as error:  # says what to do about it, and where in the code does not help
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except DiskError as error:
+        with contextlib.suppress(OSError):  # they may be on that disk, too
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(1)  # or a thread that still writes would keep us, and what it leaves undone would fill the screen
     except ConfigError as error:
-        if made_by_hydra is not None and [path.name for path in made_by_hydra.iterdir()] == [".hydra"]:
+        if made_by_hydra is not None and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_SETTINGS)

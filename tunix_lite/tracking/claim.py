@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+LOCK = ".lock"  # its name in the folder; it stays there, and says who was the last
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that has no locks
 POLL = 0.2  # seconds
 
@@ -21,7 +22,7 @@ def claimed(folder: Path, timeout: float) -> Iterator[None]:
     Raises ValueError if another process has the folder for `timeout` more seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         until = time.monotonic() + timeout
         while not _locked(file):
             if time.monotonic() > until:

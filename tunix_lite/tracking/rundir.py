@@ -2,11 +2,14 @@
 
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from tunix_lite.tracking import disk
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,14 @@ class RunDir:
         there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
-        if not os.access(there, os.W_OK):
-            raise ValueError(f"{there} cannot be written to")
+        for folder in (there, *(p for p in (self.checkpoints,) if p.is_dir())):
+            try:
+                with tempfile.TemporaryFile(dir=folder) as file:  # asking for permission says nothing of a full disk
+                    file.write(bytes(64 * 1024))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise ValueError(f"{folder} cannot be written to: {disk.reason(error)}") from error
 
     def make(self) -> None:
         """Creates the folder, and points `outputs/latest` at it if it lies under a folder named outputs."""
@@ -116,9 +125,9 @@ class RunDir:
 class Status:
     """status.json: how far the run is, how good it was at first and last, and how it ended."""
 
-    def __init__(self, run_dir: RunDir, about: dict):
+    def __init__(self, run_dir: RunDir, about: dict | None = None):
         """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
-        self._run_dir, self._about, self._began = run_dir, about, time.perf_counter()
+        self._run_dir, self.about, self._began = run_dir, about or {}, time.perf_counter()
         try:
             earlier = json.loads(run_dir.status.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # no run was here, or a full disk left half a file
@@ -131,6 +140,10 @@ class Status:
     def seconds(self) -> float:
         """Spent on the run, its earlier parts included."""
         return self._seconds_before + time.perf_counter() - self._began
+
+    def when(self) -> str:
+        """How far the run is, as the end of a sentence."""
+        return f"after step {self.steps}" if self.started else "before its first step"
 
     def start(self, step: int) -> None:
         """The run goes on from `step`; from 0 it forgets what an earlier one said."""
@@ -147,4 +160,4 @@ class Status:
     def write(self, word: str, **more) -> None:
         more |= {"stopped": self.stopped} if self.stopped else {}
         status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
-        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self._about})
+        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})

@@ -3,6 +3,7 @@
 import json
 import math
 import numbers
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -51,19 +52,33 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoard:
-    """Event files in the run's folder, for `tensorboard --logdir outputs/`."""
+    """Event files in the run's folder, for `tensorboard --logdir outputs/`.
+
+    Written here and now: SummaryWriter does it in a thread, and once a full disk has ended that thread, its next log
+    waits forever.
+    """
+
+    FLUSH_SECONDS = 30
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """`resume_at`: what earlier event files say of later steps is no longer shown."""
-        from tensorboardX import SummaryWriter  # here, because it imports torch where there is one: over a second
+        # here, because it imports torch where there is one: over a second
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        purge = None if resume_at is None else resume_at + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._event, self._scalar, self._flushed = Event, scalar, 0.0
+        self._file = EventsWriter(str(folder / "events"))
+        if resume_at is not None:
+            self._file.write_event(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             if isinstance(value, numbers.Real):
-                self._writer.add_scalar(name, value, step)
+                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)))
+        if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
