@@ -29,6 +29,10 @@ class ConfigError(ValueError):
     """A setting that cannot be right. The message begins with where it stands and says what would be right."""
 
 
+class RunFailed(ConfigError):
+    """What is wrong need not be in the settings: the same command may succeed another time."""
+
+
 # ---- the settings of a run, one class per folder of conf/
 
 
@@ -167,14 +171,14 @@ class RunConfig:
 
 
 @contextlib.contextmanager
-def at(where: str):
+def at(where: str, kind: type[ConfigError] = ConfigError):
     """Says where a ValueError comes from, for a user who knows settings and not code."""
     try:
         yield
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+        raise kind(f"{where}: {error}" if where else str(error)) from error
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:

@@ -19,14 +19,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import tunix_lite
-from tunix_lite.config import ConfigError, RunConfig, build, unknown_key
+from tunix_lite.config import ConfigError, RunConfig, RunFailed, build, unknown_key
 from tunix_lite.language_model import run_settings
 from tunix_lite.parallel.host import keep_freed_memory
 from tunix_lite.tracking.claim import LOCK
 from tunix_lite.tracking.disk import DiskError
 
 PACKAGE = Path(tunix_lite.__file__).parent
-EXIT_WRONG_SETTINGS = 2
+EXIT_FAILED = 1
+EXIT_WRONG_SETTINGS = 2  # another try would not change it
 EXIT_INTERRUPTED = 130  # as a shell says it
 
 
@@ -227,14 +228,14 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except FloatingPointError as error:  # says what to do about it, and where in the code does not help
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(EXIT_FAILED)
     except DiskError as error:
         with contextlib.suppress(OSError):  # they may be on that disk, too
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        os._exit(1)  # or a thread that still writes would keep us, and what it leaves undone would fill the screen
+        os._exit(EXIT_FAILED)  # or a thread that still writes would keep us, and what it leaves undone would fill the screen
     except ConfigError as error:
         if made_by_hydra is not None and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_WRONG_SETTINGS)
+        sys.exit(EXIT_FAILED if isinstance(error, RunFailed) else EXIT_WRONG_SETTINGS)
