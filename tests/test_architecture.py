@@ -21,7 +21,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "rewards": {"rewards"},
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
-    "supervisor.py": {"parallel.distributed"},
+    "supervisor.py": {"parallel.claim", "parallel.distributed"},
     "algorithms": {"types", "algorithms"},
     "models": {"models", "parallel", "types"},
     "rollout": {"rollout", "models", "parallel", "types"},

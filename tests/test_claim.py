@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tunix_lite.tracking.claim import claimed
+from tunix_lite.parallel.claim import claim_of, claimed, is_claimed_by
 
-HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.tracking.claim import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.parallel.claim import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -38,6 +38,15 @@ def test_whoever_has_the_folder_is_named(other, tmp_path):
 def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
     os.kill(other.pid, signal.SIGKILL)
     with claimed(tmp_path / "run", 5):
-        assert (tmp_path / "run" / ".lock").read_text() == f"process {os.getpid()} of {socket.gethostname()}\n"
+        assert claim_of(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
     with claimed(tmp_path / "run", 0):
         pass
+
+
+def test_whoever_looks_into_another_folder_notices(tmp_path):
+    with claimed(tmp_path / "run", 0):
+        owner = claim_of(tmp_path / "run")
+        assert is_claimed_by(owner, tmp_path / "run", 0)
+        assert not is_claimed_by(owner, tmp_path / "not there", 0.3)
+        with claimed(tmp_path / "another", 0):
+            assert not is_claimed_by(owner, tmp_path / "another", 0)

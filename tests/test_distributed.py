@@ -18,8 +18,8 @@ from processes import free_port
 
 from tunix_lite.parallel import agreement, distributed, mesh
 from tunix_lite.parallel.agreement import About, disagreement, flat
-from tunix_lite.parallel.meeting import meet
-from tunix_lite.parallel.place import Launch, Place, find_place, tasks_per_node
+from tunix_lite.parallel.meeting import NotMet, meet
+from tunix_lite.parallel.place import Launch, Place, find_place, first_node, tasks_per_node
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
@@ -173,6 +173,31 @@ def test_tasks_of_nodes_are_read_as_slurm_writes_them():
     assert tasks_per_node("4") == [4]
 
 
+@pytest.mark.parametrize(
+    "text, first",
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[003-007,012],login1", "gpu003"),
+        ("login1,gpu[3-7]", "login1"),
+        ("rack[1-2]n[1-4]", "rack1n1"),
+        ("rack[02,5]-n[007-9].cluster,x", "rack02-n007.cluster"),
+    ],
+)
+def test_the_first_node_of_a_list_has_process_0(text, first):
+    assert first_node(text) == first
+
+
+@pytest.mark.parametrize("text", ["", "gpu[", "gpu[a-b]", "[1-2", "a b"])
+def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
+    with pytest.raises(ValueError) as caught:
+        find_place(Launch(), SLURM | {"SLURM_STEP_NODELIST": text})
+    assert str(caught.value) == (
+        f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes and "
+        "launch.process_id, or MASTER_ADDR says where process 0 is"
+    )
+    assert find_place(Launch(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith("b:")
+
+
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
     shares = Place(5, 8, "a:1", 1, 4)
     assert distributed.local_devices(shares, {}) == [1]
@@ -245,9 +270,9 @@ def test_tp_stays_inside_a_node_and_crosses_only_if_asked(monkeypatch):
 # ---- meeting: threads are processes enough for that
 
 
-def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=None) -> list:
-    """What each process hears: what all agreed on, or the message of its error."""
-    port, heard = free_port(), [None] * len(abouts)
+def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=None, kind=ValueError) -> list:
+    """What each process hears: what all agreed on, or the message of its error, which is of this kind."""
+    port, heard, kinds = free_port(), [None] * len(abouts), [kind] * len(abouts)
     ids = list(range(len(abouts))) if ids is None else ids
 
     def take_part(i: int) -> None:
@@ -255,13 +280,14 @@ def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=N
         try:
             heard[i] = meet(place, abouts[i], timeout, say=lambda _: None)
         except ValueError as error:
-            heard[i] = str(error).replace(str(port), "PORT")
+            heard[i], kinds[i] = str(error).replace(str(port), "PORT"), type(error)
 
     threads = [threading.Thread(target=take_part, args=(i,)) for i in range(len(abouts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout + 5)
+    assert kinds == [kind] * len(abouts)
     return heard
 
 
@@ -289,7 +315,7 @@ def test_two_with_one_number_are_told():
 
 def test_process_0_says_who_did_not_come():
     began = time.monotonic()
-    heard = together(About({}, None, "a"), About({}, None, "b"), timeout=1, count=4)
+    heard = together(About({}, None, "a"), About({}, None, "b"), timeout=1, count=4, kind=NotMet)
     assert time.monotonic() - began < 4
     assert (
         heard
@@ -305,7 +331,7 @@ def test_process_0_says_who_did_not_come():
 def test_where_nobody_listens_the_address_is_named_in_the_time_given():
     port, began, lines = free_port(), time.monotonic(), []
     place = Place(1, 2, f"127.0.0.1:{port}", source="MASTER_ADDR and MASTER_PORT")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(NotMet) as caught:
         meet(place, About({}, None, "b"), 3, lines.append)
     assert 2.9 < time.monotonic() - began < 4
     assert lines == [f"process 1 looks for process 0 at 127.0.0.1:{port}, 1 s left"]
@@ -318,14 +344,14 @@ def test_where_nobody_listens_the_address_is_named_in_the_time_given():
 
 def test_a_name_that_is_no_machine_is_said():
     place = Place(1, 2, "no-such-host.invalid:29500", source="MASTER_ADDR and MASTER_PORT")
-    with pytest.raises(ValueError, match=r"could not reach process 0 at no-such-host.invalid:29500 in 0.5 s: \w+"):
+    with pytest.raises(NotMet, match=r"could not reach process 0 at no-such-host.invalid:29500 in 0.5 s: \w+"):
         meet(place, About({}, None, "b"), 0.5, lambda _: None)
 
 
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(NotMet) as caught:
             meet(Place(0, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "a"), 5)
     assert str(caught.value) == (
         f"port {port}, where process 0 listens, is taken: by another run, or by one that has not ended yet "
@@ -344,7 +370,7 @@ def test_whoever_answers_in_another_language_is_not_process_0():
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=hangs_up, args=(other, 99), daemon=True).start()
         port = other.getsockname()[1]
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(NotMet) as caught:
             meet(Place(1, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "b"), 1, lambda _: None)
         with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_RDWR)
@@ -377,6 +403,26 @@ def test_strangers_at_the_port_are_ignored():
     meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 5)
     first.join(5)
     assert heard == [agreement.Agreed(["a", "b"], "f")]
+
+
+def test_a_stranger_that_says_a_byte_at_a_time_does_not_keep_process_0():
+    port, errors, began = free_port(), [], time.monotonic()
+
+    def wait() -> None:
+        try:
+            meet(Place(0, 2, f"127.0.0.1:{port}"), About({}, "f", "a"), 1, lambda _: None)
+        except NotMet as error:
+            errors.append((str(error), time.monotonic() - began))
+
+    first = threading.Thread(target=wait, daemon=True)
+    first.start()
+    with connected(port) as stranger, contextlib.suppress(OSError):
+        while first.is_alive() and time.monotonic() < began + 8:
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+    first.join(1)
+    ((text, seconds),) = errors
+    assert "process 1 did not come" in text and seconds < 4
 
 
 def connected(port: int) -> socket.socket:
@@ -505,7 +551,7 @@ def test_a_program_that_finds_nobody_ends_in_the_time_given_and_leaves_nothing(t
     call = [sys.executable, str(ROOT / "run_training.py"), *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    assert done.returncode == 1  # another try may find them
     assert done.stderr.startswith(
         f"error: process 1 of 2 ({socket.gethostname()}) could not reach process 0 at 127.0.0.1:{port} in 1 s: "
     )

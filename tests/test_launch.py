@@ -1,6 +1,8 @@
 """The launcher, with processes that are plain Python: one fails, stalls, or is told to stop, and all are gone."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite import launch
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.launch import Group, group_of
+from tunix_lite.parallel.distributed import LOST_A_PEER
 from tunix_lite.parallel.place import Launch, Place, find_place
 from tunix_lite.supervisor import Trace
 
@@ -26,16 +30,16 @@ beat = pathlib.Path(os.environ["TUNIX_LITE_HEARTBEAT"])
 print("here is", rank, flush=True)
 """
 WAIT = "\ntime.sleep(30)\n"
-SOON = 8  # seconds in which a launcher of such processes must be done, interpreters' starts included
+SOON = 15  # seconds in which a launcher of such processes must be done, interpreters' starts included
 
 
 class Launched:
     """A launcher that runs in the background, and what it says."""
 
-    def __init__(self, folder: Path, body: str, *flags: str):
+    def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = ()):
         (folder / "child.py").write_text(CHILD + body)
         environment = {k: v for k, v in os.environ.items() if k not in launch.TORCH}
-        call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder)]
+        call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(call, cwd=folder, env=environment, **pipes)
@@ -105,6 +109,29 @@ def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
     assert "process 0 1 s ago (step 3); process 1 1 s ago (step 3)" in err
 
 
+def test_one_that_is_stopped_before_its_first_step_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)\nbeat.write_text('step 1')" + WAIT
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
+    assert code == 124
+    assert re.search(r"^launch: process 1 is stopped, as by SIGSTOP, for 1 s, and launch.stall_timeout=1\.", err)
+    assert re.search(r"Last signs: process 0 \d s ago \(step 1\); process 1 none\n", err)
+
+
+def test_one_that_is_stopped_is_noticed_before_anybody_has_finished_a_step(tmp_path):
+    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
+    assert code == 124
+    assert "launch: process 1 is stopped, as by SIGSTOP, for 1 s" in err
+    assert "Last signs: process 0 none; process 1 none\n" in err
+
+
+def test_one_that_never_finishes_the_first_step_that_others_have_is_named(tmp_path):
+    body = "\nif rank == '0': beat.write_text('step 1')" + WAIT
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
+    assert code == 124
+    assert err.startswith("launch: process 1 stalled before its first step, and launch.stall_timeout=1. Last signs: ")
+
+
 def test_before_the_first_sign_of_life_nobody_is_too_slow(tmp_path):
     code, *_ = Launched(tmp_path, "\ntime.sleep(0.6)", "--nprocs=2", "--stall-timeout=0.2").end()
     assert code == 0
@@ -126,7 +153,8 @@ if rank == "1" and (folder / "started1").read_text().count("\\n") < 3: sys.exit(
 
 
 def test_wrong_settings_are_not_tried_again_and_leave_nothing(tmp_path):
-    run = Launched(tmp_path, "\nsys.exit(2)", "--nprocs=2", "--max-restarts=5")
+    body = "\nwhile not (folder / 'started0').exists(): time.sleep(0.01)\nsys.exit(2)"
+    run = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=5")
     code, *_ = run.end()
     assert code == 2 and len(run.starts(0)) == 1
     assert not (tmp_path / "outputs").exists()
@@ -169,6 +197,57 @@ def test_a_second_signal_ends_what_does_not_stop(tmp_path):
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
 
 
+def stopped_by_sigterm(tmp_path, body: str, *flags: str) -> tuple[int, str, float]:
+    """What a launcher of two says that gets one signal, and how long that takes."""
+    run = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=3", *flags)
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, _, err = run.end()
+    return code, err, time.monotonic() - began
+
+
+def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_ever(tmp_path):
+    body = STOPS + "\nif rank == '1':\n    print('saving failed: the culprit'); sys.exit(9)" + WAIT
+    code, err, seconds = stopped_by_sigterm(tmp_path, body, "--grace=1")
+    lines = err.splitlines()
+    assert code == 9 and seconds < 6
+    assert lines[0] == "launch: process 1 ended with exit code 9"
+    assert lines[-2:] == [
+        "launch:   saving failed: the culprit",
+        "launch: process 0, still running 1 s later, was ended",
+    ]
+
+
+def test_one_that_is_still_saving_when_another_has_failed_is_not_asked_twice(tmp_path):
+    body = STOPS + "\nif rank == '1': sys.exit(9)\ntime.sleep(0.5)\n(folder / f'saved{len(stops)}').touch()"
+    code, err, _ = stopped_by_sigterm(tmp_path, body)
+    assert code == 9 and "still running" not in err and (tmp_path / "saved1").exists()
+
+
+EARLY = "\nif rank == '1':\n    (folder / 'ready1').touch()\n    time.sleep(30)\n"  # it has no handler yet
+
+
+def test_one_that_a_signal_ends_at_once_does_not_keep_the_others(tmp_path):
+    code, err, seconds = stopped_by_sigterm(tmp_path, EARLY + STOPS + WAIT, "--grace=1")
+    assert code == 128 + signal.SIGTERM and seconds < 6
+    said = "launch: stopped by SIGTERM; process 1 ended at once, and process 0, still running 1 s later, was ended\n"
+    assert err == said
+
+
+def test_one_that_lost_a_process_that_a_signal_ended_is_not_blamed(tmp_path):
+    body = EARLY + STOPS + f"\ntime.sleep(0.2)\nprint({LOST_A_PEER!r}, file=sys.stderr); sys.exit(1)"
+    code, err, _ = stopped_by_sigterm(tmp_path, body)
+    assert code == 128 + signal.SIGTERM
+    assert err == f"{LOST_A_PEER}\nlaunch: stopped by SIGTERM\n"
+
+
+def test_a_stall_after_a_signal_is_noticed(tmp_path):
+    body = "\nbeat.write_text('step 3')" + STOPS + WAIT
+    code, err, _ = stopped_by_sigterm(tmp_path, body, "--stall-timeout=1", "--grace=0.3")
+    assert code == 124 and "stalled for " in err
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
 def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
     run = Launched(tmp_path, "\n(folder / f'pid{rank}').write_text(str(os.getpid()))\n" + WAIT, "--nprocs=2")
@@ -186,6 +265,67 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
 def is_running(pid: str) -> bool:
     file = Path("/proc") / pid / "stat"
     return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- logs
+
+
+def test_a_trace_is_not_shown_as_last_lines_either(tmp_path):
+    body = """
+if rank == "1":
+    print("mine\\nF1121 18:20:34.2   17452 client.h:80] Terminating because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x")
+    print("*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()", end="", flush=True); sys.exit(4)
+"""
+    code, _, err = Launched(tmp_path, body + WAIT, "--nprocs=2").end()
+    assert code == 4
+    assert (
+        err.splitlines()[2:4] == ["launch:   here is 1", "launch:   mine"]
+        and "others were ended" in err.splitlines()[4]
+    )
+
+
+def test_a_folder_that_cannot_be_made_costs_the_logs_and_not_the_run(tmp_path):
+    (tmp_path / "outputs").touch()
+    body = "\nif rank == '1': print('no more'); sys.exit(7)\nprint('mine', file=sys.stderr)" + WAIT
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--grace=1").end()
+    lines = [line for line in err.splitlines() if line != "mine"]
+    assert code == 7
+    assert re.fullmatch(
+        r"launch: outputs/tunix_lite/\S+/launch cannot be written \(Not a directory\): what the processes say is not kept",
+        lines[0],
+    )
+    assert lines[1:5] == [
+        "launch: process 1 ended with exit code 7",
+        "launch: its last lines:",
+        "launch:   here is 1",
+        "launch:   no more",
+    ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
+def test_a_log_on_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path):
+    logs = tmp_path / "run" / "launch"
+    logs.mkdir(parents=True)
+    (logs / "p0.log").symlink_to("/dev/full")
+    body = "\nfor i in range(3): print('line', i, file=sys.stderr, flush=True); time.sleep(0.2)"
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", words=("hydra.run.dir=run",)).end()
+    said = "launch: run/launch/p0.log cannot be written (No space left on device): what process 0 says is on the screen only"
+    assert code == 0
+    assert sorted(err.splitlines()) == [said, "line 0", "line 1", "line 2"]
+
+
+def test_what_cannot_be_started_is_one_line_and_leaves_nobody(tmp_path):
+    (tmp_path / "run" / "launch" / "p1.log").mkdir(parents=True)
+    run = Launched(
+        tmp_path, "\n(folder / 'pid').write_text(str(os.getpid()))" + WAIT, "--nprocs=2", words=("hydra.run.dir=run",)
+    )
+    code, _, err = run.end()
+    assert code == 1
+    assert (
+        err.startswith("error: the launcher cannot go on, and has ended its processes: [Errno 21]")
+        and err.count("\n") == 1
+    )
+    assert not (tmp_path / "pid").exists() or not is_running((tmp_path / "pid").read_text())
 
 
 # ---- who is started
@@ -235,12 +375,44 @@ def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
             {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
             "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, WORLD_SIZE the number of all on all",
         ),
+        (
+            4,
+            {"WORLD_SIZE": "4", "RANK": "4"},
+            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all are on this machine, and RANK=0 is the first; WORLD_SIZE is the number of all on all machines",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(nprocs, environ, message):
     with pytest.raises(ValueError) as caught:
         group_of(nprocs, environ)
     assert str(caught.value) == message
+
+
+def test_where_all_are_on_this_machine_the_first_is_0():
+    assert group_of(4, {"WORLD_SIZE": "4", "RANK": "0"}) == group_of(4, {"WORLD_SIZE": "4"}) == Group(4, 4)
+
+
+def refused(*arguments: str) -> str:
+    """The one line with which the launcher refuses a command."""
+    done = subprocess.run([sys.executable, "-m", "tunix_lite.launch", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("word", ["launch.coordinator=a:1", "++launch.num_processes=2", "launch.process_id='1'"])
+def test_who_is_who_comes_from_the_launcher_alone(word):
+    said = refused("--nprocs=2", "child.py", word)
+    assert said == (
+        f"{word.lstrip('+')}: the launcher says which process each one is; for several machines it reads MASTER_ADDR, "
+        "MASTER_PORT, WORLD_SIZE and RANK"
+    ).replace("'", "")
+
+
+def test_alone_a_launcher_leaves_it_to_jax():
+    launch.check_places(["launch.coordinator=auto"], 1)
+    launch.check_places(["launch.coordinator=null"], 2)
+    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher says"):
+        launch.check_places(["launch.coordinator=auto"], 2)
 
 
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
@@ -264,12 +436,116 @@ def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
     assert launch.rules_of(launch.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
 
 
+def rules(*program: str) -> tuple[int, float | None]:
+    found = launch.rules_of(launch.parsed(list(program)), list(program))
+    return found.max_restarts, found.stall_timeout
+
+
+@pytest.mark.parametrize("start", ["", "+", "++"])
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
+    words = [f"{start}launch.{name}={quote}{n}{quote}" for name, n in (("max_restarts", 5), ("stall_timeout", 60))]
+    assert rules("a.py", *words) == (5, 60)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds, and 0 for ever"),
+        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds, and 0 for ever"),
+        (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
+        (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
+        (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
+        (
+            ["~launch.max_restarts"],
+            "~launch.max_restarts: the launcher reads launch, and cannot do without; give it a value instead",
+        ),
+        (
+            ["launch=mine"],
+            f"launch=mine: there is no mine.yaml in {conf_dir() / 'launch'}; --max-restarts=N and --stall-timeout=SECONDS tell the launcher",
+        ),
+        (
+            ["--config-name=mine"],
+            "--config-name and --config-path are not read by the launcher; --max-restarts=N and --stall-timeout=SECONDS tell the launcher",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_named(words, message):
+    assert refused("a.py", *words) == message
+
+
+def option(folder: Path, name: str, text: str) -> None:
+    file = folder / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("where", [["--config-dir", "."], ["-cd", "."], ["hydra.searchpath=['file://.']"]])
+def test_settings_of_files_are_those_that_the_run_has(where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    option(tmp_path, "launch/mine", "defaults:\n  - default\n  - _self_\nmax_restarts: 3\nstall_timeout: 60\n")
+    option(tmp_path, "launch/default", "max_restarts: 9\n")  # there is one in conf/, and Hydra looks there first
+    for words in ([], ["launch=mine"], ["launch='mine'", "launch.max_restarts=4"]):
+        ours = compose([word.replace("'", "") for word in words], more_conf=str(tmp_path)).launch
+        assert rules("a.py", *where, *words) == (ours.max_restarts, ours.stall_timeout)
+    assert rules("a.py", *where, "launch=mine") == (3, 60)
+
+
+def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setattr(launch, "conf_dir", lambda: tmp_path / "conf")
+    option(tmp_path / "conf", "launch/default", "max_restarts: 2\nstall_timeout: ${seed}\n")
+    option(tmp_path / "conf", "launch/mine", "max_restarts: 6\n")
+    with pytest.raises(
+        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher cannot fill that in; --max-restarts=N"
+    ):
+        rules("a.py")
+    main = tmp_path / "conf" / "config.yaml"
+    main.write_text(main.read_text().replace("launch: default", "launch: mine").replace("tunix_lite  #", "other  #"))
+    assert rules("a.py") == (6, Launch.stall_timeout)
+    assert launch.project_name([]) == "other" and launch.project_name(["++project_name='x y'"]) == "x y"
+    main.write_text(main.read_text() + "\nlaunch:\n  max_restarts: 7\n")
+    assert rules("a.py", "launch=mine") == (7, Launch.stall_timeout)
+
+
+def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_path):
+    option(tmp_path, "experiment/big", "# @package _global_\nlaunch:\n  max_restarts: 3\n")
+    words = ["a.py", "--config-dir", str(tmp_path), "+experiment=big"]
+    with pytest.raises(
+        ValueError, match=r"experiment/big.yaml has settings of launch, which the launcher does not read"
+    ):
+        rules(*words)
+    known = launch.parsed(["--max-restarts=1", "--stall-timeout=9", *words])
+    assert launch.rules_of(known, words).max_restarts == 1
+
+
+def test_the_conf_of_the_launcher_is_that_of_the_program():
+    assert launch.conf_dir() == conf_dir()
+
+
+@pytest.mark.parametrize(
+    "word", ["hydra.run.dir=r 4", "++hydra.run.dir=r 4", "hydra.run.dir='r 4'", '+hydra.run.dir="r 4"']
+)
+def test_a_folder_is_given_in_each_way_that_hydra_reads(word, tmp_path):
+    body = "\n(folder / f'words{rank}').write_text(' '.join(sys.argv[2:]))"
+    assert Launched(tmp_path, body, "--nprocs=2", words=(word,)).end()[0] == 0
+    assert (tmp_path / "words1").read_text() == word and (tmp_path / "r 4" / "launch" / "p1.log").exists()
+
+
+def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
+    (word,) = launch.in_folder("outputs/it's, 1", [])
+    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and launch.folder_given([word]) == "outputs/it's, 1"
+    override = OverridesParser.create().parse_override(word)
+    assert override.value() == "outputs/it's, 1"
+
+
 def test_the_folder_is_the_one_that_a_run_has_by_itself():
     pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
     assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-    said = launch.fresh_folder("mine")
+    said = launch.fresh_folder("mine", [])
     assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
-    assert launch.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b-sweep"]
+    assert launch.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
+    assert launch.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
     assert launch.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
 
 
@@ -307,11 +583,11 @@ def test_the_ssh_example_tells_each_machine_its_place_and_passes_settings_on(tmp
     program(tmp_path, "bin/ssh", 'echo "$2" >> hosts; exec bash -c "$3"')
     said = 'echo "$MASTER_ADDR:$MASTER_PORT $RANK/$WORLD_SIZE $2" >> said; [ $RANK = 0 ]'
     program(tmp_path, ".venv/bin/python", said)
-    done = example("ssh.sh", tmp_path, "model.mesh_shape=[[16,1],[fsdp, tp]]", HOSTS="gpu1 gpu2")
+    done = example("ssh.sh", tmp_path, "model.mesh_shape=[[16,1],[fsdp, tp]]", HOSTS="me@gpu1 gpu2")
     assert sorted((tmp_path / "said").read_text().splitlines()) == [
         f"gpu1:29500 {rank}/2 model.mesh_shape=[[16,1],[fsdp, tp]]" for rank in (0, 1)
     ]
-    assert sorted((tmp_path / "hosts").read_text().split()) == ["gpu1", "gpu2"]
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["gpu2", "me@gpu1"]
     assert done.returncode == 1  # that of the one that failed
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -292,9 +293,8 @@ def test_a_reward_that_is_no_number_is_an_error(tokenizer):
 def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
     """Three of two processes: rows 0 and 2 here, row 1 there; what one cannot judge stops both with the same words."""
 
-    def judged_by_both(text_of_row_1: str) -> list:
+    def judged_by_both(text_of_row_1: str, second_answer: str = "3") -> list:
         said, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
-        examples = [{"question": "1 + 2", "answer": "3"}] * 3
         rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", text_of_row_1, "4")])
 
         def run(process: int):
@@ -307,6 +307,7 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
                 asked[process].append(completion)
                 return correct(completion, example) if completion != "bad" else float("nan")
 
+            examples = [{"question": "1 + 2", "answer": ["3", second_answer][process]}] * 3
             config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
             task = Task(config, tokenizer, 32, 48, process=process, num_processes=2, share=share)
             try:
@@ -320,6 +321,24 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
     assert judged_by_both("3") == [[1, 1, 0], [1, 1, 0], [["3", "4"], ["3"]]]
     first, second, _ = judged_by_both("bad")
     assert first == second and "reward 'seen' is nan" in first
+    first, second, _ = judged_by_both("3", second_answer="4")
+    assert (
+        first
+        == second
+        == (
+            "process 1 judged other prompts or completions than process 0: do all hosts have the same data files and the "
+            "same tokenizer?"
+        )
+    )
+
+
+def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):
+    examples = [{"question": "1 + 2", "answer": "3"}]
+    other_tokens = SimpleNamespace(prompt=lambda text: [*tokenizer.prompt(text), 5])
+    longer = replace(task.config, source=Arithmetic(num_train=task.config.source.train.count + 1))
+    others = [replace(task, tokenizer=other_tokens), replace(task, config=longer)]
+    digests = {task.digest(examples), task.digest([{"question": "1 + 2", "answer": "4"}])}
+    assert task.digest(list(examples)) in digests and len(digests | {o.digest(examples) for o in others}) == 4
 
 
 def test_two_bos_tokens_are_refused(tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass, field, replace
 
@@ -9,15 +10,17 @@ import jax
 import numpy as np
 import pytest
 
+import tunix_lite.train as train_module
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.commands.replay import Replay, replay
-from tunix_lite.config import ConfigError, build
+from tunix_lite.commands.replay import Replay, nearest, read, replay, saw
+from tunix_lite.config import ConfigError, RunFailed, build
 from tunix_lite.language_model import run_settings
 from tunix_lite.models.source import Model
 from tunix_lite.optim import learning_rate_at
 from tunix_lite.tasks import task as task_module
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
 SHORT = [
@@ -35,10 +38,15 @@ SHORT = [
 ]
 
 
+BEATS = []  # of the run `finished`
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
-    state = train(compose(SHORT), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "beat", BEATS.append)
+        state = train(compose(SHORT), folder)
     return folder, state
 
 
@@ -112,18 +120,6 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
     assert "reward/mean" in rows[1] and "reward/mean" not in rows[2]
 
 
-def test_a_run_that_diverges_stops_before_it_saves(tmp_path):
-    wild = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
-    once = ["training.max_skipped_in_a_row=1", "training.save_interval_steps=1"]
-    run = compose([*SHORT, *wild, *once, "evaluation.num_examples=0"])
-    with pytest.raises(
-        FloatingPointError, match=r"step 2: .*nan; this update was not finite.*learning rate that is too"
-    ):
-        train(run, tmp_path)
-    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
-    assert [row["step"] for row in lines(tmp_path)] == [1]
-
-
 @dataclass(frozen=True)
 class NotFinite(GRPO):
     """GRPO whose batches of these rollouts, counted from 0, hold an advantage that is no number."""
@@ -139,6 +135,106 @@ class NotFinite(GRPO):
             batch = batch.replace(advantages=advantages)
         self.seen.append(1)
         return batch, *rest
+
+
+def test_a_run_that_diverges_saves_what_it_has_and_goes_on_only_with_other_settings(tmp_path):
+    """It is interrupted after the first of three skipped steps: the three count in a row all the same."""
+    settings = [*SHORT, "evaluation.num_examples=0", "training.save_interval_steps=0", "training.max_steps=1"]
+    run = compose([*settings, "training.max_skipped_in_a_row=3"])
+    train(replace(run, algorithm=NotFinite(num_generations=4, rollouts=(0, 1, 2))), tmp_path)
+    run = replace(run, training=replace(run.training, max_steps=4))
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    said = f"3 updates in a row were not finite. None was made: checkpoint 3 in {tmp_path}/checkpoints has the weights before"
+    with pytest.raises(FloatingPointError, match=f"step 3: train/loss nan, train/grad_norm nan; {said}.*learning rate"):
+        train(replace(run, algorithm=NotFinite(num_generations=4, rollouts=(0, 1, 2))), tmp_path)
+    assert checkpoints.steps() == [1, 3] and checkpoints.skipped_in_a_row(3) == 3
+    assert [(row["step"], row["train/skipped"]) for row in lines(tmp_path)] == [(1, 1), (2, 1), (3, 1)]
+    for last in (4, 3):  # after the last step, too, it does not count as completed
+        with pytest.raises(FloatingPointError, match=f"step 3: {said}"):
+            again = replace(run, training=replace(run.training, max_steps=last))
+            train(replace(again, algorithm=NotFinite(num_generations=4, rollouts=(0, 1, 2))), tmp_path)
+        assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    assert f"failed after step 3; checkpoint 3 is in {tmp_path}" in (tmp_path / "train.log").read_text()
+    assert checkpoints.steps() == [1, 3]
+    train(replace(run, resume=replace(run.resume, force=True)), tmp_path)
+    assert [row["train/skipped"] for row in lines(tmp_path)] == [1, 1, 1, 0]
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
+    assert checkpoints.skipped_in_a_row(4) == 0
+
+
+def copied(finished, folder):
+    return shutil.copytree(finished[0], folder / "run")
+
+
+def said_of_itself(folder) -> list[str]:
+    return [(folder / name).read_text() for name in ("fingerprint.json", "model.json")]
+
+
+def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tmp_path, monkeypatch):
+    """They are refused, or end before they save: the run whose checkpoints these are can go on."""
+    folder = copied(finished, tmp_path)
+    before = said_of_itself(folder)
+    with pytest.raises(
+        ConfigError, match=r"resume: step 4 of .* does not fit .*optimizer: opt_state/\d.*count: \(\) he"
+    ):
+        train(compose([*SHORT, "training.max_steps=6", "optimizer.max_grad_norm=0", "resume.force=true"]), folder)
+    assert said_of_itself(folder) == before
+
+    def fails(*_):
+        raise ValueError("a reward of your own")
+
+    forced = compose([*SHORT, "training.max_steps=5", "evaluation.num_examples=0", "seed=7", "resume.force=true"])
+    with monkeypatch.context() as patch, pytest.raises(RunFailed, match="^step 5: a reward of your own"):
+        patch.setattr(task_module.Judging, "judged", fails)
+        train(forced, folder)
+    assert said_of_itself(folder) == before
+    saved = []
+    monkeypatch.setattr(Checkpoints, "save", lambda *_: saved.append(said_of_itself(folder)))
+    train(forced, folder)
+    assert saved == [before]
+    assert [json.loads(text)["seed"] for text in said_of_itself(folder)] == [7, 7]
+
+
+def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
+    folder = copied(finished, tmp_path)
+    os.truncate(folder / "fingerprint.json", 100)
+    with pytest.raises(
+        ConfigError, match=f"resume: {folder}/fingerprint.json cannot be read .*; resume.force=true goes"
+    ):
+        train(compose([*SHORT, "training.max_steps=6"]), folder)
+    (folder / "checkpoints" / "4" / "default" / "manifest.ocdbt").unlink()  # which ends it soon
+    with pytest.raises(ConfigError, match=r"resume: step 4 cannot be read \(.*\); remove .*/4 to go on from step 2$"):
+        train(compose([*SHORT, "training.max_steps=6", "resume.force=true"]), folder)
+
+
+def test_the_first_heartbeat_is_the_first_finished_step(finished):
+    assert BEATS == ["step 1", "evaluating", "step 2", "step 3", "evaluating", "step 4"]
+
+
+def test_a_replay_takes_the_weights_that_saw_the_batch(tmp_path):
+    """Steps 3 and 5 to 7 were skipped."""
+    folder = RunDir(tmp_path)
+    for step in (3, 5, 6, 7):
+        folder.write_skipped(step, {"tokens": np.zeros((1, 2))})
+
+    def chosen(skipped, *steps):
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
+        for step in steps:
+            (folder.checkpoints / str(step)).mkdir(parents=True)
+        return nearest(folder, skipped)
+
+    assert [chosen(6, *steps) for steps in ((4,), (2, 7), (2, 6), (3, 8), (2,))] == [4, 7, 6, 3, 2]
+    assert [saw(folder, 6, step) for step in (2, 3, 4, 5, 6, 7, 8)] == [False, False, True, True, True, True, False]
+    with pytest.raises(
+        ConfigError, match="holds no checkpoint until step 6; step=8 takes the weights of step 8, which"
+    ):
+        chosen(6, 8, 9)
+    with pytest.raises(ConfigError, match="holds no checkpoint, so there are no weights to look at the batch"):
+        chosen(6)
+    assert sorted(file.name for file in (tmp_path / "skipped").iterdir())[0] == "step_000003.npz"
+    os.truncate(folder.skipped(6), 60)
+    with pytest.raises(ConfigError, match=f"skipped=6: {folder.skipped(6)} cannot be read"):
+        read(folder, Replay(str(tmp_path), skipped=6))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsys):
@@ -194,6 +290,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_been(finished, tm
     ):
         train(run, tmp_path)
     got = train(compose([*SHORT, "training.save_interval_steps=4", "resume.force=true"]), tmp_path)
+    assert json.loads((tmp_path / "fingerprint.json").read_text())["algorithm"]["_target_"].endswith("GRPO")
     assert "not as in the run that it goes on from: algorithm._target_: " in (tmp_path / "train.log").read_text()
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(whole)]

@@ -19,8 +19,15 @@ def _accuracy(metrics: dict) -> float:
     return metrics["accuracy"]
 
 
+SHOWN = 4  # arrays in a message
+SKIPPED = "skipped_in_a_row"  # kept beside the arrays of a checkpoint
+
+
 class Checkpoints:
-    """The checkpoints of one run, `checkpoints/<step>/`: the newest `keep`, and the `keep_best` that did best."""
+    """The checkpoints of one run, `checkpoints/<step>/`: the newest `keep`, and the `keep_best` that did best.
+
+    Looking at them changes nothing, whoever else is writing there; saving clears away what was cut short.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 2, keep_best: int = 0):
         self.folder = Path(folder).absolute()
@@ -30,6 +37,7 @@ class Checkpoints:
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
+        """What saves. Only for the run that has claimed the folder: it deletes what seems unfinished."""
         if self._opened is None:
             policies = ocp.checkpoint_managers
             best = policies.BestN(get_metric_fn=_accuracy, n=self._keep_best, keep_checkpoints_without_metrics=False)
@@ -42,49 +50,57 @@ class Checkpoints:
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
 
+    @contextlib.contextmanager
+    def _reading(self, handler: ocp.CheckpointHandler):
+        """What reads: a manager that clears nothing away."""
+        _say_it_once()
+        options = ocp.CheckpointManagerOptions(create=False)
+        with ocp.CheckpointManager(self.folder, options=options, item_handlers=handler) as manager:
+            yield manager
+
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, in order. Makes no folder."""
-        return sorted(self._manager.all_steps()) if self.folder.is_dir() else []
-
-    def latest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, or None. Makes no folder."""
-        return self._manager.latest_step() if self.folder.is_dir() else None
-
-    def listed(self) -> list[int]:
-        """The steps of all whole checkpoints, in order, as the folder shows them: for when the disk is in trouble.
-
-        It neither clears away what was cut short nor waits for another process. Raises OSError.
-        """
+        """The steps of all checkpoints, in order, as the folder shows them. Makes no folder. Raises OSError."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdecimal())  # a half one has a longer name
 
-    def save(self, state: TrainState, accuracy: float | None = None) -> None:
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint, or None. Makes no folder. Raises OSError."""
+        return max(self.steps(), default=None)
+
+    def save(self, state: TrainState, accuracy: float | None = None, skipped: int = 0) -> None:
         """Copies the state off the devices and writes it in the background; the state may be donated afterwards.
 
-        accuracy: held-out, of this very state, if it was measured. Raises OSError, of the save before it, too.
+        accuracy: held-out, of this very state, if it was measured. skipped: how many updates in a row were not made
+        until now. Raises OSError, of the save before it, too.
         """
+        step, more = int(state.step), {SKIPPED: skipped}
         metrics = None if accuracy is None else {"accuracy": accuracy}
         self.folder.mkdir(exist_ok=True)
         with self._as_os_error():
-            saved = self._manager.save(int(state.step), args=ocp.args.StandardSave(state), metrics=metrics)
-        assert saved, f"orbax skipped step {int(state.step)}: {self.folder} holds a later one"
+            saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics, custom_metadata=more)
+        assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, with the shapes and shardings of `like`.
 
-        Raises ValueError if there is none, or if it holds something else than `like`.
+        Raises ValueError if there is none, if it cannot be read, or if it holds something else than `like`.
         """
         step = self.latest_step()
         if step is None:
             raise ValueError(f"{self.folder} holds no checkpoint")
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return self._read(step, ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(abstract), abstract)
+
+    def skipped_in_a_row(self, step: int) -> int:
+        """How many updates were not made, one after the other, up to this step. Raises ValueError."""
+        with self._reading(ocp.StandardCheckpointHandler()) as manager:
+            return int((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))  # none: of an older version
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
         """(step, params) of a checkpoint, the newest if `step` is None, without the optimizer's state.
 
-        `like` are ShapeDtypeStructs that say shapes and places. Raises ValueError if there is no such checkpoint, or
-        if it holds something else.
+        `like` are ShapeDtypeStructs that say shapes and places. Raises ValueError if there is no such checkpoint, if
+        it cannot be read, or if it holds something else.
         """
         steps = self.steps()
         if not steps or step not in (None, *steps):
@@ -94,12 +110,36 @@ class Checkpoints:
         wanted = {"params": like}
         restore = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted)
         args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
-        with ocp.CheckpointManager(self.folder, item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
-            try:
-                return step, manager.restore(step, args=args)["params"]
-            except (ValueError, TypeError, KeyError) as error:
-                first_line = str(error).strip().splitlines()[0][:300]
-                raise ValueError(f"{self.folder} does not hold weights of this model: {first_line}") from error
+        return step, self._read(step, ocp.PyTreeCheckpointHandler(), args, wanted, whole=False)["params"]
+
+    def _read(self, step: int, handler: ocp.CheckpointHandler, args, wanted, whole: bool = True):
+        """What `args` ask for of this step. Raises ValueError; `wanted`: what it should hold, `whole`: and no more."""
+        try:
+            with self._reading(handler) as manager:
+                return manager.restore(step, args=args)
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # says nothing of the files
+        except Exception as error:  # orbax raises what it likes
+            raise ValueError(self._why_not(step, wanted, whole, error)) from error
+
+    def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:
+        """Why a step could not be restored: it holds something else, as its own description says, or it is damaged."""
+        try:
+            tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
+            here, there = _shapes(wanted), _shapes(tree)
+        except Exception as unreadable:
+            error = unreadable
+        else:
+            there = there if whole else {name: there[name] for name in here if name in there}
+            if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+                shown = "; ".join(
+                    f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other[:SHOWN]
+                )
+                more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+                return f"step {step} of {self.folder} does not fit this model or optimizer: {shown}{more}"
+        earlier = [s for s in self.steps() if s < step]
+        then = f"to go on from step {earlier[-1]}" if earlier else "to begin anew: there is no earlier one"
+        return f"step {step} cannot be read ({_reason(error)}); remove {self.folder / str(step)} {then}"
 
     def check(self) -> None:
         """Raises OSError if the folder is gone or the last save has failed by now. Does not wait."""
@@ -131,8 +171,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until everything is on disk. Raises OSError if that cannot be."""
-        with self._as_os_error():
-            self._manager.wait_until_finished()
+        if self._opened is not None:
+            with self._as_os_error():
+                self._opened.wait_until_finished()
 
     def close(self) -> None:
         """Waits until everything is on disk. Raises OSError if that cannot be."""
@@ -148,6 +189,27 @@ class Checkpoints:
 # ---- small print
 
 
+def _reason(error: BaseException) -> str:
+    """One line of what is at the bottom of an error, without the details of tensorstore."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[0].splitlines()
+    return lines[0][:300] if lines else repr(error)
+
+
+def _shapes(tree) -> dict[str, tuple | str]:
+    """The shape of every array by its path, `params/layers/w`; whether lists or tuples hold them is the same."""
+
+    def is_empty(x) -> bool:
+        return x is None or (isinstance(x, (tuple, list, dict)) and not x)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): "nothing" if is_empty(x) else tuple(x.shape)
+        for path, x in leaves
+    }
+
+
 def _identity(folder: Path) -> tuple[int, int]:
     """Tells a folder from one made in its place: orbax makes what it misses, even where nothing is mounted now."""
     stat = folder.stat()
@@ -156,15 +218,17 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 @functools.cache
 def _say_it_once() -> None:
-    """Leaves a save that fails to its exception. Else its threads fill the screen, pages for every array."""
+    """Leaves a save or a read that fails to its exception. Else its threads fill the screen, pages for every array."""
     for name in ("absl", "asyncio"):  # where orbax logs, and where its tasks do that nobody waits for any more
         logging.getLogger(name).addFilter(_is_news)
     show = sys.unraisablehook
 
     def show_news(what) -> None:
         trace = what.exc_traceback
-        # tensorstore tells each of those tasks that it is done, and prints that its event loop is closed
-        if trace is None or trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
+        code = None if trace is None else trace.tb_frame.f_code
+        # tensorstore tells each of those tasks that it is done, and prints that its event loop is closed; of a read
+        # that fails, the other parts fail with nobody waiting for them
+        if code is None or (code.co_name != "call_soon_threadsafe" and "orbax" not in code.co_filename):
             show(what)
 
     sys.unraisablehook = show_news

@@ -3,8 +3,10 @@
 Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how long and how often.
 """
 
+import json
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import flax
 import jax
@@ -44,6 +46,17 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
     }
 
 
+def read(file: Path) -> dict:
+    """The fingerprint in this file. Raises ValueError."""
+    unknown = "so what made its checkpoints is not known"
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}), {unknown}") from error
+
+
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
@@ -66,8 +79,8 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
     if found and not force:
         raise ValueError(
-            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from its checkpoint all the "
-            "same; resume=none with another hydra.run.dir begins anew"
+            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from its checkpoint all "
+            "the same; resume=none with another hydra.run.dir begins anew"
         )
     return _listed(found | versions)
 

@@ -5,6 +5,8 @@ is the number of the first process of this one. Whatever happens to a process, t
 """
 
 import argparse
+import contextlib
+import math
 import os
 import re
 import socket
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.parallel.place import Launch, find_place
+from tunix_lite.parallel.place import ASK_JAX, Launch, find_place
 from tunix_lite.supervisor import Rules, supervise
 
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}  # flags of Hydra's that run nothing
@@ -45,15 +47,26 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if late := next((word for word in program if word.startswith(OWN)), None):
             raise ValueError(f"{late} is the launcher's: it stands before the program and its settings")
-        group, rules = group_of(known.nprocs, os.environ), rules_of(known, program)
+        group = group_of(known.nprocs, os.environ)
+        check_places(program, group.world)
+        rules = rules_of(known, program)
         if rules.max_restarts and SWEEPS & set(program):
             raise ValueError("launch.max_restarts is for one run: with --multirun it would begin all of them again")
+        if rules.max_restarts and "${now" in (folder_given(program) or ""):
+            raise ValueError(
+                "launch.max_restarts needs a hydra.run.dir that is the same at every start, without ${now:...}"
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if group.first == 0 and not SHOWS_ONLY & set(program) and folder_given(program) is None:
-        program = program + in_folder(fresh_folder(project_name(program)), program)  # of every restart, too
-    sys.exit(supervise(command(program), group.environments, logs_of(program), rules))
+        program = program + in_folder(fresh_folder(project_name(program), program), program)  # of every restart, too
+    try:
+        code = supervise(command(program), group.environments, logs_of(program), rules)
+    except OSError as error:  # no memory for another process, no temporary folder
+        print(f"error: the launcher cannot go on, and has ended its processes: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -80,7 +93,12 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
             return Group(nprocs, nprocs, port=environ.get("MASTER_PORT"))
         host, _, port = node.coordinator.rpartition(":")
         return Group(nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port)
-    if environ["WORLD_SIZE"] == str(nprocs):
+    if environ["WORLD_SIZE"].strip() == str(nprocs):
+        if (rank := environ.get("RANK", "0").strip()).strip("0"):
+            raise ValueError(
+                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this machine, and RANK=0 "
+                "is the first; WORLD_SIZE is the number of all on all machines"
+            )
         return Group(nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT"))
     place = find_place(Launch(), {name: environ[name] for name in TORCH if name in environ})
     if place.process_id + nprocs > place.num_processes:
@@ -99,17 +117,135 @@ TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 def rules_of(known: argparse.Namespace, program: list[str]) -> Rules:
     """What the flags say, else what the settings of the run do. Raises ValueError."""
     restarts, stall = known.max_restarts, known.stall_timeout
+    settings = settings_of_launch(program) if None in (restarts, stall) else {}
     if restarts is None:
-        restarts = int(_setting("launch.max_restarts", program, Launch.max_restarts))
+        restarts = _number("max_restarts", settings, int, "a whole number, 0 or more")
     if stall is None:
-        stall = float(_setting("launch.stall_timeout", program, Launch.stall_timeout))
-    if min(restarts, stall, known.grace) < 0:
-        raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative")
+        stall = _number("stall_timeout", settings, float, "a number of seconds, and 0 for ever")
+    if not all(0 <= number < math.inf for number in (restarts, stall, known.grace)):
+        raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative, nor without end")
     return Rules(stall or None, restarts, known.grace)
 
 
-def _setting(name: str, program: list[str], default):
-    return next((word.partition("=")[2] for word in reversed(program) if word.startswith(f"{name}=")), default)
+def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
+    value = settings.get(name, getattr(Launch, name))
+    if "${" in str(value):
+        raise ValueError(f"launch.{name}={value}: the launcher cannot fill that in; {REMEDY}")
+    try:
+        number = kind(str(value))
+    except ValueError:
+        number = -1
+    if not 0 <= number < math.inf:
+        raise ValueError(f"launch.{name}={'null' if value is None else value}: it is {meant}")
+    return number
+
+
+def check_places(program: list[str], world: int) -> None:
+    """Raises ValueError where settings say who the processes are: all that are started here would be the same one."""
+    if removed := next((word for word in program if re.match(r"~launch\b", word)), None):
+        raise ValueError(f"{removed}: the launcher reads launch, and cannot do without; give it a value instead")
+    settings = _of_command_line(program)
+    with contextlib.suppress(ValueError):
+        settings = settings_of_launch(program)
+    for name in ("coordinator", "num_processes", "process_id"):
+        value = settings.get(name)
+        if value in (None, "null") or (value == ASK_JAX and world == 1):
+            continue
+        raise ValueError(
+            f"launch.{name}={value}: the launcher says which process each one is; for several machines it reads "
+            "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
+        )
+
+
+# ---- settings, as far as they can be read without Hydra
+
+
+REMEDY = "--max-restarts=N and --stall-timeout=SECONDS tell the launcher"
+
+
+def settings_of_launch(program: list[str]) -> dict:
+    """launch.* as the files and the command line of the run have it. Raises ValueError where only Hydra can tell."""
+    folders = conf_folders(program)
+    main = _yaml(folders[0] / "config.yaml")
+    chosen = [entry["launch"] for entry in main.get("defaults") or [] if isinstance(entry, dict) and "launch" in entry]
+    option = str(said("launch", program) or next(iter(chosen), "default"))
+    for file in _other_options(program, folders):
+        if re.search(r"(?m)^[^#\n]*\blaunch[\w.]*:", file.read_text(errors="replace")):
+            raise ValueError(f"{file} has settings of launch, which the launcher does not read there; {REMEDY}")
+    own = main.get("launch")
+    return _of_option(option, folders) | (own if isinstance(own, dict) else {}) | _of_command_line(program)
+
+
+def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
+    """The files of the options that are chosen as group=option, of all groups but launch."""
+    chosen = [re.fullmatch(r"\+?(\w[\w/]*)=(['\"]?)([\w./-]{1,100})\2", word) for word in program]
+    files = [f / m[1] / f"{m[3]}.yaml" for m in chosen if m and m[1] != "launch" for f in folders]
+    return [file for file in files if file.is_file()]
+
+
+def conf_folders(program: list[str]) -> list[Path]:
+    """Where Hydra looks, in its order: what conf/ has comes before an option of that name elsewhere."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for flags in (("--config-dir", "-cd"), ("--config-name", "-cn"), ("--config-path", "-cp"), ("--cfg", "-c")):
+        parser.add_argument(*flags, nargs="?")
+    known, _ = parser.parse_known_args(program)
+    if known.config_name or known.config_path:
+        raise ValueError(f"--config-name and --config-path are not read by the launcher; {REMEDY}")
+    places = re.split(r"[\s,]+", (said("hydra.searchpath", program) or "").strip("[] "))
+    more = [known.config_dir, *(_unquoted(place).removeprefix("file://") for place in places if "pkg:" not in place)]
+    return [conf_dir(), *(Path(folder) for folder in more if folder)]
+
+
+def conf_dir() -> Path:
+    """The folder of commands/program.py, which is slow to import."""
+    package = Path(__file__).parent
+    checkout = package.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else package / "conf"
+
+
+def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict:
+    """What conf/launch/OPTION.yaml says, and the options that it begins with. Raises ValueError."""
+    name = option.removesuffix(".yaml")
+    if name in within or len(name) > 100:
+        raise ValueError(f"launch={option} cannot be read; {REMEDY}")
+    file = next((f for folder in folders if (f := folder / "launch" / f"{name}.yaml").is_file()), None)
+    if file is None:
+        where = " or ".join(str(folder / "launch") for folder in folders)
+        raise ValueError(f"launch={option}: there is no {name}.yaml in {where}; {REMEDY}")
+    own = _yaml(file)
+    order, values = own.pop("defaults", None) or [], {}
+    for entry in order if "_self_" in order else [*order, "_self_"]:
+        if not isinstance(entry, str):
+            raise ValueError(f"{file}: the launcher does not read {entry} in defaults; {REMEDY}")
+        values |= own if entry == "_self_" else _of_option(entry, folders, (*within, name))
+    return values
+
+
+def _yaml(file: Path) -> dict:
+    import yaml
+
+    try:
+        return dict(yaml.safe_load(file.read_text()) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _of_command_line(program: list[str]) -> dict[str, str]:
+    names = {match[1] for word in program if (match := re.match(r"\+{0,2}launch\.(\w+)=", word))}
+    return {name: said(f"launch.{name}", program) for name in names}
+
+
+def said(key: str, words: list[str]) -> str | None:
+    """What a command line says of a setting, written in any of Hydra's ways: key=, +key= or ++key=, with quotes."""
+    found = [match[1] for word in words if (match := re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL))]
+    return _unquoted(found[-1]) if found else None
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
 def command(program: list[str]) -> list[str]:
@@ -128,22 +264,26 @@ def free_port() -> int:
 
 def folder_given(words: list[str]) -> str | None:
     """The folder that a command line says a run, or a sweep, writes to."""
-    given = [match[1] for word in words if (match := re.fullmatch(r"hydra\.(?:run|sweep)\.dir=(.*)", word))]
-    return given[-1] if given else None
+    return said(r"hydra\.(?:run|sweep)\.dir", words)
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:
     """What a command line lacks to write there."""
-    return [f"hydra.sweep.dir={folder}-sweep" if SWEEPS & set(words) else f"hydra.run.dir={folder}"]
+    key = "sweep" if SWEEPS & set(words) else "run"
+    if not re.fullmatch(r"[\w./:@+~$-]+", folder):
+        folder = "'" + folder.replace("'", "\\'") + "'"
+    return [f"hydra.{key}.dir={folder}"]
 
 
-def fresh_folder(project: str) -> str:
-    """Where a run that starts now writes to by itself, as conf/config.yaml says."""
-    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}"
+def fresh_folder(project: str, words: list[str]) -> str:
+    """Where a run, or a sweep, that starts now writes to by itself, as conf/config.yaml says."""
+    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{'-sweep' if SWEEPS & set(words) else ''}"
 
 
 def project_name(words: list[str]) -> str:
-    return _setting("project_name", words, "tunix_lite")
+    with contextlib.suppress(ValueError):  # the run itself says what is wrong with the file
+        return said("project_name", words) or str(_yaml(conf_dir() / "config.yaml")["project_name"])
+    return "tunix_lite"
 
 
 def logs_of(program: list[str]) -> Path:

@@ -12,7 +12,7 @@ from tunix_lite import __version__
 from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows, row_width
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, at
-from tunix_lite.fingerprint import check_same_run, fingerprint
+from tunix_lite.fingerprint import check_same_run, fingerprint, read
 from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
@@ -39,6 +39,10 @@ class Parts:
     resume_from: Path | None  # a folder with checkpoints
     differs: str = ""  # from the run that made them, in words
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
+
+    def goes_on_differently(self, run_dir: RunDir) -> bool:
+        """Whether what stands in the run's own checkpoints/ was made with other settings (resume.force)."""
+        return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
@@ -131,12 +135,24 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
 def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
     """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError if it may not."""
     with at("resume"):
-        if not earlier.fingerprint.is_file():
-            raise ValueError(
-                f"{earlier.path} has no {earlier.fingerprint.name}, so what made its checkpoints is not known"
-            )
+        try:
+            theirs = read(earlier.fingerprint)
+        except ValueError as error:
+            if not run.resume.force:
+                raise ValueError(f"{error}; resume.force=true goes on from them all the same") from error
+            return str(error)
         ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts)))
-        return check_same_run(ours, json.loads(earlier.fingerprint.read_text()), earlier.path, run.resume.force)
+        return check_same_run(ours, theirs, earlier.path, run.resume.force)
+
+
+def sign(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
+    """Says in the folder what makes its checkpoints.
+
+    Where others are there already, not before the first of ours is whole: until then their run must be able to go on,
+    and if we are killed in between, ours is taken for theirs, which locks nobody out.
+    """
+    run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
+    run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
 
 
 def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:

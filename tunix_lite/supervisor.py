@@ -1,11 +1,12 @@
 """Watches the processes of a run on this machine: one ends badly or stalls, and the others are ended and it is named.
 
 The first process has the screen; what the others say goes to files. The first signal is handed on, and they stop by
-themselves, with a checkpoint; the second ends them.
+themselves, with a checkpoint; the second ends them. Both ways they are watched until the last one is gone.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -18,14 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunix_lite.parallel.claim import LOCK
 from tunix_lite.parallel.distributed import HEARTBEAT, LOST_A_PEER
-from tunix_lite.tracking.claim import LOCK
 
 POLL = 0.05  # seconds
 LAST_LINES = 20
 WRONG_SETTINGS = 2  # an exit code that another try would not change
 STALLED = 124  # as timeout(1) says it
 HANDED_ON = (signal.SIGINT, signal.SIGTERM)
+BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}  # exit codes: it had nothing to save
+KEPT = 1 << 16  # bytes of what a process said that are looked at when it has ended
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ class Failure:
 
 
 def supervise(command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: Rules) -> int:
-    """Runs `command` once in each environment, again if that fails and the rules allow it. The exit code of it all."""
+    """Runs `command` once in each environment, again if that fails and the rules allow it. The exit code of it all.
+
+    Raises OSError if a process cannot be started; then none is left.
+    """
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats:
         for restarts in range(rules.max_restarts + 1):
-            processes = [Process(command, e, i, logs, Path(beats)) for i, e in enumerate(environments())]
+            processes, kept = [], writable(logs)
             try:
+                for environment in environments():
+                    processes.append(Process(command, environment, len(processes), kept, Path(beats)))
                 failure = watch(processes, rules, signals)
             finally:
                 end(processes, 0.0)
@@ -68,22 +76,59 @@ def supervise(command: list[str], environments: Callable[[], list[dict]], logs: 
 
 def watch(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
     """Until all have ended well (None), or one has not and the others are ended. A signal goes to all of them."""
-    handed_on = 0
-    while True:
+    while not signals.count:
         codes = [process.look() for process in processes]
-        if signals.count > handed_on:
-            handed_on = signals.count
-            for process in processes:
-                process.send(signals.last if handed_on == 1 else signal.SIGKILL)
         if None not in codes:
-            return _ended_on_request(processes, signals) if handed_on else _named(processes)
-        if not handed_on and (failure := _named(processes) or _stalled(processes, rules.stall_timeout)):
-            began = time.monotonic()
-            end(processes, rules.grace, signals)
-            if len(processes) == 1 or not failure.text:
-                return failure
-            return Failure(f"{failure.text}\nthe others were ended in {time.monotonic() - began:.1f} s", failure.code)
+            return _named(processes)
+        if failure := _named(processes) or _stalled(processes, rules.stall_timeout):
+            return _others_ended(failure, processes, rules.grace, signals)
         time.sleep(POLL)
+    return _stopping(processes, rules, signals)
+
+
+def _stopping(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
+    """After a signal: they stop by themselves. Where one does not end well, the others have `grace` seconds more.
+
+    They are not asked a second time: that would stop them in the middle of saving.
+    """
+    asked, until = 1, math.inf
+    for process in processes:
+        process.send(signals.last)
+    while None in [process.look() for process in processes] and signals.count == asked and time.monotonic() < until:
+        if until == math.inf and any(process.code for process in processes):
+            until = time.monotonic() + rules.grace
+        if until == math.inf and (failure := _stalled(processes, rules.stall_timeout)):
+            return _others_ended(failure, processes, rules.grace, signals)
+        time.sleep(POLL)
+    left = [process for process in processes if process.code is None]
+    failed = [process for process in processes if process.code and process.code not in BY_SIGNAL]
+    if any(process.code in BY_SIGNAL for process in processes):  # the others may have lost it
+        failed = [process for process in failed if not process.is_victim()]
+    failure = _named(failed)
+    end(left, 0.0)
+    too_late = _ended(left, rules.grace) if left and signals.count == asked else ""
+    if failure is not None:
+        return Failure(f"{failure.text}\n{too_late}", failure.code) if failure.text else failure
+    if not left and not any(process.code for process in processes):
+        return None
+    text = f"stopped by {signal.Signals(signals.last).name}"
+    if too_late:
+        early = next(process for process in processes if process.code in BY_SIGNAL)
+        text += f"; {early} ended at once, and {too_late}"
+    return Failure(text, 128 + signals.last)
+
+
+def _others_ended(failure: Failure, processes: list["Process"], grace: float, signals: "Signals") -> Failure:
+    began = time.monotonic()
+    end(processes, grace, signals)
+    if len(processes) == 1 or not failure.text:
+        return failure
+    return Failure(f"{failure.text}\nthe others were ended in {time.monotonic() - began:.1f} s", failure.code)
+
+
+def _ended(left: list["Process"], grace: float) -> str:
+    names = " and ".join(str(process) for process in left)
+    return f"{names}, still running {grace:g} s later, {'was' if len(left) == 1 else 'were'} ended"
 
 
 def end(processes: list["Process"], grace: float, signals: "Signals | None" = None) -> None:
@@ -108,7 +153,7 @@ def _named(processes: list["Process"]) -> Failure | None:
     failed = [p for p in processes if p.code not in (None, 0)]
     if not failed:
         return None
-    culprit = min(failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.index))
+    culprit = min(failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index))
     if culprit.index == 0 and culprit.code == WRONG_SETTINGS:
         return Failure("", WRONG_SETTINGS)  # it has said so on the screen
     text = f"{culprit} {how(culprit.code)}"
@@ -126,22 +171,23 @@ def how(code: int) -> str:
 
 
 def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
-    """All wait for one, so all are silent: it is one that is stopped, else the one that has been silent the longest."""
-    silent = {p: seconds for p in processes if (seconds := p.silence()) is not None and p.code is None}
-    if limit is None or not silent or min(silent.values()) < limit:
+    """All wait for one, so all are silent: it is one that is stopped, else one that has not finished the step that
+    others have, else the one that has been silent the longest. Before the first step only a stopped one counts."""
+    running = [p for p in processes if p.code is None]
+    if limit is None or not running:
         return None
-    stopped = [p for p in silent if p.is_stopped()]
-    culprit = max(stopped or silent, key=lambda p: silent[p])
+    silent = {p: p.silence() for p in running}
+    stopped = {p: seconds for p in running if (seconds := p.stopped_for()) is not None}
+    seconds = [s for s in silent.values() if s is not None]
+    if max(stopped.values(), default=0) < limit and (not seconds or min(seconds) < limit):
+        return None
+    culprit = max(stopped or silent, key=lambda p: math.inf if silent[p] is None else silent[p])
     state = "is stopped, as by SIGSTOP," if stopped else "stalled"
-    doing = "; ".join(f"{p} {silent[p]:.0f} s ago{p.doing()}" for p in silent)
-    text = f"{culprit} {state} for {silent[culprit]:.0f} s, and launch.stall_timeout={limit:g}. Last signs: {doing}"
+    lasted = silent[culprit] if silent[culprit] is not None else stopped.get(culprit)
+    since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
+    doing = "; ".join(f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items())
+    text = f"{culprit} {state} {since}, and launch.stall_timeout={limit:g}. Last signs: {doing}"
     return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
-
-
-def _ended_on_request(processes: list["Process"], signals: "Signals") -> Failure | None:
-    if all(p.code == 0 for p in processes):
-        return None
-    return Failure(f"stopped by {signal.Signals(signals.last).name}", 128 + signals.last)
 
 
 # ---- one process
@@ -151,12 +197,13 @@ class Process:
     """One of them, its output, and its heartbeat."""
 
     def __init__(self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path):
-        self.index, self.rank, self.code = index, int(environment["RANK"]), None
-        self._log, self._beat = logs / f"p{self.rank}.log", beats / f"p{self.rank}"
+        self.index, self.rank, self.code, self.ended = index, int(environment["RANK"]), None, math.inf
+        self._beat, self._stopped = beats / f"p{self.rank}", None
         self._beat.unlink(missing_ok=True)
-        logs.mkdir(parents=True, exist_ok=True)
-        self._file = self._log.open("ab")
-        self._began, self._trace = self._file.tell(), Trace()
+        self._is_kept = logs is not None
+        self._log = (beats if logs is None else logs) / f"p{self.rank}.log"
+        self._file = self._log.open("ab", buffering=0)
+        self._began, self._trace, self._heard = self._file.tell(), Trace(), b""
         environment = os.environ | environment | {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         output = {"stderr": subprocess.PIPE} if index == 0 else {"stdout": self._file, "stderr": subprocess.STDOUT}
         output |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": _end_with_us}
@@ -170,13 +217,22 @@ class Process:
     def look(self) -> int | None:
         """Its exit code, if it has ended; shows what it has said on its standard error since."""
         self.code = self._started.poll()  # before its last words are read
+        if self.code is not None:
+            self.ended = min(self.ended, time.monotonic())
         if self._started.stderr is not None:
             while said := self._started.stderr.read(1 << 16):
-                self._file.write(said)
-                self._file.flush()
-                sys.stderr.buffer.write(self._trace.without(said))
-                sys.stderr.buffer.flush()
+                self._heard = (self._heard + said)[-KEPT:]
+                self._keep(said)
+                show(self._trace.without(said))
         return self.code
+
+    def _keep(self, said: bytes) -> None:
+        try:
+            self._file.write(said)
+        except OSError as error:
+            if self._is_kept:
+                say(f"{self._log} cannot be written ({error.strerror}): what {self} says is on the screen only")
+            self._is_kept = False
 
     def send(self, number: int) -> None:
         if self._started.poll() is None:
@@ -188,7 +244,7 @@ class Process:
             os.killpg(self._started.pid, signal.SIGKILL)
         self._started.wait()
         self.look()
-        sys.stderr.buffer.write(self._trace.rest)
+        show(self._trace.rest)
         self._trace = Trace()
         for file in (self._file, self._started.stderr):
             if file is not None:
@@ -197,19 +253,28 @@ class Process:
 
     def last_lines(self) -> str:
         """The end of what it said in this attempt, as far as it is not on the screen."""
-        lines = self._said().decode(errors="replace").splitlines()
+        lines = Trace().without(self._said().rstrip(b"\n") + b"\n").decode(errors="replace").splitlines()
         said = [line for line in lines if not line.startswith("[Gloo] Rank")]  # it says so on every new connection
-        where = f"its last lines, of {self._log}:" if self.index else f"its last words are above, and in {self._log}"
-        return "\n".join([where, *(f"  {line}" for line in said[-LAST_LINES:] if self.index)])
+        if self.index == 0:
+            return "its last words are above" + (f", and in {self._log}" if self._is_kept else "")
+        where = "its last lines" + (f", of {self._log}:" if self._is_kept else ":")
+        return "\n".join([where, *(f"  {line}" for line in said[-LAST_LINES:])])
+
+    def is_victim(self) -> bool:
+        """Whether it ended as those do that another one has left."""
+        return self.code == -signal.SIGABRT or self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
         said = self._said()
         return LOST_A_PEER.encode() in said or b"The following tasks are unhealthy" in said
 
     def _said(self) -> bytes:
-        with self._log.open("rb") as log:
-            log.seek(max(self._began, self._log.stat().st_size - (1 << 16)))
+        if self.index == 0:
+            return self._heard
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(self._began, self._log.stat().st_size - KEPT))
             return log.read()
+        return b""
 
     def silence(self) -> float | None:
         """Seconds since its last heartbeat; None before the first."""
@@ -218,10 +283,15 @@ class Process:
         return None
 
     def doing(self) -> str:
-        said = self._beat.read_text().strip()
+        said = self._beat.read_text().strip() if self._beat.exists() else ""
         return f" ({said})" if said else ""
 
-    def is_stopped(self) -> bool:
+    def stopped_for(self) -> float | None:
+        """Seconds since it was first seen stopped, each time that it is asked; None: it is not."""
+        self._stopped = (self._stopped or time.monotonic()) if self._is_stopped() else None
+        return None if self._stopped is None else time.monotonic() - self._stopped
+
+    def _is_stopped(self) -> bool:
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self._started.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
         return False
@@ -272,14 +342,31 @@ def _end_with_us() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
+def writable(logs: Path) -> Path | None:
+    """The folder of the logs, made; None where nothing can be written there, which it says."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=logs):
+            return logs
+    except OSError as error:
+        say(f"{logs} cannot be written ({error.strerror}): what the processes say is not kept")
+        return None
+
+
 def leave_nothing(logs: Path, made: list[Path]) -> None:
     """Removes the folders, the innermost first, that were made for a run, if that never began."""
-    if {path.name for path in logs.parent.iterdir()} <= {".hydra", LOCK, logs.name}:
-        shutil.rmtree(logs)
+    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= {".hydra", LOCK, logs.name}:
+        shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
             with contextlib.suppress(OSError):  # it holds something else
                 folder.rmdir()
 
 
 def say(text: str) -> None:
-    print("\n".join(f"launch: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    show("".join(f"launch: {line}\n" for line in text.splitlines()).encode())
+
+
+def show(said: bytes) -> None:
+    with contextlib.suppress(OSError):  # the screen may be a file on a full disk, or gone
+        sys.stderr.buffer.write(said)
+        sys.stderr.buffer.flush()

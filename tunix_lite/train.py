@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import ConfigError, RunConfig, at
+from tunix_lite.config import RunConfig, RunFailed, at
 from tunix_lite.evaluate import evaluate
-from tunix_lite.fingerprint import fingerprint
 from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
@@ -28,7 +27,7 @@ from tunix_lite.planning.profile import Profile
 from tunix_lite.planning.start import fitting, foresee, in_short, learning
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
-from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched
+from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
@@ -51,7 +50,7 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
-    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).listed)
+    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).steps)
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
         every, quiet = run.training.log_interval_steps, not run_dir.is_first
@@ -61,8 +60,8 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
             console.busy("compiling, to choose training.micro_batch_size…")
             run, train_step = fitting(run, parts.model, console.say)
             parts = rebatched(parts, run, train_step)
-        run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
-        run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+        if not parts.goes_on_differently(run_dir):
+            sign(run, parts, run_dir)
         status.about = provenance(run, parts)
         console.panel(*panel(run, parts, run_dir))
         try:
@@ -71,10 +70,9 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
         except BaseException as error:
             if status.started:  # else found while loading: whatever the folder said before still holds
                 word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                saved = f"what was saved is in {run_dir.checkpoints}"
                 with contextlib.suppress(OSError):  # perhaps of the same disk; the error under way says more
                     status.write(word, error=f"{type(error).__name__}: {error}")
-                    console.say(f"{word} after step {status.steps}; {saved}", style="red")
+                    console.say(f"{word} after step {status.steps}; {_saved(run_dir)}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
         _say_goodbye(console, run_dir, status)
@@ -89,12 +87,13 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     stopping = Stopping(settings.max_minutes, console.say)  # its clock runs while the model loads
     console.busy("loading the model…")
     state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
+    skipped, limit = 0, settings.max_skipped_in_a_row
     if parts.resume_from is not None:
-        state = _restore(parts.resume_from, state, console)
-        if parts.differs:
-            console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
+        state, skipped = _restore(run, parts, state, console)
     start = int(state.step)
     status.start(start)
+    if skipped >= limit:  # it gave up here, and nothing has changed since
+        raise FloatingPointError(_diverged(start, skipped, parts.resume_from))
     closing.enter_context(stopping)  # until all is on disk
     checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)] if run_dir.is_first else []
@@ -121,10 +120,22 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             return {}
         began = time.perf_counter()
         acting = attached(frozen, state.params, lora)
-        beat("evaluating")
+        if status.steps > start:  # a launcher's clock starts with the first beat, and before it all is compiled
+            beat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
+
+    is_unsigned = parts.goes_on_differently(run_dir)
+
+    def save(accuracy: float | None) -> None:
+        """The state as it is now. See prepare.sign for its second half."""
+        nonlocal is_unsigned
+        checkpoints.save(state, accuracy, skipped)
+        if is_unsigned:
+            checkpoints.wait()
+            sign(run, parts, run_dir)
+            is_unsigned = False
 
     console.busy("compiling…")
     case = case_of(run, parts, rollout)
@@ -136,7 +147,6 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
 
-    skipped = 0  # in a row
     for step in range(start, settings.max_steps):
         began = time.perf_counter()
         seconds.clear()
@@ -145,7 +155,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             if step % algorithm.updates_per_rollout == 0:
                 key = jax.random.fold_in(seed_key, step)
                 acting = attached(frozen, state.params, lora)
-                with at(f"step {step + 1}"):
+                with at(f"step {step + 1}", RunFailed):
                     number = step // algorithm.updates_per_rollout
                     examples, dropped = task.batch(parts.batch.prompts, run.seed, number)
                     batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
@@ -161,8 +171,6 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         skipped = skipped + 1 if metrics["train/skipped"] else 0
         if skipped:
             _keep_skipped(run_dir, console, step + 1, metrics, batch)
-        if skipped == settings.max_skipped_in_a_row:
-            raise FloatingPointError(_diverged(step + 1, skipped, metrics))
         metrics["train/learning_rate"] = learning_rate_at(run.optimizer, settings.max_steps, made)
         metrics |= _timing(began, collected, time.perf_counter(), seconds)
         metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
@@ -176,9 +184,18 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
         status.steps = done
         checkpoints.check()
         beat(f"step {done}")
-        reason = stopping.reason() if done % algorithm.updates_per_rollout == 0 and done < settings.max_steps else None
+        can_end = done % algorithm.updates_per_rollout == 0
+        reason = stopping.reason() if can_end and done < settings.max_steps else None
+        if can_end and skipped >= limit:
+            unsaved = None
+            try:
+                save(metrics.get("eval/accuracy"))
+                checkpoints.wait()
+            except OSError as error:
+                unsaved = error
+            raise FloatingPointError(_diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
         if reason or _is_due(done, settings.save_interval_steps, settings.max_steps):
-            checkpoints.save(state, metrics.get("eval/accuracy"))
+            save(metrics.get("eval/accuracy"))
         if reason:
             status.stopped = reason
             break
@@ -239,13 +256,20 @@ def _numbers(metrics: Metrics) -> str:
     return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
 
 
-def _diverged(step: int, skipped: int, metrics: Metrics) -> str:
+def _diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None) -> str:
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
+    kept = f"checkpoint {step} in {checkpoints} has the weights before"
     return (
-        f"step {step}: {_numbers(metrics)}; {updates} not finite. None was made, so the weights are those of the last "
-        "good one and so is the newest checkpoint. A learning rate that is too high is the usual cause; next a reward "
-        "or a loss of your own that divides by zero"
+        f"step {step}: {_numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was made: "
+        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A learning rate that is "
+        "too high is the usual cause; next a reward or a loss of your own that divides by zero. resume.force=true goes "
+        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row with the same ones"
     )
+
+
+def _saved(run_dir: RunDir) -> str:
+    steps = Checkpoints(run_dir.checkpoints).steps()
+    return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
@@ -284,17 +308,17 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
     console.samples(step, [ranked[i] for i in places])
 
 
-def _restore(folder: Path, state: TrainState, console: Console) -> TrainState:
-    checkpoints = Checkpoints(folder)
-    try:
+def _restore(run: RunConfig, parts: Parts, state: TrainState, console: Console) -> tuple[TrainState, int]:
+    """The newest checkpoint, and how many updates in a row were skipped until then; other settings begin at none."""
+    checkpoints = Checkpoints(parts.resume_from)
+    with at("resume"):
         state = checkpoints.restore(state)
-    except ValueError as error:
-        first_line = str(error).strip().splitlines()[0][:300]
-        raise ConfigError(f"resume: {folder} does not fit this run's model or optimizer: {first_line}") from error
-    finally:
-        checkpoints.close()
-    console.say(f"resumed from step {int(state.step)} of {folder}")
-    return state
+        step = int(state.step)
+        skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)
+    console.say(f"resumed from step {step} of {parts.resume_from}")
+    if parts.differs:
+        console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
+    return state, skipped
 
 
 def _say_goodbye(console: Console, run_dir: RunDir, status: Status) -> None:

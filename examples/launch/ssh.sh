@@ -9,7 +9,7 @@ settings=$(printf '%q ' "$@")
 started=()
 trap 'kill "${started[@]}" 2> /dev/null' INT TERM
 for rank in "${!hosts[@]}"; do
-    place="MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} WORLD_SIZE=${#hosts[@]} RANK=$rank"
+    place="MASTER_ADDR=${hosts[0]##*@} MASTER_PORT=${MASTER_PORT:-29500} WORLD_SIZE=${#hosts[@]} RANK=$rank"
     ssh -tt "${hosts[$rank]}" "cd $(printf %q "$PWD") && $place .venv/bin/python run_training.py $settings" < /dev/null &
     started+=($!)
 done

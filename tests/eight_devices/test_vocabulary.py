@@ -169,3 +169,20 @@ def test_a_frozen_table_costs_nothing(monkeypatch):
 def test_blocks_divide_the_vocabulary_where_they_can(vocabulary_size, tokens, at_once, blocks, monkeypatch):
     monkeypatch.setattr(vocabulary, "SCORES_AT_ONCE", at_once)
     assert num_blocks(vocabulary_size, tokens) == blocks
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 4)])
+def test_scores_that_are_all_high_cost_no_digits(mesh):
+    """1000 on every score changes neither result; as logsumexp less the mean score, both would be off by 1e-4."""
+    set_mesh(*mesh)
+    rng = np.random.default_rng(1)
+    levels = rng.integers(-64, 64, (V, D)) / 16  # sums of products that float32 holds exactly, with 1000 as well
+    table = np.concatenate([levels, np.full((V, 8), 125.0)], axis=1).astype(np.float32)
+    hidden = np.concatenate([rng.integers(-8, 8, (B, M, D)) / 8, np.ones((B, M, 8))], axis=2).astype(np.float32)
+    targets = rng.integers(0, V, (B, M)).astype(np.int32)
+    logs = hidden[..., :D].astype(np.float64) @ levels.T
+    logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
+    arrays = placed(hidden, table, targets, np.zeros((2, B, M), np.float32))
+    found = jax.jit(lambda h, w, t, _: token_scores(h, w, t, None, 1.0))(*arrays)
+    np.testing.assert_allclose(found.entropy, -(np.exp(logs) * logs).sum(-1), atol=2e-6)
+    np.testing.assert_allclose(found.logprobs, np.take_along_axis(logs, targets[..., None], -1)[..., 0], atol=2e-6)

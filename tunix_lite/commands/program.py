@@ -14,6 +14,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,8 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 import tunix_lite
 from tunix_lite.config import ConfigError, RunConfig, RunFailed, build, unknown_key
 from tunix_lite.language_model import run_settings
+from tunix_lite.launch import folder_given
+from tunix_lite.parallel.claim import LOCK
 from tunix_lite.parallel.host import keep_freed_memory
-from tunix_lite.tracking.claim import LOCK
 from tunix_lite.tracking.disk import DiskError
 
 PACKAGE = Path(tunix_lite.__file__).parent
@@ -93,6 +95,16 @@ def _leaves(values, prefix=""):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def resolved(text: str, values: dict) -> str:
+    """A folder as the command line gives it, with ${now:...} and plain settings filled in. Raises ConfigError."""
+    setup_globals()
+    try:
+        return str(OmegaConf.create({**values, "hydra": {"folder": text}}).hydra.folder)
+    except OmegaConfBaseException as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"{text}: {why}; of several processes it can hold ${{now:...}} and settings") from error
 
 
 def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]) -> None:
@@ -211,8 +223,7 @@ def _runs_of(overrides: list[str]) -> list[list[str]]:
 
 def _run_dir(overrides: list[str]) -> Path:
     """The folder that the run will write to, as far as it is known before Hydra makes it."""
-    given = [text.partition("=")[2] for text in overrides if text.startswith("hydra.run.dir=")]
-    return Path(given[-1]) if given else Path("outputs/not-made-yet")
+    return Path(folder_given(overrides) or "outputs/not-made-yet")
 
 
 GOES_ON = "; the same command with hydra.run.dir=FOLDER goes on from its checkpoint"
@@ -233,7 +244,8 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         with contextlib.suppress(OSError):  # they may be on that disk, too
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        os._exit(EXIT_FAILED)  # or a thread that still writes would keep us, and what it leaves undone would fill the screen
+        # Else a thread that still writes would keep us, and what it leaves undone would fill the screen.
+        os._exit(EXIT_FAILED)
     except ConfigError as error:
         if made_by_hydra is not None and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)

@@ -1,5 +1,7 @@
 """`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by sequence."""
 
+import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ class Replay:
 
     checkpoint: str | None = None  # the folder of the run
     skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
-    step: int | None = None  # of the checkpoint whose weights are used; null: the newest until then
+    step: int | None = None  # of the checkpoint whose weights are used; null: those that saw it, or the newest before
     batch_size: int = 8  # sequences at a time; changes memory, not what is said
 
     def __post_init__(self):
@@ -44,13 +46,14 @@ def replay(run: RunConfig, settings: Replay) -> None:
     folder = RunDir(Path(settings.checkpoint).expanduser())
     batch, step = read(folder, settings), settings.step
     if step is None:
-        step = newest_until(folder, settings.skipped)
+        step = nearest(folder, settings.skipped)
+    others = "" if saw(folder, settings.skipped, step) else " (not those that saw them, which are not kept)"
     seed = program.run_settings(folder.path)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     logprobs_BT = scored(model, batch, run.generation.temperature, settings.batch_size)
     losses_B, found = judged(run.algorithm, batch, logprobs_BT)
     finite_B = np.isfinite(losses_B)
-    print(f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step {step}")
+    print(f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step {step}{others}")
     print(
         f"loss {losses_B.sum():g}; of the {finite_B.sum()} sequences whose loss is finite {losses_B[finite_B].sum():g}"
     )
@@ -67,18 +70,31 @@ def read(folder: RunDir, settings: Replay) -> Batch:
     if not file.is_file():
         kept = ", ".join(sorted(f.name for f in file.parent.glob("step_*.npz"))) or "nothing"
         raise ConfigError(f"skipped={settings.skipped}: there is no {file}; {file.parent} holds {kept}")
-    with np.load(file) as arrays:
-        return Batch(**arrays)
+    try:
+        with np.load(file) as arrays:
+            return Batch(**arrays)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({error})") from error
 
 
-def newest_until(folder: RunDir, skipped: int) -> int:
-    """The newest checkpoint whose weights can be those that saw the batch: a skipped step leaves them as they were."""
-    steps = [step for step in Checkpoints(folder.checkpoints).steps() if step <= skipped]
+def saw(folder: RunDir, skipped: int, step: int) -> bool:
+    """Whether the weights of this checkpoint are those that saw the batch: no update in between was made."""
+    between = range(step + 1, skipped) if step < skipped else range(skipped, step + 1)
+    return all(folder.skipped(number).is_file() for number in between)
+
+
+def nearest(folder: RunDir, skipped: int) -> int:
+    """A checkpoint of the weights that saw the batch; else the newest of those before. Raises ConfigError."""
+    steps = Checkpoints(folder.checkpoints).steps()
     if not steps:
+        raise ConfigError(f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the batch")
+    same, before = [s for s in steps if saw(folder, skipped, s)], [s for s in steps if s < skipped]
+    if not same + before:
         raise ConfigError(
-            f"{folder.checkpoints} holds no checkpoint until step {skipped}; give step= to use a later one"
+            f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes the weights of step "
+            f"{steps[0]}, which have been updated since"
         )
-    return max(steps)
+    return max(same or before)
 
 
 def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> np.ndarray:

@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, RunConfig, at, plain
+from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, plain
 from tunix_lite.launch import folder_given, fresh_folder, in_folder
 from tunix_lite.models.source import stamp
 from tunix_lite.parallel import distributed
 from tunix_lite.parallel.agreement import about
+from tunix_lite.parallel.claim import claimed_for_all
 from tunix_lite.parallel.host import take_gpu_memory
-from tunix_lite.prepare import prepare
-from tunix_lite.tracking.claim import claimed
+from tunix_lite.parallel.meeting import NotMet
+from tunix_lite.prepare import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
@@ -27,43 +28,45 @@ def main() -> None:
 def check(run: RunConfig, folder: Path) -> None:
     join(run)
     found, error = {}, None
-    try:
-        found["weights"] = stamp(prepare(run, RunDir(folder)).model)
-    except ConfigError as problem:  # perhaps of this machine alone, and the others must hear of it
-        error = str(problem)
-    with at(""):
-        distributed.agree(found, error)
+    with distributed.noticing_lost_peers():
+        try:
+            found = seen_of(run, prepare(run, RunDir(folder)))
+        except ConfigError as problem:  # perhaps of this machine alone, and the others must hear of it
+            error = str(problem)
+        with at(""):
+            distributed.agree(found, error)
+
+
+def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
+    """What must be the same on all hosts and is not in the settings: the files that they name."""
+    first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
+    examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
+    return {"weights": stamp(parts.model), "data or tokenizer": parts.task.digest(examples)}
 
 
 def start(run: RunConfig, folder: Path) -> None:
     join(run)  # where a flag of Hydra's left no check to make
     with contextlib.ExitStack() as until_done, distributed.noticing_lost_peers():
-        claim(folder, run.launch.timeout, until_done)
+        with at("", RunFailed):
+            until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
         train(run, folder)
-
-
-def claim(folder: Path, timeout: float, until_done: contextlib.ExitStack) -> None:
-    """The folder is this run's, on all of its processes, and nobody reads a checkpoint before it is."""
-    error = None
-    if distributed.is_first():
-        try:
-            until_done.enter_context(claimed(folder, timeout))
-        except ValueError as problem:
-            error = str(problem)
-    with at(""):
-        distributed.agree({}, error)
 
 
 def join(run: RunConfig) -> None:
     """One run of all processes that were started as one, in the folder of the first of them."""
     if distributed.has_joined():
         return
-    given = folder_given(sys.argv[1:])
-    values = plain(run) | ({"hydra": {"run.dir": given}} if given else {})
-    ours = about(values, given or fresh_folder(run.project_name))
+    given, values = folder_given(sys.argv[1:]), plain(run)
+    folder = given or fresh_folder(run.project_name, sys.argv)
     with at(""):
-        place, agreed = distributed.initialise(run.launch, os.environ, ours)
-    if len(agreed.hosts) > 1 and given is None:
-        sys.argv += in_folder(agreed.folder, sys.argv[1:])
+        if "$" in folder and not distributed.is_alone(run.launch, os.environ):
+            folder = program.resolved(folder, values)  # by each process, at another time of day: the first one's counts
+        ours = about(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
+        try:
+            place, agreed = distributed.initialise(run.launch, os.environ, ours)
+        except NotMet as error:
+            raise RunFailed(str(error)) from error
+    if len(agreed.hosts) > 1 and (given is None or "$" in given):
+        sys.argv += in_folder(agreed.folder, sys.argv)
     if place.process_id > 0:
         sys.argv.append("hydra.output_subdir=null")  # .hydra/ is written by one

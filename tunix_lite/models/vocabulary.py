@@ -2,9 +2,9 @@
 
 With scores s_v = cap(h . w_v) / temperature, block by block of the vocabulary, for all tokens at once:
 
-    logsumexp = log sum_v exp(s_v)        kept as a running maximum and a running sum
-    logprob   = s_token - logsumexp
-    entropy   = logsumexp - sum_v p_v s_v
+    total     = sum_v exp(s_v - top)      kept as a running maximum, top, and a running sum
+    logprob   = s_token - top - log total
+    entropy   = log total - sum_v p_v (s_v - top)
 
 The backward pass makes the scores of each block again: d s_v = g (1[v = token] - p_v) - e p_v (log p_v + entropy) for
 slopes g and e of the two. Tables that tp divides are worked off by all of its parts at once, each on its own share, and
@@ -111,8 +111,8 @@ def _forward(settings, hidden_BMD, table_NPSD, targets_BM):
         real = jnp.where(tokens_PS >= 0, scores, BELOW_ALL)
         higher = jnp.maximum(top, jnp.max(real, axis=-1))
         shrink, exps = jnp.exp(top - higher), jnp.exp(real - higher[..., None])
+        weighted = lowered(weighted, total, top, higher) + jnp.sum(exps * (real - higher[..., None]), axis=-1)
         total = total * shrink + jnp.sum(exps, axis=-1)
-        weighted = weighted * shrink + jnp.sum(exps * scores, axis=-1)
         chosen += jnp.sum(jnp.where(tokens_PS == targets_BM[..., None, None], scores, 0.0), axis=-1)
         return (higher, total, weighted, chosen), None
 
@@ -120,9 +120,15 @@ def _forward(settings, hidden_BMD, table_NPSD, targets_BM):
     (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, (jnp.arange(blocks), table_NPSD))
     highest = jnp.max(top, axis=-1, keepdims=True)
     shrink = jnp.exp(top - highest)
-    total, weighted = jnp.sum(total * shrink, axis=-1), jnp.sum(weighted * shrink, axis=-1)
-    log_total = jnp.log(total) + highest[..., 0]
-    return (jnp.sum(chosen, axis=-1) - log_total, log_total - weighted / total), log_total
+    weighted = jnp.sum(lowered(weighted, total, top, highest), axis=-1)
+    total, highest = jnp.sum(total * shrink, axis=-1), highest[..., 0]
+    logprobs = (jnp.sum(chosen, axis=-1) - highest) - jnp.log(total)
+    return (logprobs, jnp.log(total) - weighted / total), jnp.log(total) + highest
+
+
+def lowered(weighted, total, top, higher):
+    """sum_v exp(s_v - top) (s_v - top), as it is for a higher top. Scores themselves would cancel to few digits."""
+    return (weighted + total * (top - higher)) * jnp.exp(top - higher)
 
 
 def _kept(settings, hidden, table, targets):

@@ -43,6 +43,12 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
     return _joined[0]
 
 
+def is_alone(launch: Launch, environ: Mapping[str, str]) -> bool:
+    """Whether this process is a run by itself, as far as that is known before jax starts; else others may join."""
+    place = find_place(launch, environ)
+    return place.num_processes == 1 and not place.asks_jax
+
+
 def agree(values: dict[str, str], error: str | None = None) -> None:
     """Raises ValueError, on all processes, if one of them has another value than the rest, or an error; alone, its own.
 
@@ -57,9 +63,16 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
 def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: parallel/stopping.py
     limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
     if place.asks_jax:
-        jax.distributed.initialize(**limits)
+        try:
+            jax.distributed.initialize(**limits)
+        except ValueError as error:  # in the words of jax's arguments
+            raise ValueError(
+                f"{place.source}: jax found no other processes here ({error}); say launch.coordinator=HOST:PORT, "
+                "launch.num_processes and launch.process_id"
+            ) from error
         return
     host, _, port = place.coordinator.rpartition(":")
     jax.distributed.initialize(

@@ -21,12 +21,18 @@ from tunix_lite.parallel.place import Place
 MOST = 1 << 22  # bytes of what a process says
 HELLO = "tunix_lite"
 SHORT = 2  # seconds of waiting that nobody needs to be told of
+HEARS = 5  # seconds in which whoever comes must have said who it is
+
+
+class NotMet(ValueError):
+    """The processes did not come together, whatever their settings: another try may do."""
 
 
 def meet(place: Place, own: About, timeout: float, say: Callable[[str], None] | None = None) -> Agreed:
     """Waits until all processes of the run have said what they are to process 0, and tells what all know.
 
-    Raises ValueError, on all of them, if one is missing after `timeout` seconds, or another than the rest.
+    Raises, on all of them, NotMet if one is missing after `timeout` seconds or the port is another program's, and
+    ValueError if one is another than the rest.
     """
     with contextlib.closing(Countdown(timeout, say)) as waiting:
         return (_listen if place.process_id == 0 else _report)(place, own, waiting)
@@ -69,21 +75,21 @@ def _listen(place: Place, own: About, waiting: Countdown) -> Agreed:
     came: dict[int, About] = {0: own}
     lines: list[tuple[int, socket.socket]] = []
     with _server(host, port, place) as server, contextlib.ExitStack() as closing:
-        error = None
-        while len(came) < place.num_processes and error is None:
+        error, absent = None, None
+        while len(came) < place.num_processes and error is None and absent is None:
             missing = [p for p in range(place.num_processes) if p not in came]
             waiting.show(f"process 0 waits at port {port} for {len(missing)} of {place.num_processes} processes")
             server.settimeout(min(1.0, max(0.01, waiting.left)))
             with contextlib.suppress(TimeoutError):
                 connection = closing.enter_context(server.accept()[0])
-                error = _welcome(connection, place, came, lines)
+                error = _welcome(connection, place, came, lines, waiting)
                 continue
-            error = _missing(place, missing, waiting.seconds) if waiting.left <= 0 else None
-        error = error or verdict(came)
+            absent = _missing(place, missing, waiting.seconds) if waiting.left <= 0 else None
+        error = error or absent or verdict(came)
         agreed = Agreed([came[p].host for p in sorted(came)], own.folder)
-        _tell(lines, {"error": error, **dataclasses.asdict(agreed)})
+        _tell(lines, {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)})
     if error:
-        raise ValueError(error)
+        raise (ValueError if absent is None else NotMet)(error)
     return agreed
 
 
@@ -99,11 +105,11 @@ def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
             connection.recv(1)
 
 
-def _welcome(connection: socket.socket, place: Place, came: dict[int, About], lines: list) -> str | None:
+def _welcome(connection: socket.socket, place: Place, came: dict, lines: list, waiting: Countdown) -> str | None:
     """Hears who it is. An error that ends the meeting, or None; whoever speaks another language is ignored."""
     try:
-        connection.settimeout(5)
-        said = json.loads(_line(connection))
+        until = time.monotonic() + min(HEARS, max(0.1, waiting.left))
+        said = json.loads(_line(connection, lambda: until - time.monotonic()))
         process, count, theirs = int(said[HELLO]), int(said["num_processes"]), About(**said["about"])
     except (OSError, ValueError, KeyError, TypeError):
         connection.close()
@@ -135,33 +141,31 @@ def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
         with _connected(place, host, port, waiting, own.host) as connection:
             try:
                 answer = _asked(connection, place, own, waiting)
-                error, agreed = answer.pop("error"), Agreed(**answer)
+                error, is_absent, agreed = answer.pop("error"), answer.pop("absent", False), Agreed(**answer)
                 break
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
                 if waiting.left <= 0:
-                    raise ValueError(
+                    raise NotMet(
                         f"process {place.process_id} ({own.host}) reached {host}:{port}, but in {waiting.seconds:g} s "
                         "no process 0 of this run: another program has the port there, or a run that has not ended "
                         f"yet. Another port is chosen with {place.source}"
                     ) from problem
         time.sleep(0.3)  # an earlier run may be ending there, and process 0 be about to start again
     if error:
-        raise ValueError(error)
+        raise (NotMet if is_absent else ValueError)(error)
     return agreed
 
 
 def _asked(connection: socket.socket, place: Place, own: About, waiting: Countdown) -> dict:
     hello = {HELLO: place.process_id, "num_processes": place.num_processes, "about": dataclasses.asdict(own)}
     connection.sendall(json.dumps(hello).encode() + b"\n")
-    connection.settimeout(1)
     return json.loads(_line(connection, lambda: _wait_for_all(place, waiting)))
 
 
-def _wait_for_all(place: Place, waiting: Countdown) -> None:
-    """While process 0 waits for others. It gives up first; a moment later, it is process 0 that is gone."""
-    if waiting.left < -10:
-        raise OSError("no answer")
+def _wait_for_all(place: Place, waiting: Countdown) -> float:
+    """Seconds left. Process 0, which waits for others, gives up first; a moment later, it is process 0 that is gone."""
     waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
+    return waiting.left + 10
 
 
 def _connected(place: Place, host: str, port: int, waiting: Countdown, own_host: str) -> socket.socket:
@@ -171,7 +175,7 @@ def _connected(place: Place, host: str, port: int, waiting: Countdown, own_host:
             return socket.create_connection((host, port), timeout=min(5.0, max(0.1, waiting.left)))
         except OSError as error:
             if waiting.left <= 0:
-                raise ValueError(_unreachable(place, host, port, waiting.seconds, own_host, error)) from error
+                raise NotMet(_unreachable(place, host, port, waiting.seconds, own_host, error)) from error
         time.sleep(min(0.3, max(0.0, waiting.left)))
 
 
@@ -198,7 +202,7 @@ def _missing(place: Place, missing: list[int], seconds: float) -> str:
 
 
 def _server(host: str, port: int, place: Place) -> socket.socket:
-    """Listening where jax's coordinator will. Raises ValueError if the port is taken."""
+    """Listening where jax's coordinator will. Raises NotMet if the port is taken, ValueError if it cannot be."""
     try:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -208,7 +212,7 @@ def _server(host: str, port: int, place: Place) -> socket.socket:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(
+            raise NotMet(
                 f"port {port}, where process 0 listens, is taken: by another run, or by one that has not ended yet "
                 f"(ss -ltnp | grep {port} shows which). Choose another, the same on every machine; this one is from "
                 f"{place.source}"
@@ -227,16 +231,19 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _line(connection: socket.socket, each_second: Callable[[], None] | None = None) -> bytes:
-    """What the other side says until the end of its line. Raises OSError if it hangs up before, or says too much."""
+def _line(connection: socket.socket, left: Callable[[], float]) -> bytes:
+    """What the other side says until the end of its line; `left` is asked every second how many there are.
+
+    Raises OSError if it hangs up before, says too much, or is too slow.
+    """
     said = b""
     while not said.endswith(b"\n"):
+        if (seconds := left()) <= 0:
+            raise TimeoutError("no answer")
+        connection.settimeout(min(1.0, seconds))
         try:
             piece = connection.recv(1 << 16)
         except TimeoutError:
-            if each_second is None:
-                raise
-            each_second()
             continue
         if not piece or len(said) > MOST:
             raise OSError("it hung up, or said too much")

@@ -118,13 +118,23 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
         return None
     count, rank = _number("SLURM_NTASKS", environ), _number("SLURM_PROCID", environ)
     _check_rank("SLURM_PROCID", rank, "SLURM_NTASKS", count)
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", environ["SLURM_STEP_NODELIST"])
-    host = environ.get("MASTER_ADDR") or first[1] + (first[2] or "")  # gpu[003-007,012] begins with gpu003
+    host = environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"])
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)))
     per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
     node = _number("SLURM_NODEID", environ, 0)
     num_local = per_node[node] if node < len(per_node) else 1
     return Place(rank, count, f"{host}:{port}", _number("SLURM_LOCALID", environ), num_local, "srun")
+
+
+def first_node(text: str) -> str:
+    """Of Slurm's list: gpu[003-007,012] begins with gpu003, and rack[1-2]n[1-4] with rack1n1. Raises ValueError."""
+    first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", text)
+    if first is None:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes "
+            "and launch.process_id, or MASTER_ADDR says where process 0 is"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def tasks_per_node(text: str) -> list[int]:

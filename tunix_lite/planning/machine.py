@@ -6,6 +6,7 @@ import jax
 
 from tunix_lite.config import ConfigError, at
 from tunix_lite.parallel.host import GPU_SHARE
+from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB, Hardware
 
@@ -45,9 +46,13 @@ def find_machine(target: str) -> Machine:
 
 
 def attached() -> Machine:
-    """What jax sees; of a CPU, the physical memory, in even shares."""
-    device = jax.devices()[0]
-    limit, platform = hardware.memory_limit(device), device.platform
+    """What jax sees; of a CPU, the physical memory, in even shares; of several processes, on the least of them.
+
+    All of them must ask: they decide by it.
+    """
+    device = jax.local_devices()[0]
+    limits, platform = from_all(hardware.memory_limit(device)), device.platform
+    limit = None if None in limits else min(limits)
     said = "physical memory" if platform == "cpu" else "what the runtime allows"
     return Machine("attached", platform, jax.device_count(), hardware.of_device(device), limit, said)
 

@@ -5,12 +5,11 @@ import os
 from functools import partial
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, gathered, sharding
+from tunix_lite.parallel.sharing import from_all
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 
@@ -20,16 +19,14 @@ USABLE = 0.9  # of what is free: the rest is for temporaries
 def choose_weights(
     params, cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why. All hosts get the answer of the first."""
+    """gathered or sharded, and in words why. gathered where it fits on every host."""
     if rollout.weights != "auto":
         return rollout.weights, f"weights {rollout.weights}, as rollout.weights says"
     if axis_size("fsdp") == 1:
         return "gathered", "weights whole on every device, as fsdp is 1"
     weights, cache = gathered_bytes(params, cfg, dtype), cache_bytes(cfg, dtype, generation, rollout, num_slots)
     free = free_bytes()
-    fits = weights + cache <= USABLE * free
-    if jax.process_count() > 1:
-        fits = bool(multihost_utils.broadcast_one_to_all(np.bool_(fits)))
+    fits = all(from_all(weights + cache <= USABLE * free))
     choice = "gathered" if fits else "sharded"
     sizes = f"{weights / 1e6:,.0f} MB of them and {cache / 1e6:,.0f} MB of cache {'fit' if fits else 'do not fit'}"
     return choice, f"weights {choice} over fsdp: whole, {sizes} into {USABLE:.0%} of {free / 1e6:,.0f} MB free"

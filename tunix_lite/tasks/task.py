@@ -1,7 +1,9 @@
 """A task: where examples come from, how they are asked, how they are judged."""
 
 import contextlib
+import hashlib
 import inspect
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -133,6 +135,11 @@ class Task:
             )
         return fitting
 
+    def digest(self, examples: list[dict]) -> str:
+        """What another host has otherwise, if its data files or its tokenizer are not the same."""
+        tokens = [self.tokenizer.prompt(self.ask(example)) for example in examples]
+        return _digest([len(self.config.source.train), examples, tokens])
+
     def ask(self, example: dict) -> str:
         """The user's message for an example."""
         try:
@@ -233,7 +240,7 @@ class Judging:
                 self.see(row, tokens[row][mask[row]])
         began = time.perf_counter()
         completions, futures = zip(*(self.seen[row] for row in rows))
-        found = self._found(futures)
+        found = self._found(futures, _digest([self.examples, completions]))
         self.seconds += time.perf_counter() - began
         config = self.task.config
         counts, dropped_B = self._failures(completions, found)
@@ -260,15 +267,23 @@ class Judging:
         rewards_B = np.where(dropped_B, np.nan, total_B)  # whoever forgets to leave it out will notice
         return Judged(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
 
-    def _found(self, futures: tuple[Future | None, ...]) -> list[dict[str, Outcome]]:
-        """What was found about each completion, by whichever process. Raises ValueError on all if one of them does."""
+    def _found(self, futures: tuple[Future | None, ...], digest: str) -> list[dict[str, Outcome]]:
+        """What was found about each completion, by whichever process. Raises ValueError on all if one of them does.
+
+        digest: of what is judged, which must be the same everywhere.
+        """
         try:
             own, error = _results(tuple(future for future in futures if future is not None)), None
         except ValueError as failed:
             own, error = [], str(failed)
-        everyone = self.task.share([own, error])
-        if errors := [error for _, error in everyone if error is not None]:
+        everyone = self.task.share([own, error, digest])
+        if errors := [error for _, error, _ in everyone if error is not None]:
             raise ValueError(errors[0])
+        if others := [f"process {i}" for i, (*_, theirs) in enumerate(everyone) if theirs != everyone[0][2]]:
+            raise ValueError(
+                f"{' and '.join(others)} judged other prompts or completions than process 0: do all hosts have the "
+                "same data files and the same tokenizer?"
+            )
         count = len(everyone)
         return [everyone[row % count][0][row // count] for row in range(len(futures))]
 
@@ -292,6 +307,10 @@ class Judging:
             seen = ", ".join(f"{metric.removeprefix('rewards/')} {count}" for metric, count in counts.items() if count)
             self.task.say(f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}")
         return counts, dropped_B
+
+
+def _digest(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 FAILED = {  # a metric -> the kind of failure of which it counts the calls

@@ -103,7 +103,10 @@ class RunDir:
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
-            np.savez_compressed(file, **arrays)
+            fresh = file.with_suffix(".npz.tmp")
+            with fresh.open("wb") as half:
+                np.savez_compressed(half, **arrays)
+            fresh.replace(file)
         return file
 
     def says(self, *words: str) -> bool:
