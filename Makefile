@@ -45,7 +45,7 @@ train: $(STAMP) $(DEVICE)
 	$(VENV)/bin/python run_training.py $(ARGS)
 
 test: $(STAMP)-test $(DEVICE)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 docs: $(STAMP)-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -17,13 +17,13 @@ from tunix_lite.parallel import distributed
 from tunix_lite.parallel.agreement import about
 from tunix_lite.parallel.place import Launch
 
-LIMIT = 120  # seconds until all of them must be done
+LIMIT = 120  # seconds until all of them must be done, where nobody says
 LINES = 40  # of each one's output that are shown where one fails
 
 
-def run_together(script: str | Path, count: int, devices: int, folder: Path, *arguments) -> list[dict]:
+def run_together(script: str | Path, count: int, devices: int, folder: Path, *arguments, limit=LIMIT) -> list[dict]:
     """What `count` processes with `devices` together answer. They are gone afterwards, whatever happens."""
-    address, deadline = f"127.0.0.1:{free_port()}", time.monotonic() + LIMIT
+    address, deadline = f"127.0.0.1:{free_port()}", time.monotonic() + limit
     processes = []
     try:
         for index in range(count):

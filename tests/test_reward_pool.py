@@ -77,7 +77,7 @@ def counts(judged) -> dict:
     return {kind: judged.metrics[name] for kind, name in METRICS.items()}
 
 
-def are_gone(pids, seconds=3.0) -> bool:
+def are_gone(pids, seconds=15.0) -> bool:
     """Whether they end in time. One that nobody has waited for yet has ended, too."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

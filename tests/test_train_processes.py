@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import train_worker
-from processes import run_together
+from processes import LIMIT, run_together
 
 
 def kept(folder) -> tuple[list[dict], dict[str, str]]:
@@ -32,7 +32,7 @@ def alone(tmp_path_factory):
 )
 def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path):
     together, (folder, params) = tmp_path / "together", alone
-    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh)
+    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh, limit=LIMIT * count)
     assert [one["devices"] for one in said] == [[4, 4 // count]] * count
     for one in said[1:]:
         assert one["params"] == said[0]["params"]
@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_other_processes_on_another_mesh(count, mesh, alone, 
     together = tmp_path / "together"
     shutil.copytree(folder, together)
     shutil.rmtree(together / "checkpoints" / "2")
-    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh)
+    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh, limit=LIMIT * count)
     assert "resumed from step 1" in (together / "train.log").read_text()
     for name, values in params.items():
         np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
