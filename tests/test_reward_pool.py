@@ -77,7 +77,7 @@ def counts(judged) -> dict:
     return {kind: judged.metrics[name] for kind, name in METRICS.items()}
 
 
-def are_gone(pids, seconds=15.0) -> bool:
+def are_gone(pids, seconds=3.0) -> bool:
     """Whether they end in time. One that nobody has waited for yet has ended, too."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -390,6 +390,7 @@ def test_workers_are_gone_after_close_whatever_they_do(busy):
 
 PARENT = """
 import sys, time
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has not
 from faulty_rewards import faulty
 from tunix_lite.rewards.pool import Pool, Rewards
 pool = Pool({"r": faulty}, Rewards(timeout=60.0, workers=2))
