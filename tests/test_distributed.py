@@ -459,7 +459,7 @@ def test_no_program_of_several_processes_comes_from_disk(tmp_path):
     settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = launched(tmp_path, "compiled", **settings)
     assert done.returncode == 0
-    assert done.stderr == "JAX_COMPILATION_CACHE_DIR is not used: CPUs of several processes need fresh programs\n"
+    assert done.stderr == "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs\n"
     assert not list(cache.rglob("*-cache"))
 
 

@@ -47,6 +47,7 @@ def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
 def start(run: RunConfig, folder: Path) -> None:
     join(run)  # where a flag of Hydra's left no check to make
     with contextlib.ExitStack() as until_done, distributed.noticing_lost_peers():
+        distributed.compile_afresh()
         with at("", RunFailed):
             until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
         train(run, folder)

@@ -38,7 +38,7 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
         place, agreed = _as_jax_says(place), agree_through_jax(about)
     check_devices(launch, place, environ)
     if place.num_processes > 1:
-        _compile_afresh()
+        compile_afresh()
     _joined.append((place, agreed))
     return _joined[0]
 
@@ -86,17 +86,17 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
     )
 
 
-def _compile_afresh() -> None:
-    """On CPUs, programs of several processes that are read from disk mix up their collectives: none is kept there.
+def compile_afresh() -> None:
+    """On several CPU devices, programs that are read from disk mix up their collectives: none is kept there.
 
-    Measured with jaxlib 0.10.2 (docs/log.md): they crash, or could exchange arrays of one size without a word.
+    Measured with jaxlib 0.10.2 (docs/log.md): they crash or hang, or could exchange arrays of one size without a word.
     """
     import jax
 
-    if jax.default_backend() == "cpu" and jax.config.jax_compilation_cache_dir:
+    if jax.default_backend() == "cpu" and jax.device_count() > 1 and jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_enable_compilation_cache", False)
-        if jax.process_index() == 0:
-            text = "JAX_COMPILATION_CACHE_DIR is not used: CPUs of several processes need fresh programs"
+        if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
+            text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
 
 
