@@ -11,7 +11,9 @@ from tunix_lite.parallel.agreement import about
 from tunix_lite.parallel.place import Launch
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
-devices = 2 if what != "uneven" else 1 + rank
+# One where it is killed: jax is done with a first exchange while that of a second device is still being set up, and
+# whoever sets up with one that is gone notices after heartbeat_timeout only.
+devices = {"uneven": 1 + rank, "killed": 1}.get(what, 2)
 is_first_try = not os.path.exists("tried")
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}  # before jax
 
