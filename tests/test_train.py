@@ -297,16 +297,20 @@ def test_a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_been(finished, tm
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
 
 
-def test_a_run_that_was_killed_after_its_last_checkpoint_only_says_that_it_is_done(tmp_path):
-    run = compose([*SHORT, "training.max_steps=1", "evaluation.num_examples=0", "training.save_interval_steps=1"])
+def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or_is_started_once_more(tmp_path):
+    run = compose([*SHORT, "training.max_steps=1", "evaluation.num_examples=2", "training.save_interval_steps=1"])
     first = train(run, tmp_path)
+    made = lines(tmp_path)
+    ended = json.loads((tmp_path / "status.json").read_text())
+    for word in ("completed", "running"):
+        (tmp_path / "status.json").write_text(json.dumps(ended | {"status": word}))
+        jax.tree.map(np.testing.assert_array_equal, train(run, tmp_path), first)
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert (status["status"], status["steps"], status["eval"]) == ("completed", 1, ended["eval"])
+        assert lines(tmp_path) == made
+    assert "all its steps are made; a higher training.max_steps goes on" in (tmp_path / "train.log").read_text()
     with pytest.raises(ConfigError, match="is at step 1 already"):
-        train(run, tmp_path)
-    status = json.loads((tmp_path / "status.json").read_text())
-    (tmp_path / "status.json").write_text(json.dumps(status | {"status": "running"}))
-    jax.tree.map(np.testing.assert_array_equal, train(run, tmp_path), first)
-    assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
-    assert [row["step"] for row in lines(tmp_path)] == [1]
+        train(replace(run, resume=replace(run.resume, folder=str(tmp_path))), tmp_path / "another")
 
 
 def test_a_run_stops_before_its_time_is_up(tmp_path):

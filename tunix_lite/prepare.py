@@ -127,7 +127,7 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         if step % (updates := run.algorithm.updates_per_rollout):
             raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
         last = run.training.max_steps
-        if step > last or (step == last and not (own and run_dir.says("running", "interrupted", "failed"))):
+        if step > last or (step == last and not own):  # our own last one: nothing to do, and nothing wrong
             raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
         return folder
 

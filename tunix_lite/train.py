@@ -316,6 +316,8 @@ def _restore(run: RunConfig, parts: Parts, state: TrainState, console: Console) 
         step = int(state.step)
         skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)
     console.say(f"resumed from step {step} of {parts.resume_from}")
+    if step == run.training.max_steps:
+        console.say("all its steps are made; a higher training.max_steps goes on")
     if parts.differs:
         console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
     return state, skipped

@@ -109,13 +109,6 @@ class RunDir:
             fresh.replace(file)
         return file
 
-    def says(self, *words: str) -> bool:
-        """Whether status.json has one of these words: `running` of a run that was killed."""
-        try:
-            return json.loads(self.status.read_text())["status"] in words
-        except (FileNotFoundError, json.JSONDecodeError, KeyError):
-            return False
-
     def write_samples(self, step: int, rows: list[dict]) -> None:
         """samples/step_000010.jsonl: one completion a line."""
         if not self.is_first:
