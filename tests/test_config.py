@@ -132,7 +132,7 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
 
 def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
     assert conf_dir() == CONF
-    monkeypatch.setattr("tunix_lite.commands.program.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
+    monkeypatch.setattr("tunix_lite.launch.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
     assert conf_dir() == tmp_path / "site-packages" / "tunix_lite" / "conf"
 
 

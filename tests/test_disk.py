@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_train
 
 import tunix_lite.train as train_module
 from tunix_lite.algorithms.grpo import GRPO
@@ -33,18 +34,7 @@ from tunix_lite.tracking.tracker import TensorBoard
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
 
-SHORT = [
-    "training.max_steps=4",
-    "training.prompts_per_step=4",
-    "algorithm.num_generations=4",
-    "training.save_interval_steps=2",
-    "generation.max_new_tokens=8",
-    "tracking.tensorboard=false",
-    "evaluation.num_examples=0",
-    "tracking.samples_interval_steps=2",
-    "model.mesh_shape=[[2,2],[fsdp,tp]]",
-    "optimizer.learning_rate=1e-3",
-]
+SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "evaluation.num_examples=0"]
 SIZE = 10_000_000  # of a disk: one checkpoint of a short run takes 7 MB
 
 

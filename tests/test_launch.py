@@ -519,10 +519,6 @@ def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_p
     assert launch.rules_of(known, words).max_restarts == 1
 
 
-def test_the_conf_of_the_launcher_is_that_of_the_program():
-    assert launch.conf_dir() == conf_dir()
-
-
 @pytest.mark.parametrize(
     "word", ["hydra.run.dir=r 4", "++hydra.run.dir=r 4", "hydra.run.dir='r 4'", '+hydra.run.dir="r 4"']
 )

@@ -486,7 +486,7 @@ def test_a_run_whose_reward_never_returns_ends_in_one_line_or_is_killed_and_leav
         run.kill()
     assert workers and are_gone(workers)
     if stop is None:
-        assert run.returncode == 2 and errors.startswith("error: evaluation: reward 'correct' took more than rewards.")
+        assert run.returncode == 1 and errors.startswith("error: evaluation: reward 'correct' took more than rewards.")
         assert len(errors.strip().splitlines()) == 1
 
 

@@ -22,6 +22,7 @@ from tunix_lite.supervisor import Rules, supervise
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}  # flags of Hydra's that run nothing
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
+PACKAGE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,9 @@ def conf_folders(program: list[str]) -> list[Path]:
 
 
 def conf_dir() -> Path:
-    """The folder of commands/program.py, which is slow to import."""
-    package = Path(__file__).parent
-    checkout = package.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else package / "conf"
+    """conf/ of the checkout that this package stands in, or the copy inside an installed package."""
+    checkout = PACKAGE.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
 
 def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict:

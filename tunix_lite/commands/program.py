@@ -19,24 +19,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import tunix_lite
 from tunix_lite.config import ConfigError, RunConfig, RunFailed, build, unknown_key
 from tunix_lite.language_model import run_settings
-from tunix_lite.launch import folder_given
+from tunix_lite.launch import conf_dir, folder_given
 from tunix_lite.parallel.claim import LOCK
 from tunix_lite.parallel.host import keep_freed_memory
 from tunix_lite.tracking.disk import DiskError
 
-PACKAGE = Path(tunix_lite.__file__).parent
 EXIT_FAILED = 1
 EXIT_WRONG_SETTINGS = 2  # another try would not change it
 EXIT_INTERRUPTED = 130  # as a shell says it
-
-
-def conf_dir() -> Path:
-    """conf/ of the checkout that this package stands in, or the copy inside an installed package."""
-    checkout = PACKAGE.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
 
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
