@@ -1,6 +1,7 @@
 """Who a process is, how processes meet, and what is said when they cannot be one run."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental import mesh_utils, topologies
 from processes import free_port
 
 from tunix_lite.parallel import agreement, distributed, mesh
@@ -265,6 +267,20 @@ def test_tp_stays_inside_a_node_and_crosses_only_if_asked(monkeypatch):
     )
     crossing = mesh.make_mesh(((1, 4), ("fsdp", "tp")), devices, tp_across_nodes=True)
     assert crossing.devices.tolist() == [[d0, d2, d1, d3]]
+
+
+@pytest.mark.aot
+def test_tp_stays_inside_a_slice_of_real_tpus_as_jax_lays_out_a_hybrid_mesh():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the extra plan-tpu")
+    two_slices = topologies.get_topology_desc("v5e:2x4", platform="tpu", num_slices=2).devices
+    inside = mesh.make_mesh(((4, 4), ("fsdp", "tp")), two_slices).devices
+    assert [[d.slice_index for d in row] for row in inside] == [[0] * 4] * 2 + [[1] * 4] * 2
+    assert inside.tolist() == mesh_utils.create_hybrid_device_mesh((2, 4), (2, 1), two_slices).tolist()
+    with pytest.raises(ValueError, match="tp=16 would cross the network between 2 nodes with 8 devices each"):
+        mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices)
+    crossing = mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices, tp_across_nodes=True).devices
+    assert [d.slice_index for d in crossing[0]] == [0] * 8 + [1] * 8
 
 
 # ---- meeting: threads are processes enough for that

@@ -146,9 +146,10 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
                 f"tp={tp} would cross the network between {len(nodes)} nodes with {min(sizes)} devices each, in every "
                 f"layer; tp could be {fits}, and launch.tp_across_nodes=true does it all the same"
             )
-        nodes = [[device for node in nodes for device in node]]
-    laid_out = [_laid_out((len(node) // tp, tp), node) for node in nodes]
-    return Mesh(np.concatenate(laid_out), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        laid_out = [_laid_out((1, len(node)), node).ravel() for node in nodes]
+    else:
+        laid_out = [_laid_out((len(node) // tp, tp), node) for node in nodes]
+    return Mesh(np.concatenate(laid_out).reshape(-1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _laid_out(sizes: tuple[int, int], devices: list) -> np.ndarray:
