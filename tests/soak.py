@@ -49,15 +49,11 @@ def command(folder: Path, processes: int, updates: int) -> list[str]:
 
 
 def started(folder: Path, processes: int, updates: int) -> subprocess.Popen:
-    """One process alone finds its programs where the run before has compiled them."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "JAX_NUM_CPU_DEVICES": str(DEVICES // processes),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of a start
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    if processes == 1:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "cache")
     with open(f"{folder}.out", "ab") as out:
         call = command(folder, processes, updates)
         return subprocess.Popen(call, env=environment, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
