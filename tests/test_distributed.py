@@ -479,6 +479,19 @@ def test_no_program_of_several_processes_comes_from_disk(tmp_path):
     assert not list(cache.rglob("*-cache"))
 
 
+def test_from_there_on_no_program_of_several_cpu_devices_is_kept_whatever_was_compiled_before(tmp_path):
+    code = (
+        "import os, jax; from tunix_lite.parallel import distributed\n"
+        "kept = lambda: len([name for name in os.listdir('cache') if name.endswith('-cache')])\n"
+        "jax.jit(lambda x: x + 1)(1.0); before = kept(); distributed.compile_afresh()\n"
+        "jax.jit(lambda x: x * 3)(1.0); print(before > 0, kept() == before)"
+    )
+    settings = {"JAX_COMPILATION_CACHE_DIR": "cache", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    settings |= {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | settings, capture_output=True)
+    assert (done.stdout, done.returncode) == (b"True True\n", 0), done.stderr
+
+
 def test_what_is_found_later_is_agreed_on_too(tmp_path):
     done = launched(tmp_path, "weights")
     assert done.returncode == 0

@@ -92,9 +92,11 @@ def compile_afresh() -> None:
     Measured with jaxlib 0.10.2 (docs/log.md): they crash or hang, or could exchange arrays of one size without a word.
     """
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     if jax.default_backend() == "cpu" and jax.device_count() > 1 and jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # jax asks that once, at its first program, and keeps the answer
         if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
             text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
