@@ -4,16 +4,19 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tunix_lite.algorithms.sft import SFT
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
+from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rewards.text import brevity, contains
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, is_held_out
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
 
@@ -330,6 +333,116 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
             "same tokenizer?"
         )
     )
+
+
+def of_two_hosts(learn) -> list:
+    """learn(process, share) on both of two hosts at once: what each returns, or the words of its ValueError."""
+    said, barrier = [None, None], threading.Barrier(2, timeout=30)
+
+    def run(process: int):
+        def share(value):
+            said[process] = value
+            barrier.wait()
+            everyone = list(said)
+            barrier.wait()  # nobody goes on to say the next before all have heard this
+            return everyone
+
+        try:
+            return learn(process, share)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(run, (0, 1))]
+
+
+def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokenizer):
+    """Supervised fine-tuning; row 5 is otherwise on the second host, and the order of seed 0 comes to it in step 1."""
+    rows = [[{"words": str(n), "completion": f"{n}"} for n in range(6)] for _ in range(2)]
+    rows[1][5]["completion"] = "6"
+    steps = [{e["words"] for e in batch_at(rows[0], 3, 0, step)} for step in (0, 1)]
+    without, with_it = sorted(range(2), key=lambda step: "5" in steps[step])
+
+    def learn(process, share, step, is_running=True):
+        source = SimpleNamespace(train=rows[process], held_out=[])
+        config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
+        whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
+        with whole.with_workers(Rewards(workers=0), print) as task:
+            examples, dropped = (task if is_running else whole).batch(3, 0, step)
+        batch, _, judged = SFT().collect(None, task, None, examples, None)
+        return batch.tokens.tolist(), dropped, judged
+
+    first, second = of_two_hosts(lambda *host: learn(*host, without))
+    assert first == second and first[1:] == (0, None)
+    told = "process 1 took other examples than process 0: do all hosts have the same data files?"
+    assert of_two_hosts(lambda *host: learn(*host, with_it)) == [told, told]
+    silent = [learn(process, None, with_it, is_running=False) for process in (0, 1)]  # one of them may not come here
+    assert silent[0] != silent[1]
+
+
+def test_a_host_that_finds_too_few_examples_says_so_to_all():
+    def taken(process, share):
+        rows = of_length(*([9, 9, 2] if process else [2, 2, 2]))
+        among = {"process": process, "num_processes": 2, "share": share, "is_running": True}
+        return replace(numbers_task(rows, "drop"), **among).batch(2, 0, 0)
+
+    first, second = of_two_hosts(taken)
+    assert first == second and first.startswith("only 1 of the 3 training prompts looked at fit")
+
+
+def test_one_process_shares_nothing():
+    task = replace(numbers_task(of_length(1, 2, 3), "error"), share=None, is_running=True)
+    assert len(task.batch(2, 0, 0)[0]) == 2
+
+
+# ---- digests
+
+
+def test_a_digest_is_of_what_stands_in_a_data_file(tmp_path):
+    file, rows = tmp_path / "rows.jsonl", [json.dumps({"question": str(n)}) for n in range(1500)]
+
+    def kept(lines: list[str]) -> dict[str, str]:
+        file.write_text("\n".join(lines))
+        return digest_of_data(Jsonl(str(file), str(file)))
+
+    first = kept(rows)
+    assert kept(rows) == first and first["train"] == first["held_out"]
+    changed = [kept([*rows[:n], '{"question": "other"}', *rows[n + 1 :]])["train"] for n in (0, 777, 1499)]
+    assert len({first["train"], *changed, kept(rows[:-1])["train"], kept([rows[1], rows[0], *rows[2:]])["train"]}) == 6
+
+
+def test_of_data_that_is_not_in_memory_a_few_examples_are_looked_at():
+    class Lazy:
+        def __init__(self, count, other=()):
+            self.count, self.other, self.seen = count, other, []
+
+        def __len__(self):
+            return self.count
+
+        def __getitem__(self, index):
+            self.seen.append(index)
+            return {"n": "other" if index in self.other else index}
+
+    def of(train):
+        return digest_of_data(SimpleNamespace(train=train, held_out=[]))["train"]
+
+    large = Lazy(1_000_000)
+    assert of(large) == of(Lazy(1_000_000)) and len(large.seen) == 64
+    assert (large.seen[0], large.seen[1], large.seen[-1]) == (0, 15873, 999_999)  # 63 x 15,873 = 999,999
+    assert of(Lazy(1_000_000, {999_999})) != of(large) != of(Lazy(1_000_001))
+    few = Lazy(3)
+    assert of(few) != of(Lazy(3, {1})) and few.seen == [0, 1, 2]
+
+
+def test_a_digest_is_the_same_in_every_process():
+    class Picture:
+        pass
+
+    assert digest({"a": Picture()}) == digest({"a": Picture()}) != digest({"a": 1})
+    assert str({0, 8}) != str({8, 0}) and digest([{0, 8}]) == digest([{8, 0}]) != digest([{0, 9}])
+    assert digest(np.int64(3)) == digest(3) and digest(np.arange(2000)) != digest(np.arange(2000) % 1999)
+    assert digest({"a": {1: 2, "1": 3}}) == digest({"a": {"1": 3, 1: 2}}) != digest({"a": {1: 3, "1": 2}})
+    assert digest(Path("a")) == digest("a") == "ac8d8342bbb2362d"  # sha256 of "a" in quotes, by shasum
 
 
 def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):

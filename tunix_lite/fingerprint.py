@@ -17,18 +17,23 @@ from tunix_lite import __version__
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.models import source
 from tunix_lite.models.source import Source
+from tunix_lite.tasks.sources import digest_of_data
 
 SHOWN = 8  # differences in a message
 
 
 def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
-    """Plain values by the names of the settings; `versions` and `weights` beside them. prompts: of an update."""
+    """Plain values by the names of the settings; `versions`, `weights` and `data` beside them. prompts: of an update.
+
+    Settings have only the names of data files, and what stands in them is in `data`.
+    """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.stamp(model),
         "algorithm": plain(run.algorithm),
         "task": plain(run.task),
+        "data": digest_of_data(run.task.source),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error},
@@ -71,7 +76,10 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
     """Raises ValueError, with what differs, unless the two are one run; returns what differs and may.
 
     Another model cannot be forced: its checkpoint means something else. Other versions of libraries only change digits.
+    Of the data, earlier versions of ours kept nothing, and nothing is compared.
     """
+    if "data" not in theirs:
+        ours = {name: value for name, value in ours.items() if name != "data"}
     found = dict(differences(ours, theirs))
     versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
     found.pop("model.lora.dropout", None)

@@ -1,14 +1,20 @@
 """What each process of a run says of itself, and who of them differs."""
 
+import contextlib
 import dataclasses
+import hashlib
+import inspect
 import os
 import platform
 import re
 import socket
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tunix_lite.parallel.sharing import from_all
 
@@ -16,6 +22,16 @@ PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 NOT_COMPARED = {"launch.process_id"}
 SHOWN = 5  # differences, or processes, in a message
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold several
+# Variables of jax that a process may have to itself: its place in the run, its devices (which `accelerator` and
+# check_devices compare), caches, and what it says or writes for people. All others may change programs.
+OWN_VARIABLES = re.compile(
+    r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
+    r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_|INCLUDE_\w*DUMPS)"
+)
+OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
+VARIABLE = "variable "  # what their names begin with in messages
 
 
 @dataclass(frozen=True)
@@ -36,11 +52,12 @@ class Agreed:
 
 
 def about(settings: dict, folder: str | None = None) -> About:
-    """This process: its packages, its kind of devices, and the settings of its run as plain values."""
+    """This process: packages, code, kind of devices, variables of jax, and the settings of its run as plain values."""
     found = {f"package {name}": _version(name) for name in PACKAGES}
     found |= {f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"}
+    found |= {"tunix-lite's code": code(Path(__file__).parents[1])}
     found |= {"python": platform.python_version(), "accelerator": _accelerator()}
-    return About(found | flat(settings), folder, host_name())
+    return About(found | variables(os.environ) | flat(settings), folder, host_name())
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
@@ -50,6 +67,59 @@ def flat(value: object, name: str = "") -> dict[str, str]:
         return {key: text for part, item in value.items() for key, text in flat(item, f"{dot}{part}").items()}
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
     return {} if name in NOT_COMPARED else {name: Path(value).name if is_path else str(value)}
+
+
+def code(folder: Path) -> str:
+    """A digest of the Python files in a folder: two commits of a checkout have one version."""
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
+    return _digest("".join(f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)).encode())
+
+
+def code_named(settings: Any, name: str = "") -> dict[str, str]:
+    """A digest of the file of each function and class in built settings that is not of this package."""
+    found = {}
+    for where, named in _named(settings, name):
+        if (named.__module__ or "").partition(".")[0] == __name__.partition(".")[0]:
+            continue
+        with contextlib.suppress(OSError, TypeError):  # written in C, or in a notebook: no file
+            if file := inspect.getsourcefile(inspect.unwrap(named)):
+                found[f"code of {where}"] = _digest(Path(file).read_bytes())
+    return found
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Functions and classes that settings give by path: (the setting, what it names)."""
+    inside = {}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value)
+        inside = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, partial):
+        yield name, value.func
+        inside = value.keywords
+    elif isinstance(value, dict):
+        inside = value
+    elif isinstance(value, list | tuple):
+        inside = dict(enumerate(value))
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        yield name, value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    for part, item in inside.items():
+        yield from _named(item, f"{name}.{part}" if name else str(part))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of jax and XLA that may change a program, without those that a process may have to itself."""
+    found = {name: value for name, value in sorted(environ.items()) if name.startswith("JAX_")}
+    found = {name: value for name, value in found.items() if value and not OWN_VARIABLES.match(name)}
+    for name in FLAGS:
+        for word in environ.get(name, "").split():
+            flag, _, value = word.partition("=")
+            if not OWN_FLAGS.match(flag):
+                found[f"{name} {flag}"] = value or "true"
+    return flat({f"{VARIABLE}{name}": value for name, value in found.items()})
 
 
 def _version(package: str) -> str:
@@ -107,7 +177,8 @@ REMEDY = "Start all of them with the same command and the same packages"
 
 
 def verdict(everyone: dict[int, About]) -> str | None:
-    said = {p: (f"process {p} ({own.host})", own.values) for p, own in everyone.items()}
+    unset = {name: "not set" for own in everyone.values() for name in own.values if name.startswith(VARIABLE)}
+    said = {p: (f"process {p} ({own.host})", unset | own.values) for p, own in everyone.items()}
     text = disagreement(said)
     return None if text is None else f"{text}. {REMEDY}"
 

@@ -3,8 +3,10 @@
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
 
+import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,8 @@ import grain
 import numpy as np
 
 LOOKED_AT = 2000  # examples, at least, before a search for prompts that fit is given up
+SAMPLED = 64  # examples that stand for all of them where they are not in memory
+AT_ONCE = 1000  # examples that become text together
 
 
 def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
@@ -60,6 +64,55 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
         f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest has {lengths[0]} "
         f"tokens; raise generation.max_prompt_length to at least {enough}, or set generation.long_prompts=truncate"
     )
+
+
+# ---- digests: is it the same data
+
+
+def digest_of_data(source) -> dict[str, str]:
+    """A digest of each split, the same in every process: of all examples if they are a list, else see SAMPLED."""
+    return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
+
+
+def _digest_of_split(examples) -> str:
+    count = len(examples)
+    places = range(count)
+    if not isinstance(examples, list | tuple) and count > SAMPLED:  # made or read one by one, and perhaps very many
+        places = [i * (count - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
+    parts = [str(count)]
+    for start in range(0, len(places), AT_ONCE):
+        parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
+    return digest(parts)
+
+
+def digest(value) -> str:
+    """Of what examples are made of. The same in every process: not of addresses, nor of the order of a set."""
+    try:
+        text = json.dumps(value, sort_keys=True, default=_as_json)
+    except TypeError:  # keys of several types, or keys that JSON does not have
+        text = json.dumps(_with_text_as_keys(value), default=_as_json)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_json(value):
+    """What JSON does not have, as something that it does."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(digest(item) for item in value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
+
+
+def _with_text_as_keys(value):
+    if isinstance(value, Mapping):
+        pairs = ((f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item)) for key, item in value.items())
+        return dict(sorted(pairs, key=lambda pair: pair[0]))
+    return [_with_text_as_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# ---- sources
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """A task: where examples come from, how they are asked, how they are judged."""
 
 import contextlib
-import hashlib
 import inspect
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Outcome, Pool, Rewards
 from tunix_lite.rewards.worker import number, text
-from tunix_lite.tasks.sources import batch_at, fitting_batch_at
+from tunix_lite.tasks.sources import batch_at, digest, digest_of_data, fitting_batch_at
 from tunix_lite.types import Metrics, Prompts, Rollout
 
 
@@ -105,15 +103,34 @@ class Task:
     process: int = 0  # of several processes each judges every so many-th completion, and all hear what was found
     num_processes: int = 1
     share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
+    is_running: bool = False  # all processes take the same batches; not while one may still find its settings wrong
 
     @contextlib.contextmanager
     def with_workers(self, settings: Rewards, say: Callable[[str], None]) -> Iterator["Task"]:
         """The task whose rewards run as `settings` say; they start to start now, and are gone at the end."""
         with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
-            yield replace(self, pool=pool, say=say)
+            yield replace(self, pool=pool, say=say, is_running=True)
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Training examples number `step`, and how many were dropped on the way to them."""
+        """Training examples number `step`, and how many were dropped on the way to them.
+
+        In a run of several processes all compare what they take. Raises ValueError, on all of them: one has others, or
+        finds too few.
+        """
+        if not self.is_running or self.num_processes == 1:
+            return self._batch(batch_size, seed, step)
+        try:
+            taken, error = self._batch(batch_size, seed, step), None
+        except ValueError as failed:
+            taken, error = ([], 0), str(failed)
+        everyone = self.share([digest(taken), error])
+        if errors := [error for _, error in everyone if error is not None]:
+            raise ValueError(errors[0])
+        if others := _unlike_the_first([theirs for theirs, _ in everyone]):
+            raise ValueError(f"{others} took other examples than process 0: do all hosts have the same data files?")
+        return taken
+
+    def _batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         train = self.config.source.train
         if self.long_prompts != "drop":
             return batch_at(train, batch_size, seed, step), 0
@@ -138,7 +155,7 @@ class Task:
     def digest(self, examples: list[dict]) -> str:
         """What another host has otherwise, if its data files or its tokenizer are not the same."""
         tokens = [self.tokenizer.prompt(self.ask(example)) for example in examples]
-        return _digest([len(self.config.source.train), examples, tokens])
+        return digest([digest_of_data(self.config.source), examples, tokens])
 
     def ask(self, example: dict) -> str:
         """The user's message for an example."""
@@ -240,7 +257,7 @@ class Judging:
                 self.see(row, tokens[row][mask[row]])
         began = time.perf_counter()
         completions, futures = zip(*(self.seen[row] for row in rows))
-        found = self._found(futures, _digest([self.examples, completions]))
+        found = self._found(futures, digest([self.examples, completions]))
         self.seconds += time.perf_counter() - began
         config = self.task.config
         counts, dropped_B = self._failures(completions, found)
@@ -267,21 +284,21 @@ class Judging:
         rewards_B = np.where(dropped_B, np.nan, total_B)  # whoever forgets to leave it out will notice
         return Judged(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
 
-    def _found(self, futures: tuple[Future | None, ...], digest: str) -> list[dict[str, Outcome]]:
+    def _found(self, futures: tuple[Future | None, ...], judged: str) -> list[dict[str, Outcome]]:
         """What was found about each completion, by whichever process. Raises ValueError on all if one of them does.
 
-        digest: of what is judged, which must be the same everywhere.
+        judged: a digest of it, which must be the same everywhere; held-out examples are compared nowhere else.
         """
         try:
             own, error = _results(tuple(future for future in futures if future is not None)), None
         except ValueError as failed:
             own, error = [], str(failed)
-        everyone = self.task.share([own, error, digest])
+        everyone = self.task.share([own, error, judged])
         if errors := [error for _, error, _ in everyone if error is not None]:
             raise ValueError(errors[0])
-        if others := [f"process {i}" for i, (*_, theirs) in enumerate(everyone) if theirs != everyone[0][2]]:
+        if others := _unlike_the_first([theirs for *_, theirs in everyone]):
             raise ValueError(
-                f"{' and '.join(others)} judged other prompts or completions than process 0: do all hosts have the "
+                f"{others} judged other prompts or completions than process 0: do all hosts have the "
                 "same data files and the same tokenizer?"
             )
         count = len(everyone)
@@ -309,8 +326,9 @@ class Judging:
         return counts, dropped_B
 
 
-def _digest(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _unlike_the_first(digests: list[str]) -> str:
+    """The processes that have another one than process 0, in words."""
+    return " and ".join(f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0])
 
 
 FAILED = {  # a metric -> the kind of failure of which it counts the calls
