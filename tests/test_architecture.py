@@ -46,7 +46,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
         "config",
     },
     "optim.py": {"types"},
-    "checkpoint.py": {"types"},
+    "checkpoint.py": {"parallel", "types"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tunix_lite.parallel.claim import claim_of, claimed, is_claimed_by
 
+ROOT = Path(__file__).parents[1]
 HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.parallel.claim import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
 
 
@@ -50,3 +52,19 @@ def test_whoever_looks_into_another_folder_notices(tmp_path):
         assert not is_claimed_by(owner, tmp_path / "not there", 0.3)
         with claimed(tmp_path / "another", 0):
             assert not is_claimed_by(owner, tmp_path / "another", 0)
+
+
+def test_a_run_that_may_not_have_the_folder_leaves_it_as_it_is(other, tmp_path):
+    settings = tmp_path / "run" / ".hydra" / "config.yaml"
+    settings.parent.mkdir()
+    settings.write_text("seed: 5\n")
+    call = [sys.executable, ROOT / "run_training.py", "hydra.run.dir=run", "seed=7", "launch.timeout=1"]
+    done = subprocess.run(
+        call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1  # another try may find it free
+    waited, said = done.stderr.splitlines()
+    assert waited == f"waiting for run, which is in use by process {other.pid} of {socket.gethostname()}"
+    assert said.startswith("error: run is in use by process ")
+    assert {path.name for path in settings.parents[1].iterdir()} == {".hydra", ".lock"}
+    assert [path.name for path in settings.parent.iterdir()] == ["config.yaml"] and settings.read_text() == "seed: 5\n"

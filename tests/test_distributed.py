@@ -1,6 +1,7 @@
 """Who a process is, how processes meet, and what is said when they cannot be one run."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +20,13 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from processes import free_port
 
+from tunix_lite.config import RunFailed, at
 from tunix_lite.parallel import agreement, distributed, mesh
 from tunix_lite.parallel.agreement import About, disagreement, flat
 from tunix_lite.parallel.meeting import NotMet, meet
 from tunix_lite.parallel.place import Launch, Place, find_place, first_node, tasks_per_node
+from tunix_lite.rewards.text import brevity
+from tunix_lite.tasks.task import Reward, TaskConfig
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
@@ -233,6 +238,87 @@ def test_paths_that_belong_to_a_machine_are_compared_by_their_end():
     assert one == {"model.weights": "gemma", "seed": "1"}
 
 
+def heard(*values: dict) -> str | None:
+    """What is said of processes on hosts a, b ... that have these values."""
+    return agreement.verdict({p: About(own, host="abc"[p]) for p, own in enumerate(values)})
+
+
+def test_variables_that_change_programs_are_compared_though_only_one_has_them():
+    own = {
+        "JAX_COORDINATOR_ADDRESS": "10.0.0.1:80",
+        "JAX_COORDINATOR_PORT": "80",
+        "JAX_PROCESS_ID": "1",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_LOCAL_DEVICE_IDS": "1",
+        "JAX_CUDA_VISIBLE_DEVICES": "1",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": "/a",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_LOGGING_LEVEL": "DEBUG",
+        "JAX_DEBUG_LOG_MODULES": "jax",
+        "JAX_TRACEBACK_FILTERING": "off",
+        "JAX_DEFAULT_DEVICE": "",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_dump_to=/a",
+        "HOME": "/root",
+    }
+    assert agreement.variables(own) == {}
+    mine = {"JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_a=2  --xla_b --xla_force_host_platform_device_count=4"}
+    values = agreement.variables(mine | {"LIBTPU_INIT_ARGS": "--xla_tpu_c=x"})
+    assert values == {
+        "variable JAX_ENABLE_X64": "1",
+        "variable XLA_FLAGS --xla_a": "2",
+        "variable XLA_FLAGS --xla_b": "true",
+        "variable LIBTPU_INIT_ARGS --xla_tpu_c": "x",
+    }
+    assert heard(values, values, agreement.variables(own) | values) is None
+    assert heard({}, agreement.variables({"JAX_ENABLE_X64": "1"})) == (
+        "process 1 (b) has variable JAX_ENABLE_X64=1, the others not set. Start all of them with the same command and "
+        "the same packages"
+    )
+    assert heard(*(agreement.variables({"XLA_FLAGS": text}) for text in ("--xla_a=2", "", "--xla_a=2"))).startswith(
+        "process 1 (b) has variable XLA_FLAGS --xla_a=not set, the others 2. "
+    )
+
+
+def test_a_process_says_its_variables_and_its_code(monkeypatch):
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "float32")
+    values = agreement.about({}).values
+    assert values["variable JAX_DEFAULT_MATMUL_PRECISION"] == "float32"
+    assert values["tunix-lite's code"] == agreement.code(ROOT / "tunix_lite")
+
+
+def test_code_of_one_version_that_is_not_the_same_differs(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.py").write_text("x = 1")
+    first = agreement.code(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_text("bytes")
+    assert agreement.code(tmp_path) == first
+    (tmp_path / "deep" / "a.py").write_text("x = 2")
+    changed = agreement.code(tmp_path)
+    (tmp_path / "deep" / "a.py").rename(tmp_path / "a.py")
+    assert len({first, changed, agreement.code(tmp_path)}) == 3
+
+
+def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "functions_of_a_user.py"
+    file.write_text("class Source:\n    train = held_out = [{}]\n\ndef right(text, example, by=1): return 1.0\n")
+    mine = importlib.import_module("functions_of_a_user")
+    rewards = {"own": Reward(partial(mine.right, by=mine.right)), "ours": Reward(brevity)}
+    settings = {"task": TaskConfig(mine.Source(), "", rewards, correct=mine.right), "written_in_c": len}
+    found = agreement.code_named(settings)
+    assert [*found] == [f"code of task.{name}" for name in ("source", "rewards.own.fn", "rewards.own.fn.by", "correct")]
+    with open(file, "a") as more:
+        more.write("# of another host\n")
+    differs = agreement.code_named(settings)
+    assert all(differs[name] != found[name] for name in found)
+    assert heard(found, found | {"code of task.correct": differs["code of task.correct"]}).startswith(
+        "process 1 (b) has code of task.correct="
+    )
+
+
 # ---- nodes
 
 
@@ -281,6 +367,30 @@ def test_tp_stays_inside_a_slice_of_real_tpus_as_jax_lays_out_a_hybrid_mesh():
         mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices)
     crossing = mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices, tp_across_nodes=True).devices
     assert [d.slice_index for d in crossing[0]] == [0] * 8 + [1] * 8
+
+
+LOST = (
+    "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:7"
+)
+
+
+@pytest.mark.parametrize("error", [ValueError(LOST), RuntimeError(LOST)])  # as jax 0.10 raises it, here and there
+def test_that_another_process_is_gone_is_no_error_of_settings(error):
+    assert distributed.is_of_a_peer(error)
+    with pytest.raises(type(error)) as caught, at("step 3", RunFailed):
+        raise error
+    assert caught.value is error
+
+
+def test_an_error_of_settings_is_not_taken_for_a_lost_process():
+    assert not distributed.is_of_a_peer(ValueError("launch: heartbeat_timeout=0 must be above 0"))
+    assert not distributed.is_of_a_peer(ValueError("INTERNAL: something else"))
+    assert not distributed.is_of_a_peer(OSError("UNKNOWN: Connection closed by peer"))
+
+
+@pytest.mark.parametrize("name", ["TUNIX_LITE_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_who_was_started_before_knows_it_from_who_did(name):
+    assert [distributed.is_restart(said) for said in ({}, {name: ""}, {name: "0"}, {name: "2"})] == [False] * 3 + [True]
 
 
 # ---- meeting: threads are processes enough for that

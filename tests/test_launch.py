@@ -1,5 +1,6 @@
 """The launcher, with processes that are plain Python: one fails, stalls, or is told to stop, and all are gone."""
 
+import json
 import os
 import re
 import shutil
@@ -150,6 +151,25 @@ if rank == "1" and (folder / "started1").read_text().count("\\n") < 3: sys.exit(
     assert len(folders) == 3 and len(set(folders)) == 1 and folders[0].startswith("hydra.run.dir=outputs/tunix_lite/")
     code, *_ = Launched(tmp_path, "\nsys.exit(3)", "--max-restarts=1").end()
     assert code == 3
+
+
+def test_the_clock_of_a_job_is_that_of_its_launcher_or_of_its_script_and_a_restart_sets_it_not_anew(
+    tmp_path, monkeypatch
+):
+    body = """
+with (folder / f"clock{rank}").open("a") as file:
+    file.write(os.environ["TUNIX_LITE_STARTED"] + "\\n")
+if rank == "0" and (folder / "clock0").read_text().count("\\n") < 2: sys.exit(1)
+"""
+    monkeypatch.delenv("TUNIX_LITE_STARTED", raising=False)
+    before = time.time()
+    assert Launched(tmp_path, body, "--nprocs=2", "--max-restarts=2").end()[0] == 0
+    said = [line for rank in (0, 1) for line in (tmp_path / f"clock{rank}").read_text().splitlines()]
+    assert len(said) >= 3 and len(set(said)) == 1 and before < float(said[0]) < time.time()
+    monkeypatch.setenv("TUNIX_LITE_STARTED", "1700000000")
+    (tmp_path / "clock0").unlink()
+    assert Launched(tmp_path, body, "--max-restarts=2").end()[0] == 0
+    assert (tmp_path / "clock0").read_text() == "1700000000\n" * 2
 
 
 def test_wrong_settings_are_not_tried_again_and_leave_nothing(tmp_path):
@@ -623,5 +643,28 @@ def test_the_jobset_example_numbers_its_pods_as_a_run_needs_it():
         1, 2, f"{name}-node-0-0.{name}:29500", source="MASTER_ADDR and MASTER_PORT"
     )
     assert pods["parallelism"] == pods["completions"] == int(said["WORLD_SIZE"]) and pods["completionMode"] == "Indexed"
-    assert jobs["name"] == "node" and container["command"][:2] == ["python", "run_training.py"]
-    compose([word for word in container["command"][2:] if not word.startswith("hydra.")])
+    assert jobs["name"] == "node" and container["command"] == ["bash", "-c"]
+    words = container["args"][0].splitlines()[0].split()
+    assert words[:2] == ["python", "run_training.py"] and words[-1] == "&"
+    compose([word for word in words[2:-1] if not word.startswith("hydra.")])
+
+
+@pytest.mark.parametrize("status, code, ends_with", [("completed", 0, 0), ("stopped", 0, 1), ("completed", 3, 1)])
+def test_a_pod_of_the_jobset_example_succeeds_only_with_a_run_that_is_completed(status, code, ends_with, tmp_path):
+    job = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
+    (container,) = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for file, word in ((folder / "status.json", "running"), (tmp_path / "ended", status)):
+        file.write_text(json.dumps({"status": word}, indent=2))
+    ends = f"end() {{ sleep 0.3; cp ended run/status.json; exit {code}; }}"
+    program(tmp_path, "bin/python", f"{ends}\ntrap end TERM; touch began; for i in {{1..200}}; do sleep 0.05; done")
+    environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    call = [*container["command"], script.replace("/outputs/tunix-lite", str(folder))]
+    pod = subprocess.Popen(call, cwd=tmp_path, env=environment)
+    until = time.monotonic() + SOON
+    while not (tmp_path / "began").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    pod.terminate()
+    assert pod.wait(SOON) == ends_with

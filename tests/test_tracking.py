@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+
+import pytest
 
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
@@ -33,6 +36,48 @@ def test_a_status_continues_what_an_earlier_part_of_the_run_said(tmp_path):
     said = json.loads((tmp_path / "status.json").read_text())
     assert said["eval"] == {"first": {"accuracy": 0.25}, "last": {"accuracy": 0.75}}
     assert said["status"] == "completed" and said["steps"] == 4 and "error" not in said
+
+
+METRICS = """{"step": 0, "eval/accuracy": 0.25}
+{"step": 2, "eval/accuracy": 0.5, "train/loss": 1.0}
+{"step": 3, "train/loss": 1.0}
+{"step": 4, "eval/accuracy": 0.75, "train/loss": 1.0}
+{"step": 5, "eval/acc"""
+
+
+@pytest.mark.parametrize(
+    "step, status, first, last",
+    [
+        (3, {"eval": {"first": {"accuracy": 0.25}, "last": {"accuracy": 0.75}}}, 0.25, 0.5),  # of step 4: not yet
+        (4, {"eval": {"first": {"accuracy": 0.125}, "last": {"accuracy": 0.5}}}, 0.125, 0.75),  # killed before it wrote
+        (4, {"eval": {}}, 0.25, 0.75),
+        (1, None, 0.25, 0.25),
+        (3, "", 0.25, 0.5),
+        (3, [1], 0.25, 0.5),
+    ],
+)
+def test_what_was_seen_until_the_checkpoint_is_known_whatever_the_status_says(tmp_path, step, status, first, last):
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    if status is not None:
+        (tmp_path / "status.json").write_text(status if status == "" else json.dumps(status))
+    Status(RunDir(tmp_path)).start(step)
+    said = json.loads((tmp_path / "status.json").read_text())
+    assert said["eval"] == {"first": {"accuracy": first}, "last": {"accuracy": last}}
+    Status(RunDir(tmp_path)).start(0)
+    assert json.loads((tmp_path / "status.json").read_text())["eval"] == {}
+
+
+def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
+    status = Status(RunDir(tmp_path))
+    status.start(3)
+    (ended,) = status.last_words("hydra.sweep.dir=/sweep")
+    assert ended == (f"3 steps in 0s; everything is in {tmp_path}", "")
+    status.saw(0.25)
+    status.saw(0.5)
+    status.stopped = "SIGTERM"
+    accuracy, _, stopped = status.last_words("hydra.sweep.dir=/sweep")
+    assert accuracy == ("held-out accuracy 25.0% → 50.0%", "bold green")
+    assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
 
 
 def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
@@ -67,6 +112,21 @@ def test_piped_output_is_one_plain_line_a_step(tmp_path):
     assert out[4] == "  right  1 + 1  →  [bold]2[/bold] ⏎ so 2  [2]"
     log = (tmp_path / "train.log").read_text()
     assert all(f"step {step}/4" in log for step in range(1, 5)), "the log gets every step"
+
+
+def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_path):
+    reader, writer = os.pipe()
+    stream = open(writer, "w")  # noqa: SIM115
+    console = Console(tmp_path / "train.log", max_steps=2, stream=stream)
+    console.say("one")
+    assert os.read(reader, 100) == b"one\n"
+    os.close(reader)  # as by `| head -1`
+    for text in ("two", "three"):
+        console.say(text)
+    console.close()
+    stream.close()  # and so does python at its end, without a word
+    said = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split()[1] for line in said] == ["one", "two", "three"]
 
 
 def test_minutes_read_well():

@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -19,6 +22,7 @@ from tunix_lite.config import ConfigError, RunFailed, build
 from tunix_lite.language_model import run_settings
 from tunix_lite.models.source import Model
 from tunix_lite.optim import learning_rate_at
+from tunix_lite.prepare import prepare, resume_from_folder, sign
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -39,6 +43,19 @@ SHORT = [
 
 
 BEATS = []  # of the run `finished`
+WRITTEN = []  # what its status.json said, one after the other: the word, the steps, and which accuracies
+
+
+def noting(written: list):
+    """Status.write, which notes what then stands in the file."""
+    really = train_module.Status.write
+
+    def write(self, word, **more):
+        really(self, word, **more)
+        said = json.loads(self._run_dir.status.read_text())
+        written.append((said["status"], said["steps"], sorted(said["eval"])))
+
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +63,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "beat", BEATS.append)
+        patch.setattr(train_module.Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
 
@@ -87,11 +105,12 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
     folder, state = finished
     run = compose(SHORT)
-    judged, calls = task_module.Judging.judged, []
+    judged, calls, killed = task_module.Judging.judged, [], []
 
     def dies_in_step_4(self, rollout):
         calls.append(len(self.examples))
         if calls.count(16) == 4:  # evaluations judge another number
+            killed.append((tmp_path / "status.json").read_text())  # what kill -9 would leave
             raise RuntimeError("the power went out")
         return judged(self, rollout)
 
@@ -99,9 +118,37 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
         patch.setattr(task_module.Judging, "judged", dies_in_step_4)
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    accuracy = [{"accuracy": row["eval/accuracy"]} for row in lines(folder) if "eval/accuracy" in row]
+    status = json.loads(killed[0])
+    assert (status["status"], status["steps"]) == ("running", 2)
+    assert status["eval"] == {"first": accuracy[0], "last": accuracy[1]}
+    (tmp_path / "status.json").write_text(json.dumps(status | {"seconds": 1000.0}))
     resumed = train(run, tmp_path)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["eval"] == {"first": accuracy[0], "last": accuracy[2]}
+    assert (status["status"], status["steps"]) == ("completed", 4) and status["seconds"] > 1000
     jax.tree.map(np.testing.assert_array_equal, resumed, state)
     assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(folder)]
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, monkeypatch):
+    def goes_on(folder: str, resume: str):
+        return resume_from_folder(compose([*SHORT, f"resume={resume}"]), RunDir(tmp_path / folder))
+
+    other, own = tmp_path / "other" / "checkpoints", tmp_path / "own" / "checkpoints"
+    (other / "2").mkdir(parents=True)
+    assert [goes_on("own", resume) for resume in ("auto", "none", other.parent)] == [None, None, other]
+    (own / "4").mkdir(parents=True)
+    assert [goes_on("own", resume) for resume in ("auto", other.parent)] == [own, own]
+    with pytest.raises(ConfigError, match="resume: none, but .*/own already holds checkpoints; auto continues them"):
+        goes_on("own", "none")
+    monkeypatch.setenv("TUNIX_LITE_RESTARTS", "1")  # as its launcher does, which starts the same command again
+    assert goes_on("own", "none") == own
+
+
+def test_the_status_is_written_with_each_evaluation_and_checkpoint(finished):
+    known = ["first", "last"]
+    assert [("running", 0, []), *(("running", n, known) for n in (0, 2, 4)), ("completed", 4, known)] == WRITTEN
 
 
 def test_resuming_from_nothing_is_refused(tmp_path):
@@ -313,11 +360,65 @@ def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or
         train(replace(run, resume=replace(run.resume, folder=str(tmp_path))), tmp_path / "another")
 
 
-def test_a_run_stops_before_its_time_is_up(tmp_path):
-    train(compose([*SHORT, "training.max_minutes=1e-3", "evaluation.num_examples=0"]), tmp_path)
+def test_a_run_stops_before_its_time_is_up_which_counts_from_the_start_of_the_job(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(train_module.Status, "write", noting(written))
+    run = compose([*SHORT, "training.max_minutes=60", "evaluation.num_examples=0"])
+    train_module.train_in_job(run, tmp_path, time.time() - 3600, "hydra.sweep.dir=/sweep")
+    assert written == [("running", 0, []), ("running", 1, []), ("stopped", 1, [])]
+    said = "stopped by training.max_minutes; the same command with hydra.sweep.dir=/sweep goes on\n"
+    assert said in (tmp_path / "train.log").read_text()
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["stopped"], status["steps"]) == ("training.max_minutes", 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_without_a_job_time_counts_from_the_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "train_in_job", lambda *arguments: (arguments, None))
+    before = time.time()
+    run, folder, began, goes_on = train("run", tmp_path)
+    assert (run, folder, goes_on) == ("run", tmp_path, f"hydra.run.dir={tmp_path}") and before <= began <= time.time()
+
+
+STOPPED_AT_ITS_VERY_END = """
+import os, signal
+from tunix_lite.commands import train as command
+from tunix_lite.parallel.stopping import Stopping
+
+def train_in_job(run, folder, began, goes_on):
+    print(run.seed, began, goes_on, flush=True)
+    with Stopping(None, print) as stopping:
+        if run.seed == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return None, stopping
+
+command.train_in_job = train_in_job
+command.main()
+"""
+
+
+def called(folder, *words: str, **environment: str) -> list[list[str]]:
+    """The lines, in words, of a program whose runs make no steps; that of seed 1 is asked to stop all the same."""
+    (folder / "program.py").write_text(STOPPED_AT_ITS_VERY_END)
+    every = {k: v for k, v in os.environ.items() if k != "TUNIX_LITE_STARTED"} | environment
+    call = [sys.executable, "program.py", *words]
+    ended = subprocess.run(call, cwd=folder, env=every, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    return [line.split() for line in ended.stdout.splitlines()]
+
+
+def test_a_sweep_ends_where_one_of_its_runs_is_asked_to_stop(tmp_path):
+    before = time.time()
+    first, second, asked, said = called(tmp_path, "--multirun", "seed=0,1,2", "hydra.sweep.dir=sweep")
+    assert [first[0], first[2]] == ["0", f"hydra.sweep.dir={tmp_path}/sweep"]
+    assert second == ["1", *first[1:]] and before < float(first[1]) < time.time()
+    assert asked[0] == "SIGTERM:" and said == ["SIGTERM:", "no", "further", "run", "of", "the", "sweep", "begins"]
+    assert sorted(path.name for path in (tmp_path / "sweep").glob("[0-9]")) == ["0", "1"]
+
+
+def test_a_run_by_itself_goes_on_in_its_own_folder_and_a_job_script_sets_its_clock(tmp_path):
+    first, asked = called(tmp_path, "seed=1", "hydra.run.dir=mine", TUNIX_LITE_STARTED="1700000000")
+    assert first == ["1", "1700000000.0", f"hydra.run.dir={tmp_path}/mine"] and asked[0] == "SIGTERM:"
 
 
 def test_sft_learns_its_demonstrations(tmp_path):
@@ -338,3 +439,28 @@ def test_bfloat16_compute_trains(tmp_path):
     assert all(np.isfinite(row["train/loss"]) and np.isfinite(row["train/grad_norm"]) for row in rows[1:])
     assert abs(rows[1]["train/kl"]) < 1e-6, "before the first update the policy is the reference"
     assert rows[1]["train/sampler_gap"] < 0.05
+
+
+def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_path):
+    """Nothing is compiled: the checkpoint is that of `finished`, and what made it is written anew."""
+    folder, data = RunDir(copied(finished, tmp_path)), tmp_path / "rows.jsonl"
+    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
+    source = f"task.source={{_target_: tunix_lite.tasks.sources.Jsonl, train_file: {data}, held_out_file: {data}}}"
+
+    def found(*settings: str) -> str:
+        """What differs from the run in the folder; the file is read again."""
+        every = [*SHORT, "~task.source", f"+{source}", "training.max_steps=6", *settings]
+        return prepare(compose(every), folder).differs
+
+    data.write_text("\n".join(rows))
+    run = compose([*SHORT, "~task.source", f"+{source}", "evaluation.num_examples=8"])
+    sign(run, prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
+    signed = json.loads(folder.fingerprint.read_text())
+    assert found("evaluation.num_examples=3", "model.mesh_shape=[[4,1],[fsdp,tp]]") == ""
+    data.write_text("\n".join([*rows[:7], rows[0]]))
+    here = r"data.train: '\w{16}' here, '" + signed["data"]["train"] + "' there; data.held_out: "
+    with pytest.raises(ConfigError, match=f"resume: this is not the run in {folder.path}: {here}"):
+        found("evaluation.num_examples=8")
+    assert found("evaluation.num_examples=8", "resume.force=true").startswith("data.train: ")
+    folder.write_json(folder.fingerprint, {name: value for name, value in signed.items() if name != "data"})
+    assert found("evaluation.num_examples=8") == ""  # of an earlier version, which kept nothing of it

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.types import Params, TrainState
 
 
@@ -120,6 +121,8 @@ class Checkpoints:
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise  # says nothing of the files
         except Exception as error:  # orbax raises what it likes
+            if is_of_a_peer(error):
+                raise
             raise ValueError(self._why_not(step, wanted, whole, error)) from error
 
     def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:

@@ -17,6 +17,7 @@ from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig
+from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.parallel.mesh import Rules
 from tunix_lite.parallel.place import Launch
 from tunix_lite.policy import DTYPES
@@ -122,7 +123,7 @@ class Tracking:
 class Resume:
     """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
 
-    folder: str = "auto"  # auto: this run's folder if it holds a checkpoint; none; or another run's folder
+    folder: str = "auto"  # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
     force: bool = False  # go on although settings or weights are not those of the checkpoint's run
 
 
@@ -172,12 +173,17 @@ class RunConfig:
 
 @contextlib.contextmanager
 def at(where: str, kind: type[ConfigError] = ConfigError):
-    """Says where a ValueError comes from, for a user who knows settings and not code."""
+    """Says where a ValueError comes from, for a user who knows settings and not code.
+
+    That another process is gone comes from nowhere here: distributed.noticing_lost_peers.
+    """
     try:
         yield
     except ConfigError:
         raise
     except ValueError as error:
+        if is_of_a_peer(error):
+            raise
         raise kind(f"{where}: {error}" if where else str(error)) from error
 
 

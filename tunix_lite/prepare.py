@@ -17,6 +17,7 @@ from tunix_lite.micro_batches import Rows
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
 from tunix_lite.optim import describe
+from tunix_lite.parallel.distributed import is_restart
 from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
 from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning.case import Case
@@ -117,9 +118,9 @@ def check_generation(run: RunConfig, model: Source) -> None:
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
     resume, own = run.resume.folder, Checkpoints(run_dir.checkpoints).latest_step() is not None
     with at("resume"):
-        if own and resume != "auto":
-            raise ValueError(f"{resume}, but {run_dir.path} already holds checkpoints; auto continues them")
-        if resume == "none" or (resume == "auto" and not own):
+        if own and resume == "none" and not is_restart():
+            raise ValueError(f"none, but {run_dir.path} already holds checkpoints; auto continues them")
+        if not own and resume in ("auto", "none"):
             return None
         folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
         if (step := Checkpoints(folder).latest_step()) is None:

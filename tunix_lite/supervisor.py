@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.parallel.claim import LOCK
-from tunix_lite.parallel.distributed import HEARTBEAT, LOST_A_PEER
+from tunix_lite.parallel.distributed import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
 
 POLL = 0.05  # seconds
 LAST_LINES = 20
@@ -54,11 +54,13 @@ def supervise(command: list[str], environments: Callable[[], list[dict]], logs: 
     Raises OSError if a process cannot be started; then none is left.
     """
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    started = os.environ.get(STARTED) or str(time.time())  # of a whole job where its script says so
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats:
         for restarts in range(rules.max_restarts + 1):
             processes, kept = [], writable(logs)
             try:
                 for environment in environments():
+                    environment = environment | ({RESTARTS: str(restarts)} if restarts else {}) | {STARTED: started}
                     processes.append(Process(command, environment, len(processes), kept, Path(beats)))
                 failure = watch(processes, rules, signals)
             finally:

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,9 +32,9 @@ from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
-from tunix_lite.tracking.console import Console, minutes
+from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import in_words
-from tunix_lite.tracking.rundir import RunDir, Status
+from tunix_lite.tracking.rundir import RunDir, Status, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
 
@@ -46,6 +45,11 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
     Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with how to go on, if
     the folder can no longer be written. What micro_batch_size=auto tries is in train.log, whether anything fits or not.
     """
+    return train_in_job(run, folder, time.time(), f"hydra.run.dir={folder}")[0]
+
+
+def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str) -> tuple[TrainState, Stopping]:
+    """The same in a job that began then (time.time()) and goes on with this setting; and what may have stopped it."""
     run_dir = RunDir(Path(folder), jax.process_index())
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
@@ -55,7 +59,7 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
         run_dir.make()
         every, quiet = run.training.log_interval_steps, not run_dir.is_first
         console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
-        outside.push(_closing(console.close))
+        outside.push(closing_with(console.close))
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
             run, train_step = fitting(run, parts.model, console.say)
@@ -64,9 +68,10 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
             sign(run, parts, run_dir)
         status.about = provenance(run, parts)
         console.panel(*panel(run, parts, run_dir))
+        stopping = Stopping(run.training.max_minutes, console.say, time.time() - began)
         try:
             with told(), contextlib.ExitStack() as closing:
-                state = fit(run, parts, run_dir, console, status, closing)
+                state = fit(run, parts, run_dir, console, status, stopping, closing)
         except BaseException as error:
             if status.started:  # else found while loading: whatever the folder said before still holds
                 word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -75,16 +80,18 @@ def train(run: RunConfig, folder: str | Path) -> TrainState:
                     console.say(f"{word} after step {status.steps}; {_saved(run_dir)}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
-        _say_goodbye(console, run_dir, status)
-        return state
+        for text, style in status.last_words(goes_on):
+            console.say(text, style=style)
+        return state, stopping
 
 
-def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status, closing) -> TrainState:
+def fit(
+    run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status, stopping: Stopping, closing
+) -> TrainState:
     """The loop: experience, update, and what people want to know about it. `closing` shuts what it opens."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
-    stopping = Stopping(settings.max_minutes, console.say)  # its clock runs while the model loads
     console.busy("loading the model…")
     state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
     skipped, limit = 0, settings.max_skipped_in_a_row
@@ -100,7 +107,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
-        closing.push(_closing(opened.close))
+        closing.push(closing_with(opened.close))
     trackers.append(console)
     lora = parts.model.lora
     rows, every = parts.rows, settings.sync_gradients_every
@@ -146,6 +153,7 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
     console.say(str(throughput))
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
+        status.write("running")
 
     for step in range(start, settings.max_steps):
         began = time.perf_counter()
@@ -194,7 +202,10 @@ def fit(run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status:
             except OSError as error:
                 unsaved = error
             raise FloatingPointError(_diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
-        if reason or _is_due(done, settings.save_interval_steps, settings.max_steps):
+        saves = reason or _is_due(done, settings.save_interval_steps, settings.max_steps)
+        if saves or "eval/accuracy" in metrics:  # who kills us leaves it so
+            status.write("running")
+        if saves:
             save(metrics.get("eval/accuracy"))
         if reason:
             status.stopped = reason
@@ -229,20 +240,6 @@ def initial_state(
 
 
 # ---- small print
-
-
-def _closing(close: Callable[[], None]):
-    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong before."""
-
-    def leave(_, error: BaseException | None, __) -> None:
-        try:
-            close()
-        except OSError as second:
-            if error is None:
-                raise
-            error.add_note(f"and then {second}")
-
-    return leave
 
 
 def _keep_skipped(run_dir: RunDir, console: Console, step: int, metrics: Metrics, batch: Batch) -> None:
@@ -321,12 +318,3 @@ def _restore(run: RunConfig, parts: Parts, state: TrainState, console: Console) 
     if parts.differs:
         console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
     return state, skipped
-
-
-def _say_goodbye(console: Console, run_dir: RunDir, status: Status) -> None:
-    if status.eval:
-        first, last = (status.eval[k]["accuracy"] for k in ("first", "last"))
-        console.say(f"held-out accuracy {first:.1%} → {last:.1%}", style="bold green")
-    console.say(f"{status.steps} steps in {minutes(status.seconds)}; everything is in {run_dir.path}")
-    if status.stopped:
-        console.say(f"stopped by {status.stopped}; the same command with hydra.run.dir={run_dir.path} goes on")

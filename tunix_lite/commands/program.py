@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -153,7 +154,7 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
         settings = build(kind, own)
         action(build(RunConfig, values), settings)
 
-    _or_exit(act, interrupted="")
+    _or_exit(lambda: _as_long_as_read(act), interrupted="")
 
 
 LITERAL = {"prompt", "system"}  # what stands behind their = is text for the model, whatever Hydra would read there
@@ -213,9 +214,23 @@ def _runs_of(overrides: list[str]) -> list[list[str]]:
     return [list(run) for run in itertools.product(*choices)]
 
 
+def sweep_folder() -> Path | None:
+    """Of the sweep that the run which Hydra has started is one of; None where it is a run by itself."""
+    settings = HydraConfig.get()
+    return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None
+
+
 def _run_dir(overrides: list[str]) -> Path:
     """The folder that the run will write to, as far as it is known before Hydra makes it."""
     return Path(folder_given(overrides) or "outputs/not-made-yet")
+
+
+def _as_long_as_read(action: Callable[[], object]) -> None:
+    """For programs whose output is what they are for: all is well if whoever read it has enough."""
+    try:
+        action()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 GOES_ON = "; the same command with hydra.run.dir=FOLDER goes on from its checkpoint"
@@ -227,8 +242,6 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except FloatingPointError as error:  # says what to do about it, and where in the code does not help
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
@@ -239,7 +252,8 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         # Else a thread that still writes would keep us, and what it leaves undone would fill the screen.
         os._exit(EXIT_FAILED)
     except ConfigError as error:
-        if made_by_hydra is not None and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
+        is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)  # as of who has it, and we do not
+        if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED if isinstance(error, RunFailed) else EXIT_WRONG_SETTINGS)

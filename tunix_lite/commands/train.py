@@ -10,13 +10,15 @@ from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, plain
 from tunix_lite.launch import folder_given, fresh_folder, in_folder
 from tunix_lite.models.source import stamp
 from tunix_lite.parallel import distributed
-from tunix_lite.parallel.agreement import about
+from tunix_lite.parallel.agreement import about, code_named
 from tunix_lite.parallel.claim import claimed_for_all
 from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.parallel.meeting import NotMet
+from tunix_lite.parallel.sharing import from_all
+from tunix_lite.parallel.stopping import job_began
 from tunix_lite.prepare import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.train import train
+from tunix_lite.train import train_in_job
 
 
 def main() -> None:
@@ -36,22 +38,30 @@ def check(run: RunConfig, folder: Path) -> None:
             error = str(problem)
         with at(""):
             distributed.agree(found, error)
+        if from_all(folder.is_dir())[0]:  # Hydra writes there, and not while another run has it
+            with at("", RunFailed), claimed_for_all(folder, run.launch.timeout):
+                pass
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """What must be the same on all hosts and is not in the settings: the files that they name."""
+    """What must be the same on all hosts and is not in the settings: the files, and the code, that they name."""
     first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
     examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-    return {"weights": stamp(parts.model), "data or tokenizer": parts.task.digest(examples)}
+    found = {"weights": stamp(parts.model), "data or tokenizer": parts.task.digest(examples)}
+    return found | code_named(run)
 
 
 def start(run: RunConfig, folder: Path) -> None:
     join(run)  # where a flag of Hydra's left no check to make
+    sweep = program.sweep_folder()
+    goes_on = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
     with contextlib.ExitStack() as until_done, distributed.noticing_lost_peers():
-        distributed.compile_afresh()
         with at("", RunFailed):
             until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
-        train(run, folder)
+        _, stopping = train_in_job(run, folder, job_began(os.environ), goes_on)
+        if sweep is not None and (reason := stopping.reason()):  # perhaps said when the last step was made
+            print(f"{reason}: no further run of the sweep begins", flush=True)
+            sys.exit(0)
 
 
 def join(run: RunConfig) -> None:
@@ -61,6 +71,7 @@ def join(run: RunConfig) -> None:
     given, values = folder_given(sys.argv[1:]), plain(run)
     folder = given or fresh_folder(run.project_name, sys.argv)
     with at(""):
+        job_began(os.environ)  # can it be read?
         if "$" in folder and not distributed.is_alone(run.launch, os.environ):
             folder = program.resolved(folder, values)  # by each process, at another time of day: the first one's counts
         ours = about(values | ({"hydra": {"run.dir": given}} if given else {}), folder)

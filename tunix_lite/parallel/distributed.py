@@ -5,6 +5,7 @@ A process of several runs the same program as one alone: after `initialise` `jax
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections import Counter
@@ -17,6 +18,7 @@ from tunix_lite.parallel.meeting import is_loopback, meet
 from tunix_lite.parallel.place import Launch, Place, find_place
 
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"  # a file that `beat` touches, and a launcher looks at
+STARTED = "TUNIX_LITE_STARTED"  # when the job began, in seconds since 1970, as a launcher or a job script says it
 
 _joined: list[tuple[Place, Agreed]] = []
 
@@ -94,7 +96,8 @@ def compile_afresh() -> None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    if jax.default_backend() == "cpu" and jax.device_count() > 1 and jax.config.jax_compilation_cache_dir:
+    used = jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache
+    if used and jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # jax asks that once, at its first program, and keeps the answer
         if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
@@ -204,7 +207,7 @@ def noticing_lost_peers():
     """Inside, the error that another process is gone becomes a line that says so, and the end of this one."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if not _has_joined_jax() or not is_of_a_peer(error):
             raise
         print(f"error: {LOST_A_PEER} ({str(error).strip().splitlines()[0][:200]})", file=sys.stderr)
@@ -213,11 +216,26 @@ def noticing_lost_peers():
 
 LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
 PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "heartbeat", "UNAVAILABLE", "unhealthy")
+PEER_WORDS += ("gloo/transport/tcp",)
+STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, rather than that something is wrong here."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+    """Whether an error says that another process is gone, rather than that something is wrong here.
+
+    jax raises some as ValueError, where an array is copied to the host; those begin with a status of XLA's.
+    """
+    is_of_jax = isinstance(error, RuntimeError) or (isinstance(error, ValueError) and STATUS.match(str(error)))
+    return bool(is_of_jax) and any(word in str(error) for word in PEER_WORDS)
+
+
+RESTARTS = "TUNIX_LITE_RESTARTS"  # how often our launcher has started this process before
+RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether whoever started this process had started it before, with the same command."""
+    return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
 
 
 def _has_joined_jax() -> bool:

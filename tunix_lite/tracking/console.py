@@ -3,9 +3,11 @@
 Everything said also goes to train.log as plain text. Model output is never read as markup.
 """
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import rich.console
@@ -23,7 +25,7 @@ class Console:
     def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
-        self._terminal = rich.console.Console(file=stream or sys.stdout, highlight=False)
+        self._terminal = rich.console.Console(file=Screen(stream or sys.stdout), highlight=False)
         self._log = log_file.open("a")
         self._live = None
         self._max_steps, self._every = max_steps, every
@@ -130,6 +132,30 @@ class Console:
     def _write(self, *lines: str) -> None:
         self._log.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in lines))
         self._log.flush()
+
+
+class Screen:
+    """A stream that may go away, as with `| head` or a lost ssh: what is written afterwards is dropped."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        self._or_drop(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._or_drop(self._stream.flush)
+
+    def _or_drop(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BrokenPipeError:  # its file becomes nowhere, or python would say so once more at its end
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
 def minutes(seconds: float) -> str:

@@ -1,15 +1,18 @@
 """The folder of a run: what stands in it, and the status that says how the run ended."""
 
+import contextlib
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tunix_lite.tracking import disk
+from tunix_lite.tracking.console import minutes
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,16 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be read ({error!r})") from error
 
+    def accuracies(self, until: int) -> dict:
+        """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no accuracy."""
+        seen = []
+        for line in self.metrics.read_text().splitlines() if self.metrics.is_file() else []:
+            with contextlib.suppress(ValueError):  # half a line of a run that was killed
+                row = json.loads(line)
+                if row["step"] <= until and row.get("eval/accuracy") is not None:
+                    seen.append({"accuracy": row["eval/accuracy"]})
+        return {"first": seen[0], "last": seen[-1]} if seen else {}
+
     def write_skipped(self, step: int, arrays: dict) -> Path:
         """skipped/step_000010.npz: the batch of an update that was not finite, [B, T] each, by name."""
         file = self.skipped(step)
@@ -119,14 +132,17 @@ class RunDir:
 
 
 class Status:
-    """status.json: how far the run is, how good it was at first and last, and how it ended."""
+    """status.json: how far the run is, how good it was at first and last, and how it ended.
+
+    Written with each evaluation and each checkpoint, so that a run that is killed loses nothing of it that counts.
+    """
 
     def __init__(self, run_dir: RunDir, about: dict | None = None):
         """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
         self._run_dir, self.about, self._began = run_dir, about or {}, time.perf_counter()
         try:
-            earlier = json.loads(run_dir.status.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # no run was here, or a full disk left half a file
+            earlier = dict(json.loads(run_dir.status.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):  # no run was here, or a full disk left half a file
             earlier = {}
         self.steps, self.eval, self.started = 0, earlier.get("eval", {}), False
         self.stopped: str | None = None  # what made it end before its last step, with a checkpoint
@@ -142,10 +158,12 @@ class Status:
         return f"after step {self.steps}" if self.started else "before its first step"
 
     def start(self, step: int) -> None:
-        """The run goes on from `step`; from 0 it forgets what an earlier one said."""
+        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was seen after `step`."""
         self.steps, self.started = step, True
         if step == 0:
             self.eval, self._seconds_before = {}, 0.0
+        elif seen := self._run_dir.accuracies(step):
+            self.eval = seen | {"first": self.eval.get("first", seen["first"])}
         self.write("running")
 
     def saw(self, accuracy: float) -> None:
@@ -157,3 +175,28 @@ class Status:
         more |= {"stopped": self.stopped} if self.stopped else {}
         status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
         self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
+
+    def last_words(self, goes_on: str) -> list[tuple[str, str]]:
+        """What is said at the end, each with its style; `goes_on`: the setting with which the same command goes on."""
+        said = []
+        if self.eval:
+            first, last = (self.eval[k]["accuracy"] for k in ("first", "last"))
+            said.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
+        said.append((f"{self.steps} steps in {minutes(self.seconds)}; everything is in {self._run_dir.path}", ""))
+        if self.stopped:
+            said.append((f"stopped by {self.stopped}; the same command with {goes_on} goes on", ""))
+        return said
+
+
+def closing_with(close: Callable[[], None]):
+    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong before."""
+
+    def leave(_, error: BaseException | None, __) -> None:
+        try:
+            close()
+        except OSError as second:
+            if error is None:
+                raise
+            error.add_note(f"and then {second}")
+
+    return leave
