@@ -6,7 +6,8 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
-# tests start, too. The key is the program, so nothing stale is ever used.
+# tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
+# distributed.compile_afresh.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The second flag is one
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
@@ -35,6 +37,7 @@ from tunix_lite.types import Prompts
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
 PROMPT, NEW = 10, 12
 EOS = (1, 3)
+USES_DISK = jax.config.jax_enable_compilation_cache
 
 
 def set_mesh(fsdp: int, tp: int):
@@ -47,6 +50,8 @@ def set_mesh(fsdp: int, tp: int):
 @pytest.fixture(autouse=True)
 def one_device():
     """Tests start on a mesh of one device; those about meshes set their own."""
+    jax.config.update("jax_enable_compilation_cache", USES_DISK)
+    compilation_cache.reset_cache()  # it would keep what it was told before
     return set_mesh(1, 1)
 
 

@@ -1,15 +1,18 @@
 """A run that is killed again and again ends as if nothing had happened: `make soak`, an hour, or a few kills by hand.
 
+    python tests/soak.py --minutes 60
     python tests/soak.py --kills 20 [--processes 2] [--updates 2] [--seed 0]
-    python tests/soak.py --minutes 60 --processes 2
 
 One run goes through undisturbed. Another, of the same settings, is disturbed at random moments, in the middle of saving
 too, in the ways of WAYS, and is started again with the same command until it ends. Then parameters and optimizer are
-the same to the bit, and metrics.jsonl has every step once and the same numbers. In both a reward fails now and then:
-it raises, is not a number, or ends its worker.
+the same to the bit, and metrics.jsonl has every step once and the same numbers. In both a reward fails now and then: it
+raises, is not a number, or ends its worker; and now and then a gradient is not a number. One and two processes and one
+and two updates a rollout take turns, where nothing is said of them; runs of two updates begin with another's
+checkpoint (resume=FOLDER).
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +33,16 @@ RUN = [
     *(f"training.max_steps={STEPS}", "training.prompts_per_step=4", "algorithm.num_generations=4"),
     *("generation.max_new_tokens=8", "evaluation.num_examples=8", "evaluation.interval_steps=4"),
     *("optimizer.learning_rate=1e-3", "tracking.samples_interval_steps=4", "rewards.on_error=zero"),
+    *("algorithm._target_=faulty_algorithm.NotFinite", "training.max_skipped_in_a_row=100"),
     "+task.rewards.short={fn: {_target_: faulty_rewards.now_and_then}, weight: 1.0}",
 ]
-ALL, LAUNCHER, ONE, TERM, INTERRUPT, TWICE = WAYS = (
+BEFORE = 4  # steps of the run that others go on from
+STALL = 30  # seconds until a launcher ends a run of which a process is stopped
+ALL, LAUNCHER, ONE, STOP, TERM, INTERRUPT, TWICE = WAYS = (
     "kill -9 of all",
     "kill -9 of the launcher",
     "kill -9 of one process",
+    "SIGSTOP of one process",
     "SIGTERM",
     "Ctrl-C",
     "Ctrl-C twice",
@@ -43,8 +51,12 @@ DEVICES = 2  # of all processes together
 
 
 def command(folder: Path, processes: int, updates: int) -> list[str]:
-    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
+    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}", f"--stall-timeout={STALL}"] if processes > 1 else []
     settings = [f"algorithm.updates_per_rollout={updates}", f"training.save_interval_steps={updates}"]
+    if folder.name == "before":
+        settings += [f"training.max_steps={BEFORE}"]
+    elif updates > 1:
+        settings += [f"resume={folder.parent / 'before'}"]
     return [sys.executable, *launcher, str(ROOT / "run_training.py"), *RUN, *settings, f"hydra.run.dir={folder}"]
 
 
@@ -97,6 +109,8 @@ def disturb(process: subprocess.Popen, way: str, processes: int, chance: random.
         process.kill()
     elif way == ONE and trainers:
         os.kill(chance.choice(trainers), signal.SIGKILL)
+    elif way == STOP and trainers:
+        os.kill(chance.choice(trainers), signal.SIGSTOP)
     else:
         process.send_signal(signal.SIGTERM if way == TERM else signal.SIGINT)
         if way == TWICE:
@@ -108,8 +122,8 @@ def disturb(process: subprocess.Popen, way: str, processes: int, chance: random.
         process.kill()
 
 
-def kept(folder: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """The metrics but for the clock's, and every array of the last checkpoint."""
+def kept(folder: Path) -> tuple[list[dict], dict, dict[str, np.ndarray]]:
+    """The metrics but for the clock's, what status.json says of them, and every array of the last checkpoint."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -122,36 +136,55 @@ def kept(folder: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)  # whatever mesh wrote them
     state = reader.restore(last / "default", restore_args=as_numpy)
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return rows, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    status = json.loads((folder / "status.json").read_text())
+    status = {name: status[name] for name in ("status", "steps", "eval")}
+    return rows, status, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
-def check_same(folder: Path, wanted) -> None:
-    (rows, arrays), (expected_rows, expected) = kept(folder), wanted
-    assert [row["step"] for row in rows] == list(range(STEPS + 1)), [row["step"] for row in rows]
-    assert rows == expected_rows, "metrics differ"
+def check_same(folder: Path, updates: int, wanted) -> None:
+    (rows, status, arrays), (expected_rows, expected_status, expected) = kept(folder), wanted
+    first = 0 if updates == 1 else BEFORE + 1
+    assert [row["step"] for row in rows] == list(range(first, STEPS + 1)), [row["step"] for row in rows]
+    assert json.dumps(rows) == json.dumps(expected_rows), "metrics differ"  # as text: NaN is not NaN
+    assert status == expected_status, f"{status}, not {expected_status}"
     assert arrays.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_array_equal(arrays[name], values, err_msg=name)
 
 
-def soak(folder: Path, processes: int, updates: int, enough, chance: random.Random) -> int:
-    """Runs with faults until `enough(kills)`; every finished run is compared. Returns how often it was disturbed."""
-    kills, rounds, settings = 0, 0, (processes, updates)
-    print("undisturbed ...", flush=True)
-    whole = started(folder / "whole", *settings)
-    assert whole.wait(timeout=600) == 0, Path(f"{folder}/whole.out").read_text()[-3000:]
+def through(folder: Path, processes: int, updates: int) -> None:
+    run = started(folder, processes, updates)
+    assert run.wait(timeout=600) == 0, Path(f"{folder}.out").read_text()[-3000:]
+
+
+def undisturbed(folder: Path, processes: int, updates: int) -> tuple[tuple, float]:
+    """What must come out, and how long the steps take that do not compile."""
+    if updates > 1:
+        through(folder / "before", processes, updates)
+    through(folder / "whole", processes, updates)
     wanted = kept(folder / "whole")
+    for fault in ("rewards/errors", "rewards/crashes", "rewards/not_numbers", "train/skipped"):
+        assert sum(row.get(fault, 0) for row in wanted[0]), f"no {fault}"
     lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
-    seconds = sum(json.loads(line)["time/step"] for line in lines[2:])  # of the steps that do not compile
-    for fault in ("rewards/errors", "rewards/crashes", "rewards/not_numbers"):
-        assert sum(row.get(fault, 0) for row in wanted[0][1:]), f"no {fault}"
-    ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE)]
-    while not enough(kills):
-        here, rounds = folder / f"disturbed-{rounds}", rounds + 1
-        while (
-            not (here / "status.json").exists()
-            or json.loads((here / "status.json").read_text())["status"] != "completed"
-        ):
+    return wanted, sum(json.loads(line)["time/step"] for line in lines[2:])
+
+
+def soak(folder: Path, turns: list[tuple[int, int]], enough: Callable[[int], bool], chance: random.Random) -> int:
+    """Runs with faults until `enough(kills)`; every finished run is compared. Returns how often it was disturbed."""
+    kills, known = 0, {}
+    for number, settings in enumerate(itertools.cycle(turns)):
+        if enough(kills):
+            return kills
+        processes, updates = settings
+        own = folder / f"{processes}-{updates}"
+        if settings not in known:
+            own.mkdir()
+            known[settings] = undisturbed(own, *settings)
+            print(f"{processes} processes, {updates} updates a rollout: undisturbed", flush=True)
+        wanted, seconds = known[settings]
+        here = own / f"disturbed-{number}"
+        ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE, STOP)]
+        while not is_completed(here):
             process, way = started(here, *settings), chance.choice(ways)
             if enough(kills) or not wait_for_a_moment(process, here, seconds, chance):
                 assert process.wait(timeout=600) == 0, f"exit code {process.returncode}, see {here}.out"
@@ -161,25 +194,30 @@ def soak(folder: Path, processes: int, updates: int, enough, chance: random.Rand
             kills += 1
             found = sorted(path.name for path in (here / "checkpoints").glob("*"))
             print(f"{kills} {way} at step {step}: exit {process.returncode}, checkpoints {found}", flush=True)
-        check_same(here, wanted)
-        print(f"round {rounds}: the same to the bit after {kills} disturbances", flush=True)
-    return kills
+        check_same(here, updates, wanted)
+        print(f"round {number + 1}: the same to the bit after {kills} disturbances", flush=True)
+
+
+def is_completed(folder: Path) -> bool:
+    status = folder / "status.json"
+    return status.exists() and json.loads(status.read_text())["status"] == "completed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--minutes", type=float, help="instead of a number of kills")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--processes", type=int, choices=(1, 2))
+    parser.add_argument("--updates", type=int, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     until = time.monotonic() + 60 * (args.minutes or 0)
     enough = (lambda kills: time.monotonic() > until) if args.minutes else (lambda kills: kills >= args.kills)
+    turns = [(p, u) for u in (1, 2) for p in (1, 2) if args.processes in (None, p) and args.updates in (None, u)]
     folder = Path(tempfile.mkdtemp(prefix="soak_"))  # it stays where something differs
-    kills = soak(folder, args.processes, args.updates, enough, random.Random(args.seed))
+    kills = soak(folder, turns, enough, random.Random(args.seed))
     shutil.rmtree(folder)
-    print(f"{kills} disturbances, {args.processes} processes, {args.updates} updates a rollout: equal to the bit")
+    print(f"{kills} disturbances: equal to the bit")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.parallel.distributed import nodes_of
+from tunix_lite.parallel.distributed import compile_afresh, nodes_of
 
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -136,6 +136,8 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
     Over several nodes, tp lies inside each of them, and only fsdp crosses. Raises ValueError where that cannot be.
     """
     devices = jax.devices() if devices is None else devices
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        compile_afresh()
     tp = resolve_mesh_shape(mesh_shape, len(devices))["tp"]
     nodes = nodes_of(devices)
     sizes = [len(node) for node in nodes]
