@@ -649,7 +649,7 @@ def test_the_jobset_example_numbers_its_pods_as_a_run_needs_it():
     compose([word for word in words[2:-1] if not word.startswith("hydra.")])
 
 
-@pytest.mark.parametrize("status, code, ends_with", [("completed", 0, 0), ("stopped", 0, 1), ("completed", 3, 1)])
+@pytest.mark.parametrize("status, code, ends_with", [("completed", 0, 0), ("stopped", 0, 1), ("running", 3, 3)])
 def test_a_pod_of_the_jobset_example_succeeds_only_with_a_run_that_is_completed(status, code, ends_with, tmp_path):
     job = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
     (container,) = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
