@@ -71,7 +71,7 @@ NAME = "base_model.model.model.layers.4.mlp.down_proj.lora_A.weight"
         (lambda f: change_config(f, r="4"), "r='4'; it is a whole number from 1 to 65,536"),
         (lambda f: change_config(f, lora_alpha=float("nan")), "lora_alpha=nan; it is a finite number above 0"),
         (lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].astype(np.int8)})), f"dtype: {NAME} is I8"),
-        (lambda f: change_config(f, r=4), r"shape: .*lora_A.weight is \[3, 16\], and should be \[4, 16\]"),
+        (lambda f: change_config(f, r=4), r"shape: .*lora_A.weight is \[3, 24\], and should be \[4, 24\]"),
         (lambda f: change_tensors(f, lambda t: t.pop(NAME)), f"missing: {NAME} "),
         (lambda f: change_tensors(f, lambda t: t.update(other=np.zeros(2, np.float32))), r"unexpected: other \[2\]"),
         (lambda f: change_tensors(f, lambda t: [t.pop(n) for n in list(t) if ".2.self_attn.q_" in n]),
