@@ -44,7 +44,9 @@ from tunix_lite.types import TrainState
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 2.0
-CFG = ModelConfig(512, 2, 16, 2, 1, 8, 24, query_scale=8, rope_theta_local=1e6, max_positions=512, tied=True, **LLAMA.flags)
+CFG = ModelConfig(
+    512, 2, 16, 2, 1, 8, 24, query_scale=8, rope_theta_local=1e6, max_positions=512, tied=True, **LLAMA.flags
+)
 LORA = LoraConfig(rank=2, targets="layers/(q|v)")
 PLUG = "import pathlib\npathlib.Path({canary!r}).touch()\nFAMILY = None\ndef Plug(*a, **b):\n    pass\n"
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -128,6 +130,7 @@ def is_refused(act, *words: str) -> None:
 
 
 # ---- files: each of these in place of a file that is read
+
 
 def a_pipe(file: Path) -> None:
     os.mkfifo(file)
@@ -256,7 +259,8 @@ def test_a_target_in_a_runs_folder_is_refused_wherever_it_stands(key, good, tmp_
 WRONG_SETTINGS = {
     "family: a module": ("family", "hostile_plug.FAMILY", "a folder does not say what to import"),
     "family: os": ("family", "os.system", "a folder does not say what to import"),
-    "family: escape codes": ("family", "\x1b[2J\x07.x", "a folder does not say what to import"),
+    "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
+    "a path with escape codes": ("weights", "x\x1b[2J", "model.weights='x\\x1b[2J'; a text of one line"),
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
     "vocabulary": ("architecture.vocab_size", 10**12, "vocab_size=1000000000000 is beyond"),
     "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
@@ -268,7 +272,7 @@ WRONG_SETTINGS = {
     "no pattern": ("lora.targets", "a{", "") ,
     "no user": ("weights", "~nosuchuser/x", "is no path"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
-    "a NUL": ("weights", "x\0y", "is not a folder"),
+    "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
     "a folder of the system": ("weights", "/etc", "has no config.json"),
     "a device": ("weights", "/dev/zero", "is not a folder"),
     "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
@@ -347,6 +351,7 @@ def test_each_command_refuses_a_hostile_run_in_one_line(name, good, tmp_path, ca
 
 
 # ---- a model in Hugging Face layout
+
 
 def config(**values):
     return lambda folder: change_json(folder / "config.json", **values)
@@ -503,7 +508,10 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 TEMPLATES = {
     "three loops": (LOOP, "takes more than 1 second of the processor"),
-    "doubling": ("{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", ""),
+    "doubling": (
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "",
+    ),
     "ten gigabytes": ("{{ 'a' * 10**10 }}", "fails in line 1: MemoryError"),
     "a list of 10^9": ("{{ [0] * 10**9 }}", "fails in line 1: MemoryError"),
     "a width": ("{{ '%0999999999d' % 1 }}", "fails in line 1: MemoryError"),
@@ -530,8 +538,9 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
     text, words = TEMPLATES[name]
     folder = shutil.copytree(good / "model", tmp_path / "model")
     template(text)(folder)
-    made = Tokenizer.load(folder)
-    is_refused(lambda: made.prompt("hi"), f"the chat template in {folder}/tokenizer_config.json ", words)
+    is_refused(
+        lambda: Tokenizer.load(folder).prompt("hi"), f"the chat template in {folder}/tokenizer_config.json ", words
+    )
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
 
 
@@ -562,6 +571,7 @@ def test_our_own_template_needs_no_other_process(good, monkeypatch):
 
 
 # ---- adapters
+
 
 def adapter(**values):
     return lambda folder: change_json(folder / peft.CONFIG, **values)
@@ -601,12 +611,17 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
     change(folder)
     found = Model(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
     if words:
-        is_refused(lambda: source.find(found), f"model.lora: adapter: {'the tensors in ' * (words[0] == 'the tensors in')}{folder}", *words)
+        is_refused(
+            lambda: source.find(found),
+            f"model.lora: adapter: {'the tensors in ' * (words[0] == 'the tensors in')}{folder}",
+            *words,
+        )
     else:
         assert within_two_seconds(lambda: source.find(found)).lora.rank == 2
 
 
 # ---- the batch that replay reads
+
 
 def packed(**changes):
     return lambda file: np.savez(file, **(arrays() | changes))
@@ -665,6 +680,7 @@ def test_a_strangers_batch_is_numbers(name, tmp_path, canary, monkeypatch):
 
 
 # ---- resume, and checkpoints
+
 
 def metadata(name: str, **values):
     """A file of orbax's with other values in it."""
@@ -748,6 +764,7 @@ def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, trai
 
 # ---- export
 
+
 @pytest.mark.parametrize("said", ["[]", DEEP, "\x00", '{"eval": 5, "algorithm": "x\\n# owned", "steps": []}',
                                   '{"eval": {"first": {"accuracy": "x"}}}'])  # fmt: skip
 def test_what_a_runs_status_says_reaches_a_model_card_only_as_numbers(said, tmp_path):
@@ -785,5 +802,7 @@ def test_the_real_command_line_refuses_in_one_line(name, good, tmp_path, canary)
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert ("model.json: model.architecture._target_" if name == "generate" else "takes more than 1 second") in done.stderr
+    assert (
+        "model.json: model.architecture._target_" if name == "generate" else "takes more than 1 second"
+    ) in done.stderr
     assert not (tmp_path / "outputs").exists()

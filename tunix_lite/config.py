@@ -195,7 +195,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     another type, or refused by the dataclass itself. `_target_` names a class or function by dotted path: a class
     is built from the other settings, a function gets them bound. It is obeyed where `kind` is Any or Callable, and
     where it is a dataclass for that class and those derived from it. What it names is imported, so `value` must be
-    the user's own: of what a folder says, see strangers.refuse_targets.
+    the user's own: of what a folder says, see strangers.check_settings.
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)

@@ -30,7 +30,7 @@ from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
-from tunix_lite.strangers import as_path, refuse_targets, shown
+from tunix_lite.strangers import as_path, check_settings, shown
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
@@ -335,7 +335,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         file = as_path(run) / RunDir.MODEL
         said = RunDir(file.parent).read_model()
         settings = said["model"]
-        refuse_targets(settings, file, "model")
+        check_settings(settings, file, "model")
         if family is not None:
             settings = settings | {"family": family}
         named = settings.get("family")

@@ -66,10 +66,11 @@ def as_path(name: str | Path) -> Path:
     return path
 
 
-def refuse_targets(values: Any, file: Path, where: str = "") -> None:
-    """Raises ValueError, with the file and the key, if `_target_` stands anywhere in values that a folder brought.
+def check_settings(values: Any, file: Path, where: str = "") -> None:
+    """Raises ValueError, with the file and the key, if `_target_` stands anywhere in settings that a folder brought.
 
-    It names what to import and to call, and a folder names nothing of that kind.
+    It names what to import and to call, and a folder names nothing of that kind. A text that acts on a terminal is
+    refused, too: settings stand in messages.
     """
     left = [(where, values)]
     while left:
@@ -84,6 +85,8 @@ def refuse_targets(values: Any, file: Path, where: str = "") -> None:
                 left.append((f"{place}.{escaped(str(key))}" if place else escaped(str(key)), item))
         elif isinstance(value, list):
             left += [(f"{place}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"{file}: {place}={shown(value)}; a text of one line is expected")
 
 
 def shown(value: Any, most: int = SHOWN) -> str:

@@ -202,7 +202,10 @@ def check_weights(folder: str | Path, cfg: ModelConfig, family: Family) -> None:
 
 
 def listed(problems: list[str]) -> str:
-    """The first of them, on one line, and how many more there are."""
+    """Some of them on one line, of each kind (what stands before the colon) one first, and how many more there are."""
+    kinds = [problem.partition(":")[0] for problem in problems]
+    places = sorted(range(len(problems)), key=lambda i: kinds[:i].count(kinds[i]))
+    problems = [problems[i] for i in places]
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     return "; ".join(problems[:SHOWN] + more)
 

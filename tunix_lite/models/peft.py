@@ -150,7 +150,11 @@ def _plain(name: str, family: Family) -> str:
 
 
 def _header(folder: Path, family: Family) -> dict:
-    return {_plain(name, family): entry for name, entry in hf.header(folder / TENSORS).items()}
+    try:
+        found = hf.header(folder / TENSORS)
+    except ValueError as error:
+        raise ValueError(f"adapter: {error}") from error
+    return {_plain(name, family): entry for name, entry in found.items()}
 
 
 def _modules(folder: Path, family: Family) -> set[str]:

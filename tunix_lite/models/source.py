@@ -18,7 +18,7 @@ from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
-from tunix_lite.strangers import as_path
+from tunix_lite.strangers import as_path, shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -80,7 +80,10 @@ def find(model: Model) -> Source:
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
         if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
+            raise ValueError(
+                f"{tokenizer.folder}: the tokenizer's token {shown(top)} is beyond the model's "
+                f"vocab_size={cfg.vocab_size}"
+            )
     with _setting("model.lora"):
         lora = model.lora
         if lora.adapter is not None:
