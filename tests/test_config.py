@@ -1,6 +1,7 @@
 """conf/ and the dataclasses say the same; wrong settings are named."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,57 @@ def test_build_binds_functions_and_builds_classes():
         "rewards": {"short": {"fn": {"_target_": "tunix_lite.rewards.text.brevity", "length": 10}, "weight": 2}},
     }).rewards["short"]  # fmt: skip
     assert reward.fn("12345", {}) == 0.5 and reward.weight == 2.0
+
+
+def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else(tmp_path, monkeypatch):
+    """Importing is running: of what stands in a wrong place nothing is imported, where its place alone says so."""
+    (tmp_path / "noisy.py").write_text(
+        "import pathlib, dataclasses\n"
+        f"pathlib.Path({str(tmp_path / 'CANARY')!r}).touch()\n"
+        "from tunix_lite.models.lora import LoraConfig\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Wide(LoraConfig):\n    rank: int = 16\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Other:\n    rank: int = 16\n"
+        "class Popen:\n    def __init__(self, **k):\n        raise AssertionError('called')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("noisy", None)
+    for key in ("model.weights", "model.mesh_shape", "training.max_steps", "training.micro_batch_size",
+                "model.lora.targets", "seed", "project_name", "sharding.train.embed"):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{key}._target_: no class or function stands here"):
+            compose([f"{key}={{_target_: noisy.Popen}}"])
+    assert "noisy" not in sys.modules and not (tmp_path / "CANARY").exists()
+    for key, wanted in {
+        "model.lora": "LoraConfig",
+        "training": "Training",
+        "model": "Model",
+        "resume": "Resume",
+    }.items():
+        for name in (
+            "noisy.Popen",
+            "noisy.Other",
+            "os.system",
+            "subprocess.Popen",
+            "tunix_lite.tasks.sources.Arithmetic",
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"^{key}._target_: {name} is not [\w.]+\.{wanted}, nor derived from it"
+            ):
+                compose([f"+{key}._target_={name}"])
+    assert compose(["+model.lora._target_=noisy.Wide", "~model.lora.rank"]).model.lora.rank == 16
+    scaling = "{_target_: tunix_lite.models.decoder.RopeScaling, factor: 2.0}"
+    assert (
+        compose(["model=random", f"model.architecture.rope_scaling={scaling}"]).model.architecture.rope_scaling.factor
+        == 2
+    )
+
+
+@pytest.mark.parametrize("seed", ["4294967296", "-1", "9223372036854775808"])
+def test_a_seed_is_32_bits(seed):
+    with pytest.raises(
+        ConfigError, match=rf"^seed={seed}; a seed is a whole number from 0 to 4294967295 \(2\*\*32-1\)$"
+    ):
+        compose([f"seed={seed}"])
+    assert compose(["seed=4294967295"]).seed == 2**32 - 1
 
 
 def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():

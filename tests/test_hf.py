@@ -2,8 +2,10 @@
 
 import gc
 import json
+from dataclasses import replace
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
@@ -177,3 +179,70 @@ def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
     cfg, _ = read_config(tmp_path)
     assert cfg == scaled
     assert cfg.kinds == ("local",) * 5 + ("global", "local")
+
+
+# ---- a head in a folder whose config.json ties it to the embedding
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def with_head(folder, change, dtype=np.float32):
+    """The folder with a head beside its embedding, which is rounded to bfloat16: the embedding after `change`."""
+    held = load_file(folder / "model.safetensors")
+    held[EMBED] = held[EMBED].astype(ml_dtypes.bfloat16).astype(np.float32)
+    head = held[EMBED].copy()
+    change(head)
+    save_file(held | {HEAD: head.astype(dtype)}, folder / "model.safetensors")
+    return held[EMBED], head
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+def test_a_head_that_is_a_copy_of_the_tied_embedding_is_taken(folder, mesh, dtype):
+    embed, _ = with_head(folder, lambda head: None, dtype)
+    set_mesh(*mesh)
+    np.testing.assert_array_equal(hf.load_params(folder, CFG, GEMMA3)["embed"], embed)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1)])
+def test_a_head_that_is_not_the_tied_embedding_is_refused_with_what_differs(folder, monkeypatch, mesh, rows):
+    """transformers does not tie such a head: with the embedding in its place, logits were 6.95 off, and no word said."""
+
+    def change(head):
+        head[17, 9] += 0.25
+        head[30, 1] -= 0.125
+
+    with_head(folder, change)
+    monkeypatch.setattr(hf, "AT_ONCE", rows * 8 * CFG.embed_dim)
+    set_mesh(*mesh)
+    with pytest.raises(ValueError) as error:
+        hf.load_params(folder, CFG, GEMMA3)
+    said = str(error.value).splitlines()
+    assert len(said) == 1 and f"{HEAD} is not {EMBED}: they differ from row " in said[0]
+    assert (
+        "row 17 on, by up to 0.25" in said[0] or "row 30 on, by up to 0.12" in said[0]
+    )  # whichever device reads first
+    assert "model.untie_head=true" in said[0]
+    hf.load_params(folder, replace(CFG, tied=False), GEMMA3)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (32, 15), (16, 32)])
+def test_a_head_of_another_shape_than_the_tied_embedding_is_refused(folder, shape):
+    held = load_file(folder / "model.safetensors")
+    save_file(held | {HEAD: np.zeros(shape, np.float32)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"shape: {HEAD} is \[{shape[0]}, {shape[1]}\], and should be \[32, 16\]"):
+        hf.check_weights(folder, CFG, GEMMA3)
+
+
+def test_an_untied_head_gives_the_scores(folder):
+    """By hand, in float64: hidden @ head.T, and not hidden @ embed.T."""
+    embed, head = with_head(folder, lambda head: head.__imul__(np.linspace(-2, 2, 32, dtype=np.float32)[:, None]))
+    cfg = replace(CFG, tied=False)
+    params = hf.load_params(folder, cfg, GEMMA3)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
+    hidden = decoder.forward(params, cfg, tokens, decoder.whole(np.ones_like(tokens, bool)))
+    np.testing.assert_array_equal(params["embed"], embed)
+    by_hand = np.float64(hidden) @ np.float64(head).T
+    np.testing.assert_allclose(decoder.logits(params, cfg, hidden), by_hand, rtol=1e-5, atol=1e-5)
+    assert np.abs(by_hand - np.float64(hidden) @ np.float64(embed).T).max() > 1

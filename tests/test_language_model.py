@@ -15,7 +15,7 @@ from tunix_lite.api import Generation, compose, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.config import ConfigError
-from tunix_lite.language_model import LONG
+from tunix_lite.language_model import LONG, open_model
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
@@ -91,6 +91,18 @@ def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
     assert [c.prompt for c in together] == [0, 0, 1, 1, 2, 2]
     assert [c.tokens for c in model.generate(QUESTIONS[0], SHORT, 2, seed=3)] == [c.tokens for c in together[:2]]
     assert len({tuple(c.tokens) for c in together}) > 3
+
+
+@pytest.mark.parametrize("seed", [2**32, -1, 2**63, 1.0, True])
+def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
+    """jax.random.key drops the bits above: 2**32 + 1 drew what 1 draws, and 2**63 was an OverflowError."""
+    words = rf"seed={seed}; a seed is a whole number from 0 to 4294967295 \(2\*\*32-1\)"
+    with pytest.raises(ValueError, match=words):
+        model.generate(QUESTIONS[0], SHORT, seed=seed)
+    with pytest.raises(ValueError, match=words):
+        next(model.stream(QUESTIONS[0], SHORT, seed=seed))
+    with pytest.raises(ConfigError, match=words):
+        open_model(Model(weights=str(TINY)), None, None, "fp32", seed)
 
 
 def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model):

@@ -1,6 +1,7 @@
 """Each family is right: logits, greedy continuations and gradients of transformers' own models, saved by it."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import set_mesh
+from safetensors.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
@@ -171,6 +173,36 @@ def test_half_precision_comes_out_bit_for_bit(tmp_path, dtype):
         whole = tuple(slice(None) for _ in before.shape(name))
         assert before.dtype(name) == after.dtype(name) != "F32"
         assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes(), name
+
+
+@pytest.mark.parametrize("name", ["llama-one-tied", "gemma3-all"])
+def test_a_head_beside_a_tied_config_is_the_head_where_it_is_untied(name, tmp_path):
+    """transformers takes a head that differs for the head, whatever config.json says; model.untie_head does so here."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / hf.SINGLE)
+    held["lm_head.weight"] = held["model.embed_tokens.weight"][::-1].copy()
+    save_file(held, tmp_path / hf.SINGLE, metadata={"format": "pt"})
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    cfg, family = read_config(tmp_path)
+    with pytest.raises(ValueError, match="model.untie_head=true"):
+        hf.load_params(tmp_path, cfg, family)
+    cfg = replace(cfg, tied=False)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 16))
+    with torch.no_grad():
+        theirs = again(torch.tensor(tokens)).logits.numpy()
+        tied = model(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(theirs - tied).max() > 1, "it did not tie them"
+    params = hf.load_params(tmp_path, cfg, family)
+    np.testing.assert_allclose(scores(params, cfg, tokens), theirs, atol=1e-4)
+
+    (tmp_path / "out").mkdir()  # and what we write is the same model to both, with a config.json that does not tie
+    hf.save_params(params, cfg, family, tmp_path / "out", "F32")
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    out = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(out(torch.tensor(tokens)).logits.numpy(), theirs)
 
 
 def test_left_padded_prompts_score_as_transformers_scores_them(tmp_path):

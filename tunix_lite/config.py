@@ -23,6 +23,8 @@ from tunix_lite.parallel.place import Launch
 from tunix_lite.policy import DTYPES
 from tunix_lite.rewards.pool import Rewards, check_portable
 from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.seeds import check_seed
+from tunix_lite.strangers import TARGET, shown
 from tunix_lite.tasks.task import TaskConfig
 
 
@@ -148,8 +150,7 @@ class RunConfig:
     resume: Resume = field(default_factory=Resume)
 
     def __post_init__(self):
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+        check_seed(self.seed)
         if self.rewards.workers:
             with at("task"):
                 check_portable(self.task.functions())
@@ -192,10 +193,12 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
 
     Raises ConfigError, naming the place, for settings that are unknown (with the nearest known one), missing, of
     another type, or refused by the dataclass itself. `_target_` names a class or function by dotted path: a class
-    is built from the other settings, a function gets them bound.
+    is built from the other settings, a function gets them bound. It is obeyed where `kind` is Any or Callable, and
+    where it is a dataclass for that class and those derived from it. What it names is imported, so `value` must be
+    the user's own: of what a folder says, see strangers.check_settings.
     """
-    if isinstance(value, dict) and "_target_" in value:
-        return _build_target(value, where)
+    if isinstance(value, dict) and TARGET in value:
+        return _build_target(kind, value, where)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
     origin, args = get_origin(kind), get_args(kind)
@@ -242,7 +245,7 @@ def _path(named: Any) -> str:
 
 def _a(kind: type, value: Any, where: str) -> Any:
     if type(value) is not kind and not (kind is list and type(value) is tuple):
-        raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)}")
     return value
 
 
@@ -261,14 +264,22 @@ def _build_dataclass(kind, values, where):
         return kind(**{name: build(hints[name], value, _join(where, name)) for name, value in values.items()})
 
 
-def _build_target(values, where):
-    settings = {key: value for key, value in values.items() if key != "_target_"}
-    path = _a(str, values["_target_"], f"{where}._target_")
+def _build_target(kind, values, where):
+    settings = {key: value for key, value in values.items() if key != TARGET}
+    path = _a(str, values[TARGET], f"{where}.{TARGET}")
+    kinds = [kind for kind in (get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind])]
+    takes_any = any(kind is Any or kind is Callable or get_origin(kind) is Callable for kind in kinds)
+    classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
+    if not takes_any and not classes:
+        raise ConfigError(f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove it")
     module, _, name = path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{where}._target_: cannot import {path!r} ({error})") from error
+    if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
+        names = " or ".join(_path(each) for each in classes)
+        raise ConfigError(f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it")
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     if not callable(target):

@@ -24,6 +24,7 @@ from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import fetch
 from tunix_lite.models.weights import Lora
+from tunix_lite.strangers import read_object
 from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
@@ -65,7 +66,9 @@ def check(model_has_adapters: bool, out: Path, kind: str, dtype: str | None, ove
             )
         if not (out / PROVENANCE).is_file():
             raise ConfigError(f"out={out} was not written by export (it has no {PROVENANCE}), so it is not replaced")
-        written = set(json.loads((out / PROVENANCE).read_text()).get("files", []))
+        with at(f"out={out}"):
+            written = read_object(out / PROVENANCE).get("files")
+        written = {name for name in written if isinstance(name, str)} if isinstance(written, list) else set()
         if others := sorted({p.name for p in out.iterdir()} - written - {PROVENANCE}):
             raise ConfigError(f"out={out} holds {others[0]}, which export did not write, so it is not replaced")
     if jax.process_count() > 1:
@@ -186,10 +189,12 @@ def _config(model: LanguageModel, dtype: str) -> dict:
     ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
     if source.folder is None:
         return config_json(model.cfg, source.family, dtype=dtype, **ids)
-    original = json.loads((source.folder / "config.json").read_text())
+    original = read_object(source.folder / "config.json")
     if original["model_type"] != source.family.model_type:  # the text part of a model with more
         keep = {key: original[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in original}
         return config_json(model.cfg, source.family, dtype=dtype, **(ids | keep))
+    if (source.family.absent | original).get("tie_word_embeddings") != model.cfg.tied:  # model.untie_head
+        original["tie_word_embeddings"] = model.cfg.tied
     return original | ({"torch_dtype": dtype} if "torch_dtype" in original else {"dtype": dtype})
 
 
@@ -245,8 +250,22 @@ def _metrics(model: LanguageModel) -> dict:
     """What the run says of itself: first and last evaluation."""
     if model.run is None or not (model.run / "status.json").is_file():
         return {}
-    status = json.loads((model.run / "status.json").read_text())
-    return {key: status[key] for key in ("algorithm", "eval", "seed", "steps", "parameters") if key in status}
+    try:
+        status = read_object(model.run / "status.json")
+    except ValueError:  # damaged, or not ours: what it says is for the model card alone
+        return {}
+    kinds = {"algorithm": str, "seed": int, "steps": int, "parameters": int}
+    said = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
+    if not said.get("algorithm", "").isidentifier():
+        said.pop("algorithm", None)
+    seen = status.get("eval")
+    seen = seen if isinstance(seen, dict) else {}
+    accuracies = {
+        when: {"accuracy": float(seen[when]["accuracy"])}
+        for when in ("first", "last")
+        if isinstance(seen.get(when), dict) and type(seen[when].get("accuracy")) in (int, float)
+    }
+    return said | ({"eval": accuracies} if accuracies else {})
 
 
 def _card(about: dict, served: str, name: str) -> str:

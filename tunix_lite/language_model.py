@@ -4,6 +4,8 @@ model = load("outputs/latest")            # or "bundled", a folder in Hugging Fa
 print(model.generate("What is 12 + 7?")[0].text)
 """
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +18,8 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import ConfigError, RunConfig, at, build
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.models.lora import LoraConfig, attached, merge
+from tunix_lite.models.families import FAMILIES
+from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
 from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -26,6 +29,8 @@ from tunix_lite.rollout.engine import in_shards, make_sampler
 from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
+from tunix_lite.seeds import check_seed
+from tunix_lite.strangers import as_path, check_settings, shown
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
@@ -140,7 +145,7 @@ class LanguageModel:
             weights, _ = memory.choose_weights(self.params, self.cfg, self.dtype, generation, rollout, slots)
             rollout = replace(rollout, num_slots=slots, weights=weights)
             sample = _sampler(self.cfg, generation, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype, rollout)
-        key, options = jax.random.key(seed), {"limits": limits, "tokenizer": self.tokenizer}
+        key, options = jax.random.key(check_seed(seed)), {"limits": limits, "tokenizer": self.tokenizer}
         steps = sample(self.params, [*tokens.values()], key, num_generations, indices=[*tokens], **options)
         while True:
             with jax.set_mesh(self.mesh):  # for each step anew: whoever asks for the next one may have set another
@@ -243,22 +248,29 @@ def load(
     step: int | None = None,
     mesh_shape: MeshShape | None = None,
     dtype: str = "fp32",
+    family: str | None = None,
 ) -> LanguageModel:
     """A model to talk to: "bundled", a run's folder, a folder in Hugging Face layout, a hub name, or settings.
 
     Of a run: what it trained, as of checkpoint `step` (the newest if None). mesh_shape: [[fsdp, tp], ["fsdp", "tp"]];
-    None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16, of the computation. Raises ConfigError.
+    None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16, of the computation. family: as the
+    setting model.family; a family of your own, module.NAME, is imported if it is named here, and not because a folder
+    names it. Raises ConfigError.
     """
     run, seed = None, 0
     if isinstance(model, RunConfig):
         model, seed = model.model, model.seed
     elif not isinstance(model, Model):
-        if (Path(model).expanduser() / RunDir.MODEL).is_file():
-            run = Path(model).expanduser()
-            settings, seed = run_settings(run)
+        with at("model"):
+            folder = as_path(model)
+        if (folder / RunDir.MODEL).is_file():
+            run = folder
+            settings, seed = run_settings(run, family)
             model = build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
         else:
             model = Model(weights=str(model))
+    if family is not None:
+        model = replace(model, family=family)
     if step is not None and run is None:
         raise ConfigError(f"step={step}: only a run has checkpoints; give a run's folder")
     if mesh_shape is not None:
@@ -268,6 +280,8 @@ def load(
 
 def open_model(model: Model, run: Path | None, step: int | None, dtype: str, seed: int) -> LanguageModel:
     """The model of these settings; with `run`, its trained weights from that run's checkpoint. Raises ConfigError."""
+    with at(""):
+        check_seed(seed)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
     with at(""):  # the messages begin with the setting
@@ -275,6 +289,8 @@ def open_model(model: Model, run: Path | None, step: int | None, dtype: str, see
     with at("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
+    with at("model"):
+        check_room(found, mesh)
     if run is None or found.lora is not None:  # else the checkpoint has all the weights
         with at(""):
             found = source.fetch(found)
@@ -295,8 +311,54 @@ def open_model(model: Model, run: Path | None, step: int | None, dtype: str, see
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
-def run_settings(run: Path) -> tuple[dict, int]:
-    """The `model` settings of a run, and its seed. Raises ConfigError if the folder is not that of a run."""
+def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError if this process has less memory than its share of the weights: a folder may say any size."""
+    tables = [table for table in source.tables(found) if table is not None]
+    devices = mesh.local_devices
+    needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
+    if devices[0].platform == "cpu":
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        there = None if None in limits else sum(limits)
+    if there is not None and needed > there:
+        raise ValueError(f"its weights take {needed / 1e9:,.1f} GB here, and there are {there / 1e9:,.1f} GB")
+
+
+def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
+    """The `model` settings of a run, and its seed. `family`: what the user says that it is, in place of the folder.
+
+    A folder is data: nothing that it names is imported. Raises ConfigError if it is not that of a run, or if its
+    settings cannot be, with the file and the key.
+    """
     with at("checkpoint"):
-        said = RunDir(run).read_model()
-    return said["model"], said["seed"]
+        file = as_path(run) / RunDir.MODEL
+        said = RunDir(file.parent).read_model()
+        settings = said["model"]
+        check_settings(settings, file, "model")
+        if family is not None:
+            settings = settings | {"family": family}
+        named = settings.get("family")
+        if isinstance(named, str) and family is None and named not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ValueError(
+                f"{file}: model.family is {shown(named)}, none of {known}, and a folder does not say what to import. "
+                f"If it is yours, say so yourself: model.family={shown(named)[1:-1]} (in Python load(..., family=...))"
+            )
+        lora = settings.get("lora")
+        if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
+            with at(f"{file}: model.lora"):
+                check_targets(lora["targets"])
+        with named_after(file):
+            build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+            check_seed(said["seed"])
+    return settings, said["seed"]
+
+
+@contextlib.contextmanager
+def named_after(file: Path) -> Iterator[None]:
+    """Puts the file before a message that begins with a setting."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error

@@ -67,7 +67,8 @@ def _ask() -> str | None:
 
 def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
     pieces = []
-    for text in model.stream(asked, run.generation, run.seed + turn, run.rollout):
+    seed = (run.seed + turn) % 2**32  # each turn draws anew
+    for text in model.stream(asked, run.generation, seed, run.rollout):
         pieces.append(text)
         print(text, end="", flush=True)
     print()

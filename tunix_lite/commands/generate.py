@@ -77,7 +77,7 @@ def generate(run: RunConfig, settings: Generate) -> None:
 def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
     """The model that `model` and `checkpoint` name, on its mesh; dtype None: as training.mixed_precision says."""
     folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
-    seed = run.seed if folder is None else program.run_settings(folder)[1]
+    seed = run.seed if folder is None else program.run_settings(folder, run.model.family)[1]
     return open_model(run.model, folder, settings.step, dtype or run.training.mixed_precision, seed)
 
 

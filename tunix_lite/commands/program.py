@@ -146,7 +146,7 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
         if values.get("checkpoint") is not None:
             if not isinstance(values["checkpoint"], str):
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
-            values["model"] = _of_run(values, overrides)
+            values["model"] = _of_run(values, overrides)  # has no _target_ in it
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")
             return
@@ -173,8 +173,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
 
     The mesh is that of the command line alone: it belongs to the machine.
     """
-    model, _ = run_settings(Path(values["checkpoint"]).expanduser())
-    model["mesh_shape"] = values["model"]["mesh_shape"]
+    own = {}
     for text in overrides:
         key = OverridesParser.create().parse_override(text).get_key_element()
         group, _, name = key.partition(".")
@@ -183,8 +182,9 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         if group != "model" or name not in BESIDE_A_RUN:
             allowed = ", ".join(f"model.{n}" for n in sorted(BESIDE_A_RUN))
             raise ConfigError(f"{key}: the run in checkpoint= says which model it is; beside it there can be {allowed}")
-        model[name] = values["model"][name]
-    return model
+        own[name] = values["model"][name]
+    settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
+    return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
 
 
 def _check(check: Callable[[RunConfig, Path], object], arguments: list[str]) -> None:

@@ -1,5 +1,6 @@
 """`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by sequence."""
 
+import dataclasses
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from tunix_lite.commands import program
 from tunix_lite.config import ConfigError, RunConfig
 from tunix_lite.language_model import LanguageModel, open_model
 from tunix_lite.policy import token_logprobs
+from tunix_lite.strangers import escaped
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch
 
 SHOWN = 80  # characters of a text
+MOST_BYTES = 2**32  # of a batch, unpacked: a small file can hold very many zeros
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
     if step is None:
         step = nearest(folder, settings.skipped)
     others = "" if saw(folder, settings.skipped, step) else " (not those that saw them, which are not kept)"
-    seed = program.run_settings(folder.path)[1]
+    seed = program.run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     logprobs_BT = scored(model, batch, run.generation.temperature, settings.batch_size)
     losses_B, found = judged(run.algorithm, batch, logprobs_BT)
@@ -71,10 +74,33 @@ def read(folder: RunDir, settings: Replay) -> Batch:
         kept = ", ".join(sorted(f.name for f in file.parent.glob("step_*.npz"))) or "nothing"
         raise ConfigError(f"skipped={settings.skipped}: there is no {file}; {file.parent} holds {kept}")
     try:
-        with np.load(file) as arrays:
-            return Batch(**arrays)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({error})") from error
+        with zipfile.ZipFile(file) as packed:
+            if (size := sum(entry.file_size for entry in packed.infolist())) > MOST_BYTES:
+                raise ValueError(f"it holds {size:,} bytes, and {MOST_BYTES:,} are the most that are read")
+        with np.load(file) as arrays:  # no pickles: numpy refuses them unless it is asked for them
+            batch = Batch(**arrays)
+        _check_arrays(batch)
+        return batch
+    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
+        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})") from error
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})") from error
+
+
+def _in_words(error: Exception) -> str:
+    return escaped(str(error) or type(error).__name__)
+
+
+def _check_arrays(batch: Batch) -> None:
+    """Raises ValueError unless all arrays are numbers and of one shape, [B, T]."""
+    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    for name, value in arrays.items():
+        if value is not None and (
+            value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf"
+        ):
+            raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are")
+    if batch.tokens.dtype.kind not in "iu" or not batch.tokens.size:
+        raise ValueError(f"tokens are {batch.tokens.dtype} {list(batch.tokens.shape)}; they are whole numbers")
 
 
 def saw(folder: RunDir, skipped: int, step: int) -> bool:

@@ -1,99 +1,67 @@
 """Chat templates: jinja2 programs that come with a model and write a conversation as it was trained to see it.
 
-They come from anywhere, so they run in a sandbox. What they find there is what transformers gives them, to the byte.
+They come from anywhere. jinja2's sandbox lets nothing out, and bounds neither time nor memory: those of strangers run
+in a process that has limits and can be killed (confined). Ours, known by its text, runs here.
 """
 
-import json
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
+from pathlib import Path
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
+
+from tunix_lite.models import confined
+from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
+from tunix_lite.strangers import escaped, shown
+
+MOST = 2**20  # characters of a template; published ones have up to 20,000
+OURS = Path(__file__).parent / "bundled" / "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled chat template that says where it comes from when it fails."""
+    """A chat template that says where it comes from when it fails."""
 
-    compiled: jinja2.Template
+    text: str
     where: str
+    compiled: jinja2.Template | None  # of ours; None: a stranger's
 
     @classmethod
     def compile(cls, text: str, where: str) -> "ChatTemplate":
+        """Raises ValueError, naming the file, if it is no template."""
+        if not isinstance(text, str) or len(text) > MOST:
+            raise ValueError(
+                f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} characters"
+            )
+        if text == _ours():
+            return cls(text, where, compiled(text))
         try:
-            return cls(_environment().from_string(text), where)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template in {where} has an error in line {error.lineno}: {error}") from error
+            confined.ask("compile", text)
+        except confined.Refused as error:
+            raise ValueError(f"the chat template in {where} {_in_a_line(error)}") from error
+        return cls(text, where, None)
 
     def render(self, **values) -> str:
+        """Raises ValueError, naming the file, if it fails, takes too long or too much memory."""
+        now = datetime.now()
         try:
-            return self.compiled.render(**values)
-        except Exception as error:  # a template can fail in all the ways that Python can
-            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
-            line = f" in line {lines[-1]}" if lines else ""
-            raise ValueError(f"the chat template in {self.where} fails{line}: {error}") from error
+            if self.compiled is not None:
+                return rendered(self.compiled, values, now)
+            return confined.ask("render", self.text, values, now)
+        except (TemplateFailed, confined.Refused) as error:
+            raise ValueError(f"the chat template in {self.where} {_in_a_line(error)}") from error
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the model says; the text is that of the inside."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        lineno = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+@cache
+def _ours() -> str:
+    return OURS.read_text(encoding="utf-8")
 
 
-class _Dict:
-    """Makes dicts as the class does, and is not the class."""
-
-    __call__, fromkeys = staticmethod(dict), staticmethod(dict.fromkeys)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Templates may keep values in it, but not under names that mean something to Python."""
-
-    def __setitem__(self, name, value):
-        _no_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _no_underscore(*names):
-    for name in names:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
-
-
-def _environment() -> jinja2.Environment:
-    """What chat templates expect to find, and no more: they come with weights from anywhere.
-
-    It does what transformers' does, to the byte; tests/test_tokenizer.py compares the two.
-    """
-
-    def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
-
-    def strftime_now(format):  # makes Llama 3's prompt depend on the day, as it does in transformers
-        return datetime.now().strftime(format)
-
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # jinja's own escapes HTML
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def namespace(*args, **values):
-        _no_underscore(*dict(*args, **values))
-        return _Namespace(*args, **values)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=namespace)
-    environment.globals["dict"] = _Dict()
-    return environment
+def _in_a_line(error: Exception) -> str:
+    return escaped(str(error).replace("\n", " "), 500)
 
 
 def plain(value):

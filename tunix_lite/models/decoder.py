@@ -28,6 +28,8 @@ from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_
 from tunix_lite.parallel.mesh import constrain, move
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
+MOST_LAYERS = 1024  # published models have up to 126; files of strangers say 10**9
+MOST_OF_A_DIM = 2**26  # elements of one dim of a weight; published ones have up to 262,208
 RESIDUAL = ("batch", "residual_seq", "act_embed")  # the axes of what runs between layers
 WHOLE = ("batch", "seq", "act_embed")  # and of what a layer reads
 
@@ -88,6 +90,10 @@ class ModelConfig:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
+            if isinstance(value, int) and value > (
+                most := MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
+            ):
+                raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
         if "local" in self.pattern and self.window is None:

@@ -5,14 +5,14 @@ its tensors are called. What a config.json asks for and the decoder does not do 
 """
 
 import importlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from tunix_lite.models.decoder import ModelConfig, RopeScaling, layer_weights
+from tunix_lite.models.decoder import MOST_LAYERS, ModelConfig, RopeScaling, layer_weights
+from tunix_lite.strangers import read_object, shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 KEYS = {  # ModelConfig field -> key of config.json
@@ -217,21 +217,16 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
         raise ValueError(f"{folder} is not a folder")
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json; a model folder in Hugging Face layout has one")
-    try:
-        hf = json.loads(file.read_text())
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{file} is not JSON ({error})") from error
-    if not isinstance(hf, dict):
-        raise ValueError(f"{file} does not hold an object")
+    hf = read_object(file)
     kind = hf.get("model_type")
     known = [family] if family else FAMILIES.values()
     found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
     if found is None and family is not None:
-        raise ValueError(f"{file}: model_type is {kind!r}; the family {family.name} has {family.model_type!r}")
+        raise ValueError(f"{file}: model_type is {shown(kind)}; the family {family.name} has {family.model_type!r}")
     if found is None:
         supported = ", ".join(str(f.model_type) for f in known)
         raise ValueError(
-            f"{file}: model_type is {kind!r}; supported is {supported} (docs/extend/model says how to add)"
+            f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model says how to add)"
         )
     if kind == found.wrapper:
         hf = hf.get("text_config") or {}
@@ -239,7 +234,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
         return config_from(_object(hf, "text_config"), found), found
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -247,13 +242,15 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
     """The architecture that a config.json describes."""
     for key, wanted in family.fixed.items():
         if hf.get(key, wanted) not in (wanted, wanted or None):
-            raise ValueError(f"{key}={hf[key]!r} is not supported; supported is {wanted!r}")
+            raise ValueError(f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}")
     if hf.get("quantization_config"):
         raise ValueError("quantization_config: weights stored quantised are not read; model.lora.base quantises others")
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
-            raise ValueError(f"{key}={hf[key]!r}; it is 1 or more")
+            raise ValueError(f"{key}={shown(hf[key])}; it is 1 or more")
+    if hf["num_hidden_layers"] > MOST_LAYERS:  # before a list of them is made
+        raise ValueError(f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}")
     if hf.get("num_key_value_heads") is None:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
@@ -286,16 +283,16 @@ def _field(name: str, key: str, value):
 def _number(value, key: str, kind: type):
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1000:  # a larger one may be beyond every float
         return float(value)
     if kind is int and type(value) is float and value.is_integer():  # Gemma writes some whole numbers so
         return int(value)
-    raise ValueError(f"{key}={value!r}; it is {'true or false' if kind is bool else f'a finite {kind.__name__}'}")
+    raise ValueError(f"{key}={shown(value)}; it is {'true or false' if kind is bool else f'a finite {kind.__name__}'}")
 
 
 def _object(value, key: str) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{key}={value!r}; it is an object")
+        raise ValueError(f"{key}={shown(value)}; it is an object")
     return value
 
 
@@ -335,7 +332,7 @@ def _scaling(rope: dict) -> RopeScaling | None:
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         length = "original_max_position_embeddings"
         return RopeScaling(*(_number(rope[key], key, float) for key in keys), _number(rope[length], length, int))
-    raise ValueError(f"rope_type {kind!r} is not supported; supported is default, linear or llama3")
+    raise ValueError(f"rope_type {shown(kind)} is not supported; supported is default, linear or llama3")
 
 
 def check_flags(cfg: ModelConfig, family: Family) -> None:
@@ -405,4 +402,4 @@ def is_wrapped(folder: Path | None, family: Family | None) -> bool:
     """Whether the folder holds a larger model of which ours is the text part (Gemma 3 with its vision tower)."""
     if folder is None or family is None or family.wrapper is None:
         return False
-    return json.loads((folder / "config.json").read_text()).get("model_type") == family.wrapper
+    return read_object(folder / "config.json").get("model_type") == family.wrapper

@@ -24,11 +24,15 @@ from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored
 from tunix_lite.models.weights import Weight, dense, flat, is_quantized, is_weight, shardings, unstacked
 from tunix_lite.parallel.mesh import sharding
+from tunix_lite.strangers import escaped, read_object, shown
 from tunix_lite.types import Params
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 SHARD_BYTES = 5_000_000_000  # of one file that we write, at most
+MOST_HEADER = 2**24  # bytes of names and shapes in one file; a tensor takes some 100
+SHOWN = 4  # problems in a message
+AT_ONCE = 2**26  # bytes of two tensors that are compared, at most
 
 
 class Tensors:
@@ -46,18 +50,20 @@ class Tensors:
         self.folder, self._place = folder, {}
         for file in files:
             if not (folder / file).is_file():
-                raise ValueError(f"{folder}: the index names {file}, which is not there")
+                raise ValueError(f"{folder}: the index names {escaped(file)}, which is not there")
             for name, (shape, dtype) in header(folder / file).items():
                 ours = _without_prefix(name, family)
                 if ours in self._place:
-                    raise ValueError(f"{folder}: {name} is in {self._place[ours][0].name} and in {file}")
+                    raise ValueError(f"{folder}: {escaped(name)} is in {self._place[ours][0].name} and in {file}")
                 if ours is not None:
                     self._place[ours] = (folder / file, name, shape, dtype)
                 if listed.pop(name, file) != file:
-                    raise ValueError(f"{folder}: {name} is in {file}, and the index says it is in another file")
+                    raise ValueError(
+                        f"{folder}: {escaped(name)} is in {file}, and the index says it is in another file"
+                    )
         if listed:
             name, file = next(iter(listed.items()))
-            raise ValueError(f"{folder}: the index says that {name} is in {file}, and it is not")
+            raise ValueError(f"{folder}: the index says that {escaped(name)} is in {file}, and it is not")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._place)
@@ -78,27 +84,39 @@ class Tensors:
 
 def _weight_map(file: Path) -> dict[str, str]:
     """Tensor -> file, as the index says. Raises ValueError."""
-    try:
-        listed = dict(json.loads(file.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not an index of tensors ({error!r})") from error
+    listed = read_object(file).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ValueError(f"{file} is not an index of tensors: weight_map={shown(listed)}; it is an object")
     for name, place in listed.items():
-        if not isinstance(place, str) or Path(place).name != place:
-            raise ValueError(f"{file}: {name} is said to be in {place!r}, which is not the name of a file beside it")
-    return listed
+        if not isinstance(place, str) or "\0" in place or Path(place).name != place:
+            raise ValueError(
+                f"{file}: {escaped(name)} is said to be in {shown(place)}, which is not the name of a file beside it"
+            )
+    return dict(listed)
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor in a safetensors file. Raises ValueError if the file is damaged or cut short."""
     try:
-        with safe_open(str(file), framework="np"):  # checks that the header and the length agree
-            pass
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
-            entries = json.loads(opened.read(size))
-    except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise ValueError(f"{file} is damaged or cut short ({error})") from error
+            if size > MOST_HEADER:
+                raise ValueError(f"a header of {size:,} bytes, and {MOST_HEADER:,} are the most")
+            read = opened.read(size)
+        with safe_open(str(file), framework="np"):  # checks that the header and the length agree
+            pass
+        entries = json.loads(read, object_pairs_hook=_each_once)
+    except (SafetensorError, OSError, ValueError, RecursionError, struct.error) as error:
+        raise ValueError(f"{file} is damaged or cut short ({escaped(str(error))})") from error
     return {name: (tuple(e["shape"]), e["dtype"]) for name, e in entries.items() if name != "__metadata__"}
+
+
+def _each_once(pairs: list[tuple]) -> dict:
+    """An object of a header: of a name that stands there twice, two readers could take different ones."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return entries
 
 
 def _without_prefix(name: str, family: Family | None) -> str | None:
@@ -171,21 +189,31 @@ def check_weights(folder: str | Path, cfg: ModelConfig, family: Family) -> None:
     extra = names - wanted.keys() - ({TOP_NAMES["head"]} if cfg.tied else set())  # a copy of the embedding
     extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}  # older files store the constants
     problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
-    problems += [f"unexpected: {name} {list(tensors.shape(name))}" for name in sorted(extra)]
+    problems += [f"unexpected: {escaped(name)} {list(tensors.shape(name))}" for name in sorted(extra)]
+    if cfg.tied and TOP_NAMES["head"] in names:
+        wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
     for name in sorted(names & wanted.keys()):
         if (found := tensors.shape(name)) != wanted[name]:
             problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
         if tensors.dtype(name) not in DTYPES:
             problems.append(f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}")
     if problems:
-        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
-        raise ValueError(f"the weights in {folder} do not fit its config.json:\n  {shown}")
+        raise ValueError(f"the weights in {folder} do not fit its config.json: {listed(problems)}")
+
+
+def listed(problems: list[str]) -> str:
+    """Some of them on one line, of each kind (what stands before the colon) one first, and how many more there are."""
+    kinds = [problem.partition(":")[0] for problem in problems]
+    places = sorted(range(len(problems)), key=lambda i: kinds[:i].count(kinds[i]))
+    problems = [problems[i] for i in places]
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "; ".join(problems[:SHOWN] + more)
 
 
 def load_params(folder: str | Path, cfg: ModelConfig, family: Family, storage: str = "fp32") -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
-    Raises ValueError as `check_weights` does.
+    Raises ValueError as `check_weights` does, and for a head that is not the embedding that config.json ties it to.
     """
     check_weights(folder, cfg, family)
     tensors, plain = Tensors(folder, family), flat(decoder.weights(cfg))
@@ -194,8 +222,16 @@ def load_params(folder: str | Path, cfg: ModelConfig, family: Family, storage: s
         weight, places = plain[path], tuple(jax.tree.leaves(shardings(leaf)))
         whole = _room(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
+            copies = _copies(tensors, name, cfg)
             # the piece has no name here: it is gone before the next one is read
-            whole = _write(whole, _piece(tensors, name, unstacked(weight)), jnp.int32(i), leaf, weight.inputs, places)
+            whole = _write(
+                whole,
+                _piece(tensors, name, unstacked(weight), *copies),
+                jnp.int32(i),
+                leaf,
+                weight.inputs,
+                places,
+            )
             jax.block_until_ready(whole)  # else the pieces queue up, and the host holds them all
         loaded[path] = whole
     return traverse_util.unflatten_dict(loaded, sep="/")
@@ -208,18 +244,46 @@ def _room(leaf):
     return jax.jit(make, out_shardings=shardings(leaf))()
 
 
-def _piece(tensors: Tensors, name: str, weight: Weight) -> jax.Array:
-    """One tensor on the mesh in its stored dtype; a slice that several devices hold is read once."""
+def _copies(tensors: Tensors, name: str, cfg: ModelConfig) -> tuple[str, ...]:
+    """What the folder holds once more under another name, as the table of a tied model may be."""
+    is_tied = cfg.tied and name == TOP_NAMES["embed"] and TOP_NAMES["head"] in tensors
+    return (TOP_NAMES["head"],) if is_tied else ()
+
+
+def _piece(tensors: Tensors, name: str, weight: Weight, *copies: str) -> jax.Array:
+    """One tensor on the mesh in its stored dtype; a slice that several devices hold is read once, and compared with
+    what should be copies of it."""
     read = {}
 
     def part(index):
         key = str(index)
         if key not in read:
             read[key] = _read_slice(tensors, name, weight, index)  # a view: jax transposes while it copies
+            for other in copies:
+                _check_copy(tensors, name, other, weight.shape, index)
         return read[key]
 
     piece = jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
     return jax.block_until_ready(piece)  # what was read is let go before it is written
+
+
+def _check_copy(tensors: Tensors, name: str, other: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
+    """Raises ValueError if this slice of the two, [V, D], is not the same: read again, a few rows at a time."""
+    (first, last, _), columns = index[0].indices(shape[0]), index[1]
+    rows = max(1, AT_ONCE // (8 * shape[1]))
+    for start in range(first, last, rows):
+        here = slice(start, min(start + rows, last)), columns
+        one, two = (tensors.read(each, here).astype(np.float32) for each in (name, other))
+        different = ~((one == two) | (np.isnan(one) & np.isnan(two)))
+        if different.any():
+            row = start + int(np.argmax(different.any(axis=1)))
+            with np.errstate(invalid="ignore"):
+                most = float(np.nanmax(np.abs(one - two), initial=0.0))
+            raise ValueError(
+                f"{tensors.folder}: config.json ties the head to the embedding (tie_word_embeddings), and {other} is "
+                f"not {name}: they differ from row {row} on, by up to {most:.2g}. model.untie_head=true takes {other} "
+                "as the head"
+            )
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)

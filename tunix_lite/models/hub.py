@@ -1,8 +1,9 @@
 """Models of the Hugging Face hub: the local folder of `org/name`, downloaded if it is not in the cache yet."""
 
-import json
 import re
 from pathlib import Path
+
+from tunix_lite.strangers import read_object
 
 _SMALL = ("*.json", "*.jinja", "tokenizer.model")  # configs, tokenizer, index of the weights
 _WEIGHTS = ("*.safetensors",)
@@ -16,7 +17,9 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
 def is_hub_name(text: str) -> bool:
     """Whether `text` is written as `org/name` or `org/name@revision` and nothing on this machine has that path."""
     match = _NAME.fullmatch(text)
-    if match is None or len(match[1]) > 96 or "--" in match[1] or ".." in match[1] or match[1].endswith(".git"):
+    if match is None or len(match[1]) > 96 or "--" in match[1] or ".." in text or match[1].endswith(".git"):
+        return False
+    if len(text) > 255:  # no path either
         return False
     return not Path(text).exists()
 
@@ -105,8 +108,10 @@ def _has_config(folder: Path) -> bool:
 def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / shard).is_file() for shard in shards)
+        listed = read_object(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"{index} is not an index of tensors: it has no weight_map")
+        return all(isinstance(shard, str) and (folder / shard).is_file() for shard in set(listed.values()))
     return _has_config(folder) and any(file.is_file() for file in folder.glob("*.safetensors"))
 
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from tunix_lite.models import confined
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, pair, stacked, unstacked
+from tunix_lite.strangers import shown
 from tunix_lite.types import Params
 
 ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
@@ -43,12 +45,29 @@ class LoraConfig:
             raise ValueError(f"base={self.base!r}; it is one of {', '.join(STORAGE)}")
         try:
             re.compile(self.targets)
-        except re.error as error:
-            raise ValueError(f"targets={self.targets!r} is not a regular expression ({error})") from error
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"targets={shown(self.targets)} is not a regular expression ({error})") from error
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+PLAIN = re.compile(r"(?:[\w/|()]|\.\*){0,200}")  # no repetition of a repetition: matched in no time
+PATHS = [f"layers/{name}" for name in ("q", "attn_norm", "attn_post_norm", "mlp_post_norm", "down")] + ["final_norm"]
+
+
+def check_targets(targets: str) -> None:
+    """Raises ValueError for a regular expression, as a folder brings it, that is none or takes for ever to match.
+
+    It is tried in a process that can be killed, against names as long as those that it will meet.
+    """
+    if PLAIN.fullmatch(targets) and targets.count(".*") <= 3:
+        return
+    try:
+        confined.ask("match", targets, PATHS)
+    except confined.Refused as error:
+        raise ValueError(f"targets={shown(targets)}: this regular expression {error}") from error
 
 
 @cache

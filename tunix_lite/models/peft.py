@@ -1,7 +1,6 @@
 """Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,11 @@ from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import unstacked
 from tunix_lite.parallel.mesh import put
+from tunix_lite.strangers import as_path, escaped, read_object, shown
 from tunix_lite.types import Params
 
+MOST_RANK = 2**16  # wider than any matrix that an adapter could stand in for
+MOST_ALPHA = 1e30  # of what float32 can say
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT puts before the name of a module
 # keys of adapter_config.json that are read, or that change nothing about finished adapters; of any other, and of those
@@ -43,24 +45,26 @@ def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> Lo
     """
     if family is None:
         raise ValueError("adapter: a PEFT adapter names tensors, so model.family must be given for random weights")
-    folder = Path(lora.adapter).expanduser()
+    folder = as_path(lora.adapter)
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
             raise ValueError(f"adapter: {folder} has no {file}; a folder in PEFT format has one")
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = read_object(folder / CONFIG)
         kind, rank, alpha = config["peft_type"], config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"adapter: {folder / CONFIG} cannot be read as a LoRA configuration ({error!r})") from error
+    except ValueError as error:
+        raise ValueError(f"adapter: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"adapter: {folder / CONFIG} is no LoRA configuration: {error} is missing") from error
     if kind != "LORA":
-        raise ValueError(f"adapter: {folder / CONFIG}: peft_type is {kind!r}; supported is 'LORA'")
+        raise ValueError(f"adapter: {folder / CONFIG}: peft_type is {shown(kind)}; supported is 'LORA'")
     for key, value in config.items():
         if key not in HARMLESS and value and value not in ALLOWED.get(key, ()):
-            raise ValueError(f"adapter: {folder / CONFIG}: {key}={value!r} is not supported")
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"adapter: {folder / CONFIG}: r={rank!r}; it is a whole number, 1 or more")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
-        raise ValueError(f"adapter: {folder / CONFIG}: lora_alpha={alpha!r}; it is a finite number above 0")
+            raise ValueError(f"adapter: {folder / CONFIG}: {escaped(key)}={shown(value)} is not supported")
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise ValueError(f"adapter: {folder / CONFIG}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}")
+    if type(alpha) not in (int, float) or not 0 < alpha <= MOST_ALPHA:
+        raise ValueError(f"adapter: {folder / CONFIG}: lora_alpha={shown(alpha)}; it is a finite number above 0")
     if lora.rank not in (0, rank):
         raise ValueError(f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0")
     targets = _targets(folder, cfg, family)
@@ -146,7 +150,11 @@ def _plain(name: str, family: Family) -> str:
 
 
 def _header(folder: Path, family: Family) -> dict:
-    return {_plain(name, family): entry for name, entry in hf.header(folder / TENSORS).items()}
+    try:
+        found = hf.header(folder / TENSORS)
+    except ValueError as error:
+        raise ValueError(f"adapter: {error}") from error
+    return {_plain(name, family): entry for name, entry in found.items()}
 
 
 def _modules(folder: Path, family: Family) -> set[str]:
@@ -176,16 +184,16 @@ def _check_tensors(folder: Path, cfg: ModelConfig, family: Family, lora: LoraCon
         shape = int(np.prod(rows)), int(np.prod(columns))
         wanted |= dict.fromkeys(_names(path, cfg, family), shape)
     problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
-    problems += [f"unexpected: {name} {list(found[name][0])}" for name in sorted(found.keys() - wanted.keys())]
+    problems += [f"unexpected: {escaped(name)} {list(found[name][0])}" for name in sorted(found.keys() - wanted.keys())]
     problems += [
         f"shape: {name} is {list(found[name][0])}, and should be {list(wanted[name])}"
         for name in sorted(found.keys() & wanted.keys())
         if found[name][0] != wanted[name]
     ]
     problems += [
-        f"dtype: {name} is {dtype}, and should be one of {', '.join(hf.DTYPES)}"
+        f"dtype: {escaped(name)} is {dtype}, and should be one of {', '.join(hf.DTYPES)}"
         for name, (_, dtype) in sorted(found.items())
         if dtype not in hf.DTYPES
     ]
     if problems:
-        raise ValueError("\n  ".join([f"adapter: the tensors in {folder} do not fit:", *problems[:20]]))
+        raise ValueError(f"adapter: the tensors in {folder} do not fit: {hf.listed(problems)}")

@@ -18,6 +18,7 @@ from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
+from tunix_lite.strangers import as_path, shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -34,11 +35,14 @@ class Model:
     architecture: ModelConfig | None = None  # of random weights; others must agree with it; null: their config.json
     tokenizer: str = "bundled"  # of random weights: bundled, a folder or a hub name; other weights bring their own
     lora: LoraConfig = field(default_factory=LoraConfig)
+    untie_head: bool = False  # the head is the folder's lm_head.weight, even where its config.json ties it
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
         if self.weights == "random" and self.architecture is None:
             raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
+        if self.weights == "random" and self.untie_head:
+            raise ValueError("untie_head=true is of a folder's weights; random ones take model.architecture.tied=false")
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ def find(model: Model) -> Source:
         if model.weights != "random":
             folder = _folder(model.weights)
             cfg, family = families.read_config(folder, family)
+            cfg = _untied(cfg, model)
             computed = families.as_computed(cfg)
-            ours = computed if model.architecture is None else families.as_computed(model.architecture)
+            ours = computed if model.architecture is None else families.as_computed(_untied(model.architecture, model))
             if differ := families.differences(ours, computed):
                 raise ValueError(
                     f"the config.json of {model.weights} is not the chosen model.architecture: {'; '.join(differ)} "
@@ -75,7 +80,10 @@ def find(model: Model) -> Source:
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
         if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
-            raise ValueError(f"the tokenizer's token {top} is beyond the model's vocab_size={cfg.vocab_size}")
+            raise ValueError(
+                f"{tokenizer.folder}: the tokenizer's token {shown(top)} is beyond the model's "
+                f"vocab_size={cfg.vocab_size}"
+            )
     with _setting("model.lora"):
         lora = model.lora
         if lora.adapter is not None:
@@ -84,6 +92,10 @@ def find(model: Model) -> Source:
             adapter_weights(decoder.weights(cfg), lora)
             stored(decoder.weights(cfg), lora.base)
     return Source(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
+
+
+def _untied(cfg: ModelConfig, model: Model) -> ModelConfig:
+    return replace(cfg, tied=False) if model.untie_head else cfg
 
 
 @contextlib.contextmanager
@@ -174,7 +186,7 @@ def settings_to_keep(model: Model, found: Source, seed: int) -> dict:
     """Plain values, enough to load what a run trains from wherever a program is started."""
 
     def whole(name: str) -> str:
-        path = Path(name).expanduser()
+        path = as_path(name)
         return str(path.absolute()) if path.is_dir() else name
 
     lora = replace(found.lora, adapter=None) if found.lora else LoraConfig()
@@ -189,4 +201,4 @@ def _folder(name: str) -> Path:
         return BUNDLED
     if hub.is_hub_name(name):
         return hub.small_files(name)
-    return Path(name).expanduser()
+    return as_path(name)

@@ -1,14 +1,15 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
+from tunix_lite.strangers import escaped, read_object, read_text, shown
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (
@@ -45,17 +46,14 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read ({error})") from error
+        backend = _backend(folder / "tokenizer.json")
         backend.no_truncation()  # some files carry the settings of somebody's training
         backend.no_padding()
         config = _json(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
         eos_ids = _eos_ids(folder, backend, special)
         pad_id = backend.token_to_id(special.get("pad_token", "")) or 0
-        added = backend.encode("x", add_special_tokens=True)
+        added = _of_the_library(lambda: backend.encode("x", add_special_tokens=True), folder / "tokenizer.json")
         text_at = added.special_tokens_mask.index(0) if 0 in added.special_tokens_mask else 0
         return cls(folder, backend, _template(folder, config), special, eos_ids, pad_id, tuple(added.ids[:text_at]))
 
@@ -163,17 +161,36 @@ class TextStream:
         return text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
 
 
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    return _of_the_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+
+
+def _of_the_library(act: Callable[[], Any], file: Path):
+    """What the library does with a file. Raises ValueError: it raises nothing narrower, and panics as Rust does."""
+    try:
+        return act()
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file} cannot be read ({escaped(str(error).replace(chr(10), ' '))})") from error
+
+
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate.compile(file.read_text(encoding="utf-8"), str(file))
+        return ChatTemplate.compile(read_text(file), str(file))
     # The second file was written for image processors, so where they differ a tokenizer goes by its own.
     for name in ("tokenizer_config.json", "chat_template.json"):
         text = (config if name == "tokenizer_config.json" else _json(folder / name)).get("chat_template")
         if isinstance(text, list):
-            named = {each.get("name"): each.get("template") for each in text}
+            if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in text):
+                raise ValueError(
+                    f"{folder / name}: chat_template={shown(text)}; a list holds objects of name and template"
+                )
+            named = {each["name"]: each.get("template") for each in text}
             if "default" not in named:
-                raise ValueError(f"{folder / name} names the chat templates {', '.join(map(str, named))}, no `default`")
+                names = escaped(", ".join(named))
+                raise ValueError(f"{folder / name} names the chat templates {names}, no `default`")
             text = named["default"]
         if text is not None:
             return ChatTemplate.compile(text, str(folder / name))
@@ -197,7 +214,7 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
             if any(type(i) is not int or i < 0 for i in ids):
                 raise ValueError(
-                    f"{folder / name}: eos_token_id={eos!r}; it is the number of a token, or a list of them"
+                    f"{folder / name}: eos_token_id={shown(eos)}; it is the number of a token, or a list of them"
                 )
             return ids
     eos = backend.token_to_id(special.get("eos_token", ""))
@@ -207,10 +224,4 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str
 
 
 def _json(path: Path) -> dict:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:  # not JSON, or not text
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{path} does not hold an object")
-    return said
+    return read_object(path) if path.is_file() else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tunix_lite.strangers import read_object, shown
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
 
@@ -95,11 +96,11 @@ class RunDir:
         file = self.path / self.MODEL
         if not file.is_file():
             raise ValueError(f"{self.path} is not the folder of a run: it has no {self.MODEL}")
-        try:
-            said = json.loads(file.read_text())
-            return {"model": dict(said["model"]), "seed": int(said["seed"])}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} cannot be read ({error!r})") from error
+        said = read_object(file)
+        for key, kind in (("model", dict), ("seed", int)):
+            if type(said.get(key)) is not kind:
+                raise ValueError(f"{file}: {key} is {shown(said.get(key))}; this is not the {self.MODEL} of a run")
+        return {"model": said["model"], "seed": said["seed"]}
 
     def accuracies(self, until: int) -> dict:
         """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no accuracy."""

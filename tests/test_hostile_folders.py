@@ -1,0 +1,808 @@
+"""Folders, files and adapters of strangers: none executes, hangs or shows a traceback, whichever way it comes in.
+
+Each is refused in one line that begins with a setting or names the file, or it is taken as the data that it is. What
+would run leaves a file behind (the canary), and every test looks for it. See docs/references/trust.md.
+"""
+
+import json
+import os
+import pickle
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import random_params
+from safetensors.numpy import load_file, save_file
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import chat, export, generate, program, replay
+from tunix_lite.config import ConfigError, Resume, RunConfig, build
+from tunix_lite.fingerprint import fingerprint
+from tunix_lite.language_model import load
+from tunix_lite.models import confined, decoder, hf, peft, source
+from tunix_lite.models.chat_template import ChatTemplate
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.families import LLAMA, config_json
+from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.source import BUNDLED, Model
+from tunix_lite.models.tokenizer import FILES, Tokenizer
+from tunix_lite.models.weights import init_params
+from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.parallel.mesh import put
+from tunix_lite.prepare import prepare
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import TrainState
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 2.0
+CFG = ModelConfig(
+    512, 2, 16, 2, 1, 8, 24, query_scale=8, rope_theta_local=1e6, max_positions=512, tied=True, **LLAMA.flags
+)
+LORA = LoraConfig(rank=2, targets="layers/(q|v)")
+PLUG = "import pathlib\npathlib.Path({canary!r}).touch()\nFAMILY = None\ndef Plug(*a, **b):\n    pass\n"
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A model, an adapter of it, and a run that trained it: folders in which nothing is wrong."""
+    folder = tmp_path_factory.mktemp("good")
+    from conftest import set_mesh
+
+    set_mesh(1, 1)
+    for name in (*FILES, "generation_config.json"):
+        if (BUNDLED / name).is_file():
+            (folder / "model").mkdir(exist_ok=True)
+            shutil.copyfile(BUNDLED / name, folder / "model" / name)
+    params = random_params(CFG)
+    hf.save_params(params, CFG, LLAMA, folder / "model", "F32")
+    (folder / "model" / "config.json").write_text(json.dumps(config_json(CFG, LLAMA)))
+
+    (folder / "adapter").mkdir()
+    adapters = init_params(adapter_weights(decoder.weights(CFG), LORA), jax.random.key(0))
+    peft.save_adapters(adapters, CFG, LLAMA, LORA, folder / "adapter", "base")
+
+    (folder / "run").mkdir()
+    settings = Model(weights=str(folder / "model"))
+    RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.find(settings), 0))
+    checkpoints = Checkpoints(folder / "run" / "checkpoints")
+    optimizer = make_optimizer(OptimizerConfig(), 2)
+    checkpoints.save(TrainState(put(np.int32(1)), params, init_opt_state(optimizer, params)))
+    checkpoints.close()
+    (folder / "run" / "skipped").mkdir()
+    np.savez(folder / "run" / "skipped" / "step_000002.npz", **arrays())
+    return folder
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """A batch, as a skipped update leaves it."""
+    tokens = np.ones((2, 4), np.int32)
+    floats = {name: np.ones((2, 4), np.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
+    return {"tokens": tokens, "token_mask": tokens > 0, "completion_mask": tokens > 0} | floats
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch):
+    """The file that exists once something has run; `hostile_plug` can be imported, and that runs, too."""
+    file = tmp_path / "CANARY"
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "hostile_plug.py").write_text(PLUG.format(canary=str(file)))
+    monkeypatch.syspath_prepend(str(tmp_path / "path"))
+    sys.modules.pop("hostile_plug", None)
+    yield file
+    assert not file.exists(), "something of the folder was executed"
+    assert "hostile_plug" not in sys.modules
+
+
+def popen(canary: Path) -> dict:
+    return {"_target_": "subprocess.Popen", "args": f"touch {shlex.quote(str(canary))}", "shell": True}
+
+
+def within_two_seconds(act):
+    """What `act` returns, or the one line that it refuses with. On a machine with other work the clock runs slower."""
+    began = time.perf_counter()
+    try:
+        said = act()
+    except ValueError as error:
+        said = str(error)
+        assert said and "\n" not in said, "one line"
+        assert said.isprintable(), "nothing that acts on a terminal"
+        assert len(said) < 2000
+    seconds, busy = time.perf_counter() - began, max(1.0, 2 * os.getloadavg()[0] / os.cpu_count())
+    assert seconds < SECONDS * busy
+    return said
+
+
+def is_refused(act, *words: str) -> None:
+    said = within_two_seconds(act)
+    assert isinstance(said, str), "it was taken"
+    for word in words:
+        assert word in said, said
+
+
+# ---- files: each of these in place of a file that is read
+
+
+def a_pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+FILES_THAT_ARE_NONE = {
+    "a pipe": a_pipe,
+    "a folder": Path.mkdir,
+    "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
+    "a link to /etc/passwd": lambda file: file.symlink_to("/etc/passwd"),
+    "a link to itself": lambda file: file.symlink_to(file),
+    "100,000 brackets": lambda file: file.write_text(DEEP),
+    "100 objects in one another": lambda file: file.write_text('{"a":' * 100 + "1" + "}" * 100),
+    "a list": lambda file: file.write_text("[1, 2]"),
+    "a number of 5,000 digits": lambda file: file.write_text('{"a": 1' + "0" * 5000 + "}"),
+    "nothing": lambda file: file.write_text(""),
+    "bytes that are no text": lambda file: file.write_bytes(b'{"a": "\xff\xfe"}'),
+    "UTF-16": lambda file: file.write_text("{}", encoding="utf-16"),
+    "a pickle": lambda file: file.write_bytes(pickle.dumps(Pickled("touch CANARY"))),
+    "20 MB": lambda file: file.write_text('{"a": "' + "x" * 20_000_000 + '"}'),
+}
+
+
+class Pickled:
+    """Unpickling it runs a command."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def put_in(folder: Path, name: str, kind: str) -> Path:
+    (folder / name).unlink(missing_ok=True)
+    FILES_THAT_ARE_NONE[kind](folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
+def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good, tmp_path, canary):
+    model, adapter, run = (shutil.copytree(good / name, tmp_path / name) for name in ("model", "adapter", "run"))
+    run_dir = put_in(run, "model.json", kind)
+    is_missing = kind in ("a pipe", "a folder", "a link to /dev/zero", "a link to itself")  # as is_file says
+    is_refused(lambda: program.run_settings(run_dir), "model.json")
+    is_refused(lambda: load(run_dir), "" if is_missing else "model.json")
+    put_in(adapter, "adapter_config.json", kind)
+    is_refused(lambda: adapted(good / "model", adapter), "model.lora: adapter: ", "adapter_config.json")
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", hf.INDEX):
+        folder = put_in(shutil.copytree(model, tmp_path / f"with {name}"), name, kind)
+        if is_missing and name != "config.json":
+            within_two_seconds(lambda folder=folder: loaded(folder))  # as if it were not there
+        else:
+            is_refused(lambda folder=folder: loaded(folder), "model.weights: ", name)
+
+
+def loaded(folder: Path):
+    """All of the way from model.weights= to what training needs, short of the weights themselves."""
+    return source.fetch(source.find(Model(weights=str(folder))))
+
+
+def adapted(folder: Path, adapter: Path):
+    model = Model(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
+    return source.load(source.fetch(source.find(model)))
+
+
+def test_folders_in_which_nothing_is_wrong_are_taken(good, canary):
+    assert loaded(good / "model").cfg == CFG
+    assert adapted(good / "model", good / "adapter")[0] is not None
+    devices = {"mesh_shape": [[4, 1], ["fsdp", "tp"]]}
+    assert load(good / "run", **devices).step == 1
+    assert load(good / "model", **devices).run is None
+
+
+# ---- model.json
+
+HOSTILE_SETTINGS = {  # key of `model` -> what stands there; POPEN: a _target_ that starts a shell
+    "architecture": "POPEN",
+    "lora": "POPEN",
+    "tokenizer": "POPEN",
+    "weights": "POPEN",
+    "family": "POPEN",
+    "mesh_shape": "POPEN",
+    "untie_head": "POPEN",
+    "lora.rank": "POPEN",
+    "lora.targets": "POPEN",
+    "lora.adapter": "POPEN",
+    "architecture.rope_scaling": "POPEN",
+    "architecture.num_layers": "POPEN",
+    "architecture.pattern": ["POPEN"],
+    "architecture.window": [{"deep": ["POPEN"]}],
+    "mesh_shape ": [[1, 1], ["POPEN", "tp"]],
+    "there is no such setting": "POPEN",
+    "lora ": {"_target_": "hostile_plug.Plug"},
+    "architecture ": {"_target_": "tunix_lite.models.decoder.ModelConfig", "vocab_size": 512},
+    "lora  ": {"_target_": "tunix_lite.models.lora.LoraConfig"},
+    "tokenizer ": {"_target_": 5},
+}
+
+
+def settings_with(run: Path, key: str, value, canary: Path) -> None:
+    """model.json with another value at this key of its `model`."""
+    said = json.loads((run / "model.json").read_text())
+    place, *path = said, *f"model.{key.strip()}".split(".")
+    for name in path[:-1]:
+        place = place[name]
+    text = json.dumps(value).replace('"POPEN"', json.dumps(popen(canary)))
+    place[path[-1]] = json.loads(text)
+    (run / "model.json").write_text(json.dumps(said))
+
+
+def of_run(run: Path, *overrides: str) -> Model:
+    """What generate, chat, export and replay make of checkpoint=RUN, before they open it."""
+    values = {"checkpoint": str(run), "model": {"mesh_shape": [[1, 1], ["fsdp", "tp"]], "family": "llama"}}
+    return build(Model, program._of_run(values, list(overrides)), "model")
+
+
+@pytest.mark.parametrize("key", HOSTILE_SETTINGS)
+def test_a_target_in_a_runs_folder_is_refused_wherever_it_stands(key, good, tmp_path, canary):
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    settings_with(run, key, HOSTILE_SETTINGS[key], canary)
+    for act in (lambda: load(run), lambda: of_run(run), lambda: of_run(run, "model.family=llama")):
+        is_refused(act, f"{run}/model.json: model.{key.strip()}", "_target_: a folder is data")
+
+
+WRONG_SETTINGS = {
+    "family: a module": ("family", "hostile_plug.FAMILY", "a folder does not say what to import"),
+    "family: os": ("family", "os.system", "a folder does not say what to import"),
+    "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
+    "a path with escape codes": ("weights", "x\x1b[2J", "model.weights='x\\x1b[2J'; a text of one line"),
+    "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
+    "vocabulary": ("architecture.vocab_size", 10**12, "vocab_size=1000000000000 is beyond"),
+    "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
+    "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
+    "a long text": ("architecture.num_layers", "x" * 100_000, "expected int, got"),
+    "rank": ("lora.rank", -5, "rank=-5 must not be negative"),
+    "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "takes more than 1 second"),
+    "a pattern too deep": ("lora.targets", "(" * 50_000 + ")" * 50_000, "this regular expression"),
+    "no pattern": ("lora.targets", "a{", "") ,
+    "no user": ("weights", "~nosuchuser/x", "is no path"),
+    "a path too long": ("weights", "x" * 5000, "is no path"),
+    "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
+    "a folder of the system": ("weights", "/etc", "has no config.json"),
+    "a device": ("weights", "/dev/zero", "is not a folder"),
+    "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
+    "seed below 0": ("../seed", -1, "from 0 to 4294967295"),
+    "seed that is text": ("../seed", "0", "seed is '0'"),
+    "seed that is infinite": ("../seed", float("inf"), "seed is inf"),
+    "model that is a list": ("..", [], "model is []"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_wrong_settings_in_a_runs_folder_are_refused_with_the_file(name, good, tmp_path, canary):
+    key, value, words = WRONG_SETTINGS[name]
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    if key.startswith(".."):
+        said = json.loads((run / "model.json").read_text())
+        said |= {key.removeprefix("../") if "/" in key else "model": value}
+        (run / "model.json").write_text(json.dumps(said))
+    else:
+        settings_with(run, key, value, canary)
+    if name == "no pattern":  # it is one, and matches nothing; only adapters are matched
+        within_two_seconds(lambda: load(run))
+        return
+    is_refused(lambda: load(run), words)
+    if key != "weights":  # which is looked at when the model is opened
+        is_refused(lambda: of_run(run), words, "model.json")
+
+
+def test_a_size_that_the_machine_cannot_hold_is_refused_before_anything_is_made(good, tmp_path, canary):
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    settings_with(run, "weights", "random", canary)
+    settings_with(run, "architecture.vocab_size", 2**26, canary)
+    settings_with(run, "architecture.embed_dim", 2**20, canary)
+    is_refused(lambda: load(run), "model: its weights take", "GB")  # 2^46 x 4 bytes
+
+
+def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good, tmp_path, canary, monkeypatch):
+    """What a run of such a family writes must be read again; its folder alone imports nothing."""
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extend" / "example"))
+    settings_with(run, "family", "mistral.MISTRAL", canary)
+    sys.modules.pop("mistral", None)
+    line = "say so yourself: model.family=mistral.MISTRAL (in Python load(..., family=...))"
+    is_refused(lambda: load(run), line)
+    is_refused(lambda: of_run(run), line)
+    assert "mistral" not in sys.modules
+    values = {"checkpoint": str(run), "model": {"mesh_shape": [[1, 1], ["fsdp", "tp"]], "family": "mistral.MISTRAL"}}
+    assert program._of_run(values, ["model.family=mistral.MISTRAL"])["family"] == "mistral.MISTRAL"
+    assert load(run, mesh_shape=[[4, 1], ["fsdp", "tp"]], family="llama").source.family is LLAMA
+
+
+COMMANDS = {
+    "generate": (generate.main, ["prompt=hi"]),
+    "chat": (chat.main, []),
+    "export": (export.main, ["out=exported"]),
+    "replay": (replay.main, ["skipped=2"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_refuses_a_hostile_run_in_one_line(name, good, tmp_path, canary, monkeypatch, capsys):
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    settings_with(run, "lora", "POPEN", canary)
+    main, words = COMMANDS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", f"checkpoint={run}", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == ""
+    assert said.err == (
+        f"error: checkpoint: {run}/model.json: model.lora._target_: a folder is data, and names nothing to call; "
+        "remove this key. _target_ is for the command line and for conf/\n"
+    )
+    assert not (tmp_path / "exported").exists()
+
+
+# ---- a model in Hugging Face layout
+
+
+def config(**values):
+    return lambda folder: change_json(folder / "config.json", **values)
+
+
+def change_json(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text() if file.is_file() else "{}") | values))
+
+
+def template(text: str, where: str = "tokenizer_config.json"):
+    """The folder with this chat template and no other."""
+
+    def change(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        change_json(folder / where, chat_template=text)
+
+    return change
+
+
+def safetensors(header: bytes, data: bytes = b"", length: int | None = None):
+    def change(folder: Path) -> None:
+        head = struct.pack("<Q", len(header) if length is None else length)
+        (folder / hf.SINGLE).write_bytes(head + header + data)
+
+    return change
+
+
+def tensors(header: dict, data: bytes = b"\0" * 64):
+    return safetensors(json.dumps(header).encode(), data)
+
+
+def one(shape, offsets=(0, 64), dtype="F32", name="model.norm.weight") -> dict:
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
+
+
+def index(weight_map):
+    return lambda folder: (folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def sparse(folder: Path) -> None:
+    """A file that says it has a terabyte: a hole, which takes no room on the disk."""
+    header = json.dumps(one([2**38], (0, 2**40))).encode()
+    with (folder / hf.SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 2**40)
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / hf.SINGLE).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Pickled(f"touch {folder.parent / 'CANARY'}")))
+
+
+def head(shape, value: float = 1.0):
+    def change(folder: Path) -> None:
+        held = load_file(folder / hf.SINGLE)
+        save_file(held | {"lm_head.weight": np.full(shape, value, np.float32)}, folder / hf.SINGLE)
+
+    return change
+
+
+def tokenizer(**values):
+    return lambda folder: change_json(folder / "tokenizer.json", **values)
+
+
+MODELS = {  # what is done to the folder, and words of the refusal; none: it is taken, as data
+    "auto_map": (config(auto_map={"AutoModel": "hostile_plug.Plug"}, trust_remote_code=True), ()),
+    "a target in config.json": (config(_target_="hostile_plug.Plug", rope_scaling=None), ()),
+    "model_type is a module": (config(model_type="hostile_plug.FAMILY"), ("config.json: model_type is",)),
+    "model_type is an object": (config(model_type={"_target_": "hostile_plug.Plug"}), ("config.json: model_type is",)),
+    "model_type clears the screen": (config(model_type="\x1b[2J\n\x07"), ("config.json: model_type is '\\x1b[2J",)),
+    "10^9 layers": (config(num_hidden_layers=10**9), ("num_hidden_layers=1000000000; it is at most 1,024",)),
+    "10^6 layers": (config(num_hidden_layers=10**6), ("num_hidden_layers=1000000; it is at most 1,024",)),
+    "1,024 layers": (config(num_hidden_layers=1024), ("missing: model.layers.2.", "more")),
+    "-1 layers": (config(num_hidden_layers=-1), ("num_hidden_layers=-1; it is 1 or more",)),
+    "layers that are NaN": (config(num_hidden_layers=float("nan")), ("num_hidden_layers=nan",)),
+    "layers that are infinite": (config(num_hidden_layers=float("inf")), ("num_hidden_layers=inf",)),
+    "layers of 4,000 digits": (config(num_hidden_layers=10**4000), ("num_hidden_layers=1000",)),
+    "a width of 400 digits": (config(hidden_size=10**400), ("beyond 67,108,864",)),
+    "a vocabulary of 10^15": (config(vocab_size=10**15), ("vocab_size=1000000000000000 is beyond",)),
+    "a vocabulary that the file has not": (config(vocab_size=10**7), ("shape: model.embed_tokens.weight",)),
+    "rope_theta of 4,000 digits": (config(rope_parameters={"rope_type": "default", "rope_theta": 10**4000}),
+                                   ("rope_theta=1000",)),
+    "rope_parameters is a target": (config(rope_parameters={"_target_": "hostile_plug.Plug"}), ("'rope_theta'",)),
+    "rms_norm_eps is a text": (config(rms_norm_eps="x" * 10**6), ("rms_norm_eps='xxx",)),
+    "eos beyond everything": (lambda f: change_json(f / "generation_config.json", eos_token_id=10**12), ("token 1000",)),
+    "eos below nothing": (lambda f: change_json(f / "generation_config.json", eos_token_id=[-1]), ("eos_token_id=[-1]",)),
+    "a template that is a number": (template(5), ("chat template", "tokenizer_config.json is 5")),
+    "a template that is a list": (template(["x"]), ("tokenizer_config.json: chat_template=['x']",)),
+    "a list of numbers": (template([5]), ("tokenizer_config.json: chat_template=[5]",)),
+    "a default that is a number": (template([{"name": "default", "template": 5}]), ("tokenizer_config.json is 5",)),
+    "names that are objects": (template([{"name": {}, "template": "x"}]), ("tokenizer_config.json: chat_template=[{",)),
+    "a template in the third file": (template({"a": 1}, "chat_template.json"), ("chat_template.json is {'a': 1}",)),
+    "5,000 parentheses": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), ("json cannot be compiled",)),
+    "5,000 blocks": (template("{% if 1 %}" * 5000 + "{% endif %}" * 5000), ("tokenizer_config.json",)),
+    "a template of 2 MB": (template("x" * 2_000_000), ("up to 1,048,576 characters",)),
+    "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}"),
+                                   ("chat_template.jinja is not UTF-8",)),
+    "an error with escape codes": (template("{% \x1b[2J\n %}"), ("tokenizer_config.json has an error in line 1",)),
+    "a tokenizer that is none": (lambda f: (f / "tokenizer.json").write_text(DEEP), ("tokenizer.json cannot be read",)),
+    "a tokenizer that is a folder": (lambda f: put_in(f, "tokenizer.json", "a folder"), ("has no tokenizer.json",)),
+    "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
+    "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
+    "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
+    "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("model.safetensors", "bytes")),
+    "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
+    "a header of brackets": (safetensors(DEEP.encode()), ("is damaged or cut short",)),
+    "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
+    "no header": (lambda f: (f / hf.SINGLE).write_bytes(b"\1"), ("is damaged or cut short",)),
+    "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
+    "weights that are a pipe": (lambda f: put_in(f, hf.SINGLE, "a pipe"), ("has no weights",)),
+    "weights that are /dev/zero": (lambda f: put_in(f, hf.SINGLE, "a link to /dev/zero"), ("has no weights",)),
+    "weights that are /etc/passwd": (lambda f: put_in(f, hf.SINGLE, "a link to /etc/passwd"), ("model.safetensors",)),
+    "a pickle alone": (only_a_pickle, ("has no weights",)),
+    "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
+    "offsets with a hole": (tensors(one([8], (0, 32)) | one([4], (48, 64), name="b")), ("is damaged or cut short",)),
+    "offsets that go back": (tensors(one([16], (64, 0))), ("is damaged or cut short",)),
+    "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
+    "a shape below nothing": (tensors(one([-16])), ("is damaged or cut short",)),
+    "a shape with a fraction": (tensors(one([16.5])), ("is damaged or cut short",)),
+    "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
+    "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
+    "a type of another size": (tensors(one([16], dtype="F64")), ("is damaged or cut short",)),
+    "whole numbers": (tensors(one([16], dtype="I32")), ("dtype: model.norm.weight is I32",)),
+    "a name twice": (safetensors(b'{"a":' + json.dumps(one([16])["model.norm.weight"]).encode() + b',"a":'
+                                 + json.dumps(one([16])["model.norm.weight"]).encode() + b"}", b"\0" * 64),
+                     ("model.safetensors",)),
+    "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
+    "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
+    "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
+    "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
+    "an index of dots": (index({"a": ".."}), ("the index names ..",)),
+    "an index of numbers": (index({"a": 5}), ("a is said to be in 5",)),
+    "an index with a NUL": (index({"a": "x\0y"}), ("which is not the name of a file",)),
+    "an index that is a list": (index([["a", "b"]]), ("weight_map=[[",)),
+    "an index of nothing": (index(None), ("weight_map=None; it is an object",)),
+    "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("the index names pipe",)),
+    "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_strangers_model_is_data(name, good, tmp_path, canary):
+    change, words = MODELS[name]
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    change(folder)
+    if words:
+        is_refused(lambda: loaded(folder), "model.weights: ", str(folder), *words)
+    else:
+        assert within_two_seconds(lambda: loaded(folder)).cfg == CFG
+
+
+# ---- chat templates
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "three loops": (LOOP, "takes more than 1 second of the processor"),
+    "doubling": (
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "",
+    ),
+    "ten gigabytes": ("{{ 'a' * 10**10 }}", "fails in line 1: MemoryError"),
+    "a list of 10^9": ("{{ [0] * 10**9 }}", "fails in line 1: MemoryError"),
+    "a width": ("{{ '%0999999999d' % 1 }}", "fails in line 1: MemoryError"),
+    "centred": ("{{ 'a'.center(10**10) }}", "fails in line 1: MemoryError"),
+    "a range": ("{{ range(10**9) }}", "fails in line 1: Range too big"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+    "a large number": ("{{ (10**9) ** (10**9) }}", ""),
+    "a large text": ("{{ 'a' * 10**8 }}", "16,777,216 are the most"),
+    "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
+    "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
+    "the class": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
+    "attr": ("{{ ''|attr('__class__') + 1 }}", "fails in line 1"),
+    "format": ("{{ '{0.__class__}'.format(1) + 1 }}", "fails in line 1"),
+    "import": ("{% import 'os' as os %}", "fails in line 1"),
+    "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
+    "the environment": ("{{ self.__init__.__globals__ }}", "fails in line 1"),
+    "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
+    "divides by zero": ("{{ 1 // 0 }}", "fails in line 1"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, good, tmp_path, canary):
+    text, words = TEMPLATES[name]
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    template(text)(folder)
+    is_refused(
+        lambda: Tokenizer.load(folder).prompt("hi"), f"the chat template in {folder}/tokenizer_config.json ", words
+    )
+    assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
+
+
+def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
+    made = ChatTemplate.compile("{{ n }} is said", "x")
+    assert made.render(n="é\ud7ff") == "é\ud7ff is said"
+    confined._running._process.terminate()
+    confined._running._process.wait()
+    assert made.render(n=(1, None)) == "(1, None) is said"
+
+
+def test_a_strangers_template_sees_no_secrets(monkeypatch):
+    """What a hole in the sandbox would find: no environment of ours, and not our memory."""
+    confined._close()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(confined, "_running", None)
+    ChatTemplate.compile("{{ 1 }}", "x").render()
+    environ = Path(f"/proc/{confined._running._process.pid}/environ")
+    if not environ.exists():
+        pytest.skip("needs /proc")
+    assert b"hf_secret" not in environ.read_bytes()
+
+
+def test_our_own_template_needs_no_other_process(good, monkeypatch):
+    monkeypatch.setattr(confined, "ask", lambda *a: pytest.fail("asked another process"))
+    made = Tokenizer.load(good / "model")
+    assert made.chat([{"role": "user", "content": "hi"}])
+
+
+# ---- adapters
+
+
+def adapter(**values):
+    return lambda folder: change_json(folder / peft.CONFIG, **values)
+
+
+ADAPTERS = {
+    "a target": (adapter(_target_="subprocess.Popen", args="touch CANARY"), ("_target_='subprocess.Popen' is not",)),
+    "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
+    "a base elsewhere": (adapter(base_model_name_or_path="../../../etc"), ()),
+    "a runtime": (adapter(runtime_config={"_target_": "hostile_plug.Plug"}), ()),
+    "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
+    "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
+    "rank 65,536": (adapter(r=65_536), ("the tensors in", "should be [65536, 16]")),
+    "rank -1": (adapter(r=-1), ("r=-1",)),
+    "rank true": (adapter(r=True), ("r=True",)),
+    "rank of a list": (adapter(r=[2]), ("r=[2]",)),
+    "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
+    "alpha inf": (adapter(lora_alpha=float("inf")), ("lora_alpha=inf",)),
+    "alpha of 4,000 digits": (adapter(lora_alpha=10**4000), ("lora_alpha=1000",)),
+    "alpha below 0": (adapter(lora_alpha=-1), ("lora_alpha=-1",)),
+    "another kind": (adapter(peft_type="hostile_plug.Plug"), ("peft_type is 'hostile_plug.Plug'",)),
+    "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
+    "modules to save": (adapter(modules_to_save=["\x1b[2J"]), ("modules_to_save=['\\x1b[2J'] is not supported",)),
+    "a key with escape codes": (adapter(**{"\x1b[2J": 1}), ("\\x1b[2J=1 is not supported",)),
+    "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
+    "tensors that are a pipe": (lambda f: put_in(f, peft.TENSORS, "a pipe"), ("has no adapter_model.safetensors",)),
+    "tensors that are a folder": (lambda f: put_in(f, peft.TENSORS, "a folder"), ("has no adapter_model.safetensors",)),
+    "tensors of another model": (lambda f: save_file({"x": np.ones(2, np.float32)}, f / peft.TENSORS), ("no adapter of",)),
+    "a header of 2^60 bytes": (lambda f: (f / peft.TENSORS).write_bytes(struct.pack("<Q", 2**60)), ("is damaged",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
+    change, words = ADAPTERS[name]
+    folder = shutil.copytree(good / "adapter", tmp_path / "adapter")
+    change(folder)
+    found = Model(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
+    if words:
+        is_refused(
+            lambda: source.find(found),
+            f"model.lora: adapter: {'the tensors in ' * (words[0] == 'the tensors in')}{folder}",
+            *words,
+        )
+    else:
+        assert within_two_seconds(lambda: source.find(found)).lora.rank == 2
+
+
+# ---- the batch that replay reads
+
+
+def packed(**changes):
+    return lambda file: np.savez(file, **(arrays() | changes))
+
+
+def with_header(header: str):
+    """tokens.npy with this header and no numbers."""
+
+    def change(file: Path) -> None:
+        np.savez(file, **{name: x for name, x in arrays().items() if name != "tokens"})
+        text = header.encode().ljust(117) + b"\n"
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("tokens.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+
+    return change
+
+
+def bomb(file: Path) -> None:
+    """A few kilobytes that say they are 5 GB."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("tokens.npy", b"\0" * 1000)
+    content = bytearray(file.read_bytes())
+    at = content.rindex(b"PK\x01\x02")
+    content[at + 24 : at + 28] = struct.pack("<I", 2**32 - 2)
+    archive = zipfile.ZipInfo("other.npy")
+    file.write_bytes(content)
+    with zipfile.ZipFile(file, "a") as more:
+        more.writestr(archive, b"x")
+
+
+BATCHES = {
+    "pickled objects": lambda file: np.savez(file, **arrays() | {"advantages": np.array([[Pickled("touch CANARY")] * 4] * 2)}),
+    "three dims": packed(advantages=np.ones((2, 4, 1), np.float32)),
+    "another shape": packed(loss_weight=np.ones((2, 5), np.float32)),
+    "texts": packed(tokens=np.full((2, 4), "x")),
+    "tokens with a fraction": packed(tokens=np.ones((2, 4), np.float32)),
+    "nothing in it": packed(**{name: x[:0] for name, x in arrays().items()}),
+    "another name": packed(hostile=np.ones(2)),
+    "a shape of 10^15": with_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1000000, 1000000000), }"),
+    "a header that is code": with_header("__import__('os').system('touch CANARY')"),
+    "a type that is an object": with_header("{'descr': '|O', 'fortran_order': False, 'shape': (2, 4), }"),
+    "no archive": lambda file: file.write_bytes(b"PK\x03\x04" + b"x" * 100),
+    "a pickle": lambda file: file.write_bytes(pickle.dumps(Pickled("touch CANARY"))),
+    "5 GB of zeros": bomb,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_strangers_batch_is_numbers(name, tmp_path, canary, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the commands would leave CANARY
+    (tmp_path / "skipped").mkdir()
+    monkeypatch.setattr(replay, "MOST_BYTES", 2**32 - 2)
+    BATCHES[name](tmp_path / "skipped" / "step_000002.npz")
+    settings = replay.Replay(str(tmp_path), skipped=2)
+    is_refused(lambda: replay.read(RunDir(tmp_path), settings), "step_000002.npz cannot be read (")
+
+
+# ---- resume, and checkpoints
+
+
+def metadata(name: str, **values):
+    """A file of orbax's with other values in it."""
+
+    def change(step: Path) -> None:
+        (file,) = [file for file in step.rglob(name) if file.is_file()]
+        change_json(file, **values)
+
+    return change
+
+
+def types(step: Path) -> None:
+    """The tree's description with a class of the stranger's as the type of each value."""
+    (file,) = step.rglob("_METADATA")
+    file.write_text(file.read_text().replace('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"')
+                    .replace('"key_type": 2', '"key_type": "hostile_plug.Plug"'))  # fmt: skip
+
+
+CHECKPOINTS = {
+    "handlers": metadata("_CHECKPOINT_METADATA", item_handlers={"default": "hostile_plug.Plug"}),
+    "handlers are a target": metadata("_CHECKPOINT_METADATA", item_handlers={"_target_": "hostile_plug.Plug"}),
+    "metrics": metadata("_CHECKPOINT_METADATA", metrics={"accuracy": {"_target_": "hostile_plug.Plug"}}),
+    "custom": metadata("_CHECKPOINT_METADATA", custom_metadata={"skipped_in_a_row": {"_target_": "hostile_plug.Plug"}}),
+    "brackets": lambda step: (step / "_CHECKPOINT_METADATA").write_text(DEEP),
+    "types of values": types,
+    "rich types": metadata("_METADATA", value_metadata_tree={"clazz": "Plug", "module_name": "hostile_plug"}),
+    "a tree that is a list": metadata("_METADATA", tree_metadata=[1]),
+    "tree of brackets": lambda step: next(step.rglob("_METADATA")).write_text(DEEP),
+    "a pickle": lambda step: next(step.rglob("_METADATA")).write_bytes(pickle.dumps(Pickled("touch CANARY"))),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canary, monkeypatch):
+    """orbax finds its handlers in a table of its own; what it makes of damage is test_checkpoint's business."""
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
+    CHECKPOINTS[name](folder / "1")
+    params = random_params(CFG)
+    like = TrainState(put(np.int32(1)), params, init_opt_state(make_optimizer(OptimizerConfig(), 2), params))
+    for act in (
+        lambda: Checkpoints(folder).restore(like),
+        lambda: Checkpoints(folder).restore_params(jax.eval_shape(lambda: params)),
+        lambda: Checkpoints(folder).skipped_in_a_row(1),
+    ):
+        try:
+            act()
+        except Exception as error:
+            assert "hostile_plug" not in sys.modules, error
+
+
+@pytest.fixture(scope="module")
+def training(good) -> RunConfig:
+    run = program.compose(["algorithm=sft", "training.prompts_per_step=2", "evaluation.num_examples=0",
+                           "generation.max_new_tokens=64", "generation.max_prompt_length=64",
+                           "training.save_interval_steps=0", 'model.mesh_shape=[[4,1],["fsdp","tp"]]',
+                           "training.prompts_per_step=4", f"model.weights={good / 'model'}"])  # fmt: skip
+    return run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": {"_target_": "hostile_plug.Plug"}},
+        {"task": {"source": {"_target_": "subprocess.Popen", "args": "touch CANARY", "shell": True}}},
+        {"model": {"lora": {"_target_": "hostile_plug.Plug"}}},
+        {"model": {"architecture": [[[]]]}},
+        {"\x1b[2J": 1},
+        {"seed": 10**4000},
+    ],
+)
+def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, training, tmp_path, canary, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    ours = fingerprint(training, source.fetch(source.find(training.model)), 4)
+    (run / "fingerprint.json").write_text(json.dumps(json.loads(json.dumps(ours)) | change))
+    resumed = replace(training, resume=Resume(str(run)))
+    with pytest.raises(ConfigError, match="^resume: "):
+        prepare(resumed, RunDir(tmp_path / "new"))
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("said", ["[]", DEEP, "\x00", '{"eval": 5, "algorithm": "x\\n# owned", "steps": []}',
+                                  '{"eval": {"first": {"accuracy": "x"}}}'])  # fmt: skip
+def test_what_a_runs_status_says_reaches_a_model_card_only_as_numbers(said, tmp_path):
+    from tunix_lite.export import _metrics
+
+    (tmp_path / "status.json").write_text(said)
+
+    class Opened:
+        run = tmp_path
+
+    assert within_two_seconds(lambda: _metrics(Opened)) == {}
+
+
+# ---- through the real command line
+
+REAL = {
+    "generate": ["generate", "checkpoint=RUN", "prompt=hi"],
+    "train": ["train", "model.weights=MODEL"],
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_command_line_refuses_in_one_line(name, good, tmp_path, canary):
+    run, model = (shutil.copytree(good / kind, tmp_path / kind) for kind in ("run", "model"))
+    settings_with(run, "architecture", "POPEN", canary)
+    template(LOOP)(model)
+    words = [word.replace("RUN", str(run)).replace("MODEL", str(model)) for word in REAL[name]]
+    done = subprocess.run(
+        [sys.executable, "-m", "tunix_lite", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'path'}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        "model.json: model.architecture._target_" if name == "generate" else "takes more than 1 second"
+    ) in done.stderr
+    assert not (tmp_path / "outputs").exists()
