@@ -123,10 +123,15 @@ def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
 
 def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
-    if place.num_processes == 1 and launch.expect_devices is None:
-        return  # so nothing is looked at: who has one process may choose its devices later
     import jax
 
+    if jax.process_count() != place.num_processes:  # on TPU VMs no variable says so, and libtpu shows the whole slice
+        raise ValueError(
+            f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a TPU slice, and this "
+            f"run knows of {place.num_processes}: start every host with launch.coordinator=auto"
+        )
+    if place.num_processes == 1 and launch.expect_devices is None:
+        return
     devices = jax.devices()
     counts = Counter(d.process_index for d in devices)
     kinds = {d.process_index: d.device_kind for d in devices}
