@@ -22,6 +22,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},
+    "guard.py": set(),
     "algorithms": {"types", "algorithms"},
     "models": {"models", "parallel", "types"},
     "rollout": {"rollout", "models", "parallel", "types"},

@@ -170,6 +170,8 @@ def test_algorithms_are_one_yaml_file_each():
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
         (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; did you mean"),
         (["training.max_steps=[1"], "training.max_steps=[1: cannot be read as an override"),
+        (["model=random", "model.architecture.num_layers=2", "hydra.run.dir=a{}b"], "hydra.run.dir=a{}b: cannot be read"),
+        (["model=random", "model.architecture.num_layers=2", "training.max_step=4"], "did you mean 'training.max_steps'?"),
         (["model.weights=random"], "model: weights=random needs model.architecture"),
         (["algorithm.updates_per_rollout=3"], "must be multiples of algorithm.updates_per_rollout=3"),
         (["+sharding.train.width=tp"], "sharding: train.width: there is no such logical axis"),

@@ -43,7 +43,16 @@ SHORT = [
 
 
 BEATS = []  # of the run `finished`
+LATEST = []  # its folder, and the checkpoints in it, each time that outputs/latest was pointed there
 WRITTEN = []  # what its status.json said, one after the other: the word, the steps, and which accuracies
+
+
+def noting_latest(really):
+    def becomes_latest(self):
+        LATEST.append((self.path, Checkpoints(self.checkpoints).steps()))
+        really(self)
+
+    return becomes_latest
 
 
 def noting(written: list):
@@ -63,6 +72,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "beat", BEATS.append)
+        patch.setattr(RunDir, "becomes_latest", noting_latest(RunDir.becomes_latest))
         patch.setattr(train_module.Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
@@ -90,6 +100,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert set(samples[0]) == {"prompt", "completion", "extracted", "correct", "reward"}
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "4"]
     latest = folder.parent / "latest"
+    assert [(folder, [2])] == LATEST, "moved once, when the first checkpoint was whole"
     assert latest.is_symlink() and latest.resolve() == folder.resolve()
 
 

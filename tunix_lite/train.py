@@ -107,7 +107,8 @@ def fit(
     if skipped >= limit:  # it gave up here, and nothing has changed since
         raise FloatingPointError(diverged(start, skipped, parts.resume_from))
     closing.enter_context(stopping)  # until all is on disk
-    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
+    kept = settings.keep_checkpoints, settings.keep_best_checkpoints
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
     row = unmeasured(run, run_dir, start)
     cut = (start if row is None else start - 1) if start else None
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []

@@ -4,7 +4,9 @@ Everything said also goes to train.log as plain text. Model output is never read
 """
 
 import contextlib
+import errno
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -134,8 +136,11 @@ class Console:
         self._log.flush()
 
 
+GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the terminal was closed
+
+
 class Screen:
-    """A stream that may go away, as with `| head` or a lost ssh: what is written afterwards is dropped."""
+    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards is dropped."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -152,10 +157,22 @@ class Screen:
     def _or_drop(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except BrokenPipeError:  # its file becomes nowhere, or python would say so once more at its end
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+                to_nowhere(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115
+
+
+def to_nowhere(gone: int) -> None:
+    """This file, and standard error if it is the same terminal, become nowhere: or Python would fail at its end."""
+    was, nowhere = os.fstat(gone), os.open(os.devnull, os.O_WRONLY)
+    for file in {gone, sys.__stderr__.fileno()}:
+        now = os.fstat(file)
+        if file == gone or (stat.S_ISCHR(was.st_mode) and (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino)):
+            os.dup2(nowhere, file)
+    os.close(nowhere)
 
 
 def minutes(seconds: float) -> str:

@@ -1,0 +1,190 @@
+"""What is kept of a run that ends before its last step: nothing that was learned is lost where it need not be."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import test_train
+from test_train import lines, without_time
+
+from tunix_lite import leaving
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.config import RunFailed
+from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.tasks import task as task_module
+from tunix_lite.tasks.task import SaidByAll
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import train
+from tunix_lite.types import TrainState
+
+SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]
+BAD = 13  # the row, from 0
+
+
+def of_rows(folder, bad: bool, *more: str):
+    """A run on a file of 20 rows, of which one may lack its question; two are taken a step, each once in ten steps."""
+    file = folder / "rows.jsonl"
+    rows = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(20)]
+    if bad:
+        del rows[BAD]["question"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
+    source = f"task.source={{_target_: tunix_lite.tasks.sources.Jsonl, train_file: {file}, held_out_file: {held_out}}}"
+    settings = ["evaluation.num_examples=0", "training.prompts_per_step=2", "training.max_steps=10", *more]
+    return compose([*SHORT, "~task.source", f"+{source}", *settings])
+
+
+def step_of_the_bad_row(run) -> int:
+    """The step, from 1, whose batch has it."""
+    task = task_module.Task(run.task, None, 1, 1)
+    rows = [task.batch(2, run.seed, number)[0] for number in range(10)]
+    return 1 + next(number for number, taken in enumerate(rows) if any("question" not in row for row in taken))
+
+
+def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_path):
+    """Every step costs a second or so: the seed is one where the row comes early, but not first."""
+    seed = next(s for s in range(99) if step_of_the_bad_row(of_rows(tmp_path, True, f"seed={s}")) == 3)
+    run, folder = of_rows(tmp_path, True, f"seed={seed}", "training.max_steps=4"), tmp_path / "outputs" / "run"
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="^step 3: task.prompt names 'question', but an example has answer"):
+            train(run, folder)
+        assert Checkpoints(folder / "checkpoints").steps() == [2]
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["status"], status["steps"]) == ("failed", 2)
+    said = f"failed after step 2; checkpoint 2 is in {folder}/checkpoints\n"
+    assert (folder / "train.log").read_text().count(said) == 2
+    assert [row["step"] for row in lines(folder)] == [1, 2]
+    assert (tmp_path / "outputs" / "latest").resolve() == folder
+    corrected = of_rows(tmp_path, False, f"seed={seed}", "training.max_steps=4", "resume.force=true")
+    train(corrected, folder)
+    log = (folder / "train.log").read_text()
+    assert "resumed from step 2" in log and "not as in the run that it goes on from: data.train: " in log
+    assert [row["step"] for row in lines(folder)] == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps that is not disturbed, evaluated after two and three, and its state."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(compose(EVALUATED), folder)
+
+
+EVALUATED = [*SHORT, "training.max_steps=3", "rewards.workers=0"]
+
+
+@pytest.mark.parametrize("how", ["signal", "error"])
+def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tmp_path, monkeypatch):
+    """Step 2 has been learned, so it is kept, and its line; what was not measured is measured by the next start."""
+    wanted_folder, wanted = whole
+    run, judged, evaluations = compose(EVALUATED), task_module.Judging.judged, []
+
+    def ends(self, rollout):
+        if len(self.examples) == 20:
+            evaluations.append(1)
+            if len(evaluations) == 2:
+                if how == "error":
+                    raise ValueError("a reward of your own")
+                self.task.stopping._said = "SIGTERM"  # as the handler notes it
+        return judged(self, rollout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task_module.Judging, "judged", ends)
+        patch.setattr(task_module, "_results", waits_for_ever)
+        if how == "error":
+            with pytest.raises(RunFailed, match="^evaluation: a reward of your own"):
+                train(run, tmp_path)
+        else:
+            assert int(train(run, tmp_path).step) == 2
+    rows = lines(tmp_path)
+    assert [(row["step"], "eval/accuracy" in row) for row in rows] == [(0, True), (1, False), (2, False)]
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+    assert (tmp_path / "samples" / "step_000002.jsonl").is_file()
+    got = train(run, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(wanted_folder)]
+    statuses = [json.loads((folder / "status.json").read_text()) for folder in (tmp_path, wanted_folder)]
+    assert statuses[0]["eval"] == statuses[1]["eval"] and statuses[0]["status"] == "completed"
+
+
+really = task_module._results
+
+
+def waits_for_ever(futures, gives_up):
+    """A reward that has no answer, once a signal has come."""
+    return None if gives_up() else really(futures, gives_up)
+
+
+# ---- what may be saved after which error
+
+
+def behind(outer: BaseException, inner: BaseException) -> BaseException:
+    outer.__cause__ = inner
+    return outer
+
+
+OF_A_PEER = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [::1]:7"
+
+
+@pytest.mark.parametrize(
+    "error, alone, together",
+    [
+        (RunFailed("step 4: a bad row"), True, False),
+        (behind(RunFailed("step 4: a bad row"), SaidByAll("a bad row")), True, True),
+        (KeyError("in an algorithm of your own"), True, False),
+        (FileNotFoundError(2, "No such file or directory", "/data/of/a/reward.txt"), True, False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False, False),
+        (behind(RunFailed("step 4"), jax.errors.JaxRuntimeError("INTERNAL: a kernel")), False, False),
+        (MemoryError(), False, False),
+        (FloatingPointError("the scores of a completion are not finite"), False, False),
+        (OSError(28, "No space left on device", "RUN/metrics.jsonl"), False, False),
+        (RuntimeError(OF_A_PEER), False, False),
+        (KeyboardInterrupt(), False, False),
+    ],
+)
+def test_the_state_is_saved_after_errors_that_are_not_of_the_machine(error, alone, together, tmp_path, monkeypatch):
+    """Of several processes only where all of them find the same error: one alone would wait for the others."""
+    for processes, saves in ((1, alone), (2, together)):
+        monkeypatch.setattr(leaving.jax, "process_count", lambda count=processes: count)
+        assert kept_after(error, tmp_path) == ([3] if saves else []), (processes, error)
+
+
+def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on_disk: int = 1, deleted=False) -> list:
+    """The steps that are saved when an error ends a run whose state is that of `step`."""
+    state, saved = TrainState(jax.numpy.int32(step), {"w": jax.numpy.zeros(2)}, ()), []
+    if deleted:
+        state.params["w"].delete()
+    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=updates))
+    status, told = SimpleNamespace(steps=step), []
+    ends = leaving.Unfinished(
+        run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), on_disk
+    )
+    ends.tell.append(lambda: told.append(1))
+    with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
+        raise error
+    assert all(said == 1 for _, said in saved), "metrics.jsonl has the step before its checkpoint is there"
+    return [saved_step for saved_step, _ in saved]
+
+
+def test_nothing_is_saved_that_is_on_disk_or_lost_or_in_the_middle_of_a_rollout(tmp_path):
+    error = KeyError("of a reward")
+    assert kept_after(error, tmp_path) == [3]
+    assert kept_after(error, tmp_path, on_disk=3) == []
+    assert kept_after(error, tmp_path, deleted=True) == []
+    assert [kept_after(error, tmp_path, step, updates=2) for step in (2, 3, 4)] == [[2], [], [4]]
+
+
+def test_that_the_state_cannot_be_saved_is_said_beside_the_error(tmp_path):
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    said, state = [], TrainState(jax.numpy.int32(3), {}, ())
+    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=1))
+    ends = leaving.Unfinished(run, RunDir(tmp_path), SimpleNamespace(steps=3), said.append, lambda: state, fails, 1)
+    with pytest.raises(KeyError) as caught, ends.kept(Stopping(None, print)):
+        raise KeyError("of a reward")
+    text = "the state of step 3 could not be saved: [Errno 28] No space left on device"
+    assert said == [text] and caught.value.__notes__ == [f"and {text}"]
