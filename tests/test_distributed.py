@@ -636,8 +636,27 @@ def own_lines(text: str) -> list[str]:
 
 def test_two_processes_become_one_run(tmp_path):
     done = launched(tmp_path, "join")
-    assert (done.returncode, own_lines(done.stdout), done.stderr) == (0, ['[0, 4, 2, 3, "folder0"]'], "")
-    assert own_lines((tmp_path / "run" / "launch" / "p1.log").read_text()) == ['[1, 4, 2, 3, "folder0"]']
+    assert (done.returncode, done.stdout, done.stderr) == (0, '[0, 4, 2, 3, "folder0"]\n', ""), "not a word of gloo"
+    assert (tmp_path / "run" / "launch" / "p1.log").read_text() == '[1, 4, 2, 3, "folder0"]\n'
+
+
+def test_what_gloo_says_is_in_the_log_and_what_others_say_on_the_screen(tmp_path):
+    """File 1 is that of compiled code and of programs that are started."""
+    code = (
+        "import os, subprocess, sys; from pathlib import Path; from tunix_lite.parallel import gloo\n"
+        "print('one'); gloo.greets_the_log(); print('two', flush=True)\n"
+        "os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\\n')\n"
+        "gloo.log_into(Path('log')); os.write(1, b'[Gloo] Rank [Gloo] Rank 1 is connected to 1\\n')\n"
+        "os.write(1, b'1\\n7\\n')\n"
+        "subprocess.run(['echo', 'three'])"
+    )
+    settings = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | settings, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"one\ntwo\n7\nthree\n", b"")
+    assert (tmp_path / "log").read_text() == (
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+        "[Gloo] Rank [Gloo] Rank 1 is connected to 1\n1\n"
+    )
 
 
 def test_no_program_of_several_processes_comes_from_disk(tmp_path):

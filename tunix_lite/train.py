@@ -18,6 +18,7 @@ from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
+from tunix_lite.parallel import gloo
 from tunix_lite.parallel.distributed import beat
 from tunix_lite.parallel.mesh import put
 from tunix_lite.parallel.stopping import COMPILATION, UPDATE, Leave, Stopping
@@ -58,6 +59,7 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
     told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).steps)
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
+        gloo.log_into(run_dir.log)
         every, quiet = run.training.log_interval_steps, not run_dir.is_first
         console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
         outside.push(closing_with(console.close))

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tunix_lite.parallel.agreement import About, Agreed, agree_through_jax, disagreement, host_name
+from tunix_lite.parallel import gloo
+from tunix_lite.parallel.agreement import About, Agreed, accelerator, agree_through_jax, disagreement, host_name
 from tunix_lite.parallel.meeting import is_loopback, meet
 from tunix_lite.parallel.place import Launch, Place, find_place
 
@@ -65,6 +66,8 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
 def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
     import jax
 
+    if accelerator() == "CPU":
+        gloo.greets_the_log()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: parallel/stopping.py
     limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
     if place.asks_jax:
@@ -202,6 +205,7 @@ def leaving():
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
+        gloo.pass_on_the_rest()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

@@ -27,7 +27,7 @@ class Console:
     def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
-        self._terminal = rich.console.Console(file=Screen(stream or sys.stdout), highlight=False)
+        self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
         self._log = log_file.open("a")
         self._live = None
         self._max_steps, self._every = max_steps, every
@@ -134,6 +134,17 @@ class Console:
     def _write(self, *lines: str) -> None:
         self._log.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in lines))
         self._log.flush()
+
+
+class Terminal(rich.console.Console):
+    """As wide as the terminal that it writes to: standard output may be another file."""
+
+    @property
+    def size(self) -> rich.console.ConsoleDimensions:
+        try:
+            return rich.console.ConsoleDimensions(*os.get_terminal_size(self.file.fileno()))
+        except (OSError, ValueError):  # no terminal
+            return super().size
 
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the terminal was closed
