@@ -18,7 +18,7 @@ ROOMS = {  # library -> the one file that may import it
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
 MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
-    "rewards": {"rewards"},
+    "rewards": {"rewards", "guard"},
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},

@@ -1,12 +1,18 @@
 """What is kept of a run that ends before its last step: nothing that was learned is lost where it need not be."""
 
+import contextlib
 import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import test_train
+from lingering_reward import leaves_a_child
 from test_train import lines, without_time
 
 from tunix_lite import leaving
@@ -14,6 +20,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.config import RunFailed
 from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.rewards.pool import Pool, Rewards
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.task import SaidByAll
 from tunix_lite.tracking.rundir import RunDir
@@ -24,16 +31,38 @@ SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interva
 BAD = 13  # the row, from 0
 
 
-def of_rows(folder, bad: bool, *more: str):
-    """A run on a file of 20 rows, of which one may lack its question; two are taken a step, each once in ten steps."""
-    file = folder / "rows.jsonl"
-    rows = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(20)]
-    if bad:
-        del rows[BAD]["question"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = folder / "held_out.jsonl"
-    held_out.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
-    source = f"task.source={{_target_: tunix_lite.tasks.sources.Jsonl, train_file: {file}, held_out_file: {held_out}}}"
+class Rows(Sequence):
+    """20 rows that are made when they are asked for: nobody can look through them before the start."""
+
+    def __init__(self, bad: bool):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, n: int) -> dict:
+        row = {"question": f"{n} + 1", "answer": str(n + 1)}
+        return {"answer": row["answer"]} if self.bad and n == BAD else row
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of these rows one may lack its question."""
+
+    bad: bool = False
+
+    @property
+    def train(self) -> Rows:
+        return Rows(self.bad)
+
+    @property
+    def held_out(self) -> list[dict]:
+        return [{"question": "1 + 1", "answer": "2"}]
+
+
+def of_rows(bad: bool, *more: str):
+    """A run on 20 rows; two are taken a step, each once in ten steps."""
+    source = f"task.source={{_target_: {__name__}.Source, bad: {str(bad).lower()}}}"
     settings = ["evaluation.num_examples=0", "training.prompts_per_step=2", "training.max_steps=10", *more]
     return compose([*SHORT, "~task.source", f"+{source}", *settings])
 
@@ -47,8 +76,8 @@ def step_of_the_bad_row(run) -> int:
 
 def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_path):
     """Every step costs a second or so: the seed is one where the row comes early, but not first."""
-    seed = next(s for s in range(99) if step_of_the_bad_row(of_rows(tmp_path, True, f"seed={s}")) == 3)
-    run, folder = of_rows(tmp_path, True, f"seed={seed}", "training.max_steps=4"), tmp_path / "outputs" / "run"
+    seed = next(s for s in range(99) if step_of_the_bad_row(of_rows(True, f"seed={s}")) == 3)
+    run, folder = of_rows(True, f"seed={seed}", "training.max_steps=4"), tmp_path / "outputs" / "run"
     for _ in range(2):
         with pytest.raises(RunFailed, match="^step 3: task.prompt names 'question', but an example has answer"):
             train(run, folder)
@@ -59,10 +88,10 @@ def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_p
     assert (folder / "train.log").read_text().count(said) == 2
     assert [row["step"] for row in lines(folder)] == [1, 2]
     assert (tmp_path / "outputs" / "latest").resolve() == folder
-    corrected = of_rows(tmp_path, False, f"seed={seed}", "training.max_steps=4", "resume.force=true")
+    corrected = of_rows(False, f"seed={seed}", "training.max_steps=4", "resume.force=true")
     train(corrected, folder)
     log = (folder / "train.log").read_text()
-    assert "resumed from step 2" in log and "not as in the run that it goes on from: data.train: " in log
+    assert "resumed from step 2" in log and "not as in the run that it goes on from: " in log
     assert [row["step"] for row in lines(folder)] == [1, 2, 3, 4]
 
 
@@ -116,6 +145,21 @@ really = task_module._results
 def waits_for_ever(futures, gives_up):
     """A reward that has no answer, once a signal has come."""
     return None if gives_up() else really(futures, gives_up)
+
+
+def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():
+    with contextlib.closing(Pool({"reward": leaves_a_child}, Rewards(workers=1))) as pool:
+        ((kind, pid),) = pool.submit("text", {}).result(60).values()
+        file = Path(f"/proc/{int(pid)}/stat")
+        assert kind == "" and file.exists()
+    until = time.monotonic() + 5
+    while is_running(file) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not is_running(file)
+
+
+def is_running(stat: Path) -> bool:
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # ---- what may be saved after which error
