@@ -2,6 +2,11 @@
 
 import contextlib
 import json
+import os
+import pty
+import select
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +18,7 @@ import numpy as np
 import pytest
 import test_train
 from lingering_reward import leaves_a_child
+from processes import run_together
 from test_train import lines, without_time
 
 from tunix_lite import leaving
@@ -28,6 +34,7 @@ from tunix_lite.train import train
 from tunix_lite.types import TrainState
 
 SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]
+ROOT = Path(__file__).parents[1]
 BAD = 13  # the row, from 0
 
 
@@ -74,9 +81,13 @@ def step_of_the_bad_row(run) -> int:
     return 1 + next(number for number, taken in enumerate(rows) if any("question" not in row for row in taken))
 
 
+def seed_of_a_bad_row() -> int:
+    """One with which it comes in step 3: a step costs a second or so."""
+    return next(s for s in range(99) if step_of_the_bad_row(of_rows(True, f"seed={s}")) == 3)
+
+
 def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_path):
-    """Every step costs a second or so: the seed is one where the row comes early, but not first."""
-    seed = next(s for s in range(99) if step_of_the_bad_row(of_rows(True, f"seed={s}")) == 3)
+    seed = seed_of_a_bad_row()
     run, folder = of_rows(True, f"seed={seed}", "training.max_steps=4"), tmp_path / "outputs" / "run"
     for _ in range(2):
         with pytest.raises(RunFailed, match="^step 3: task.prompt names 'question', but an example has answer"):
@@ -145,6 +156,50 @@ really = task_module._results
 def waits_for_ever(futures, gives_up):
     """A reward that has no answer, once a signal has come."""
     return None if gives_up() else really(futures, gives_up)
+
+
+@pytest.mark.wide
+def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the_same(tmp_path):
+    """Process 1 has its signal after the second chunk of the second rollout; the next time that all ask each other is
+    seconds later at most, and a rollout of eight tokens in chunks of two may have ended by then."""
+    said = run_together(Path(__file__).with_name("leave_worker.py"), 2, 2, tmp_path, tmp_path / "run", limit=400)
+    for one in said:
+        assert one["step"] in (1, 2) and one["kept"] == [one["step"]] and one["whole"] == 3
+        assert one["said"].startswith("step 3: task.prompt names 'question'") and one["bad"] == [2]
+    first, second = ({k: v for k, v in one.items() if k != "params"} for one in said)
+    assert first == second
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "completed"
+    assert "stopped by SIGTERM" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("how", ["closed", "nohup"])
+def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told_not_to_mind(how, tmp_path):
+    folder = tmp_path / "run"
+    steps = 200 if how == "closed" else 6
+    settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child has the terminal, and gets SIGHUP when it is closed
+        if how == "nohup":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "run_training.py"), *settings])
+    until = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").is_file() or len(lines(folder)) < 2:
+        assert time.monotonic() < until
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    _, code = os.waitpid(pid, 0)
+    status = json.loads((folder / "status.json").read_text())
+    (last,) = Checkpoints(folder / "checkpoints").steps()
+    assert code == 0 and last == status["steps"] == lines(folder)[-1]["step"]
+    if how == "closed":
+        assert (status["status"], status["stopped"]) == ("stopped", "SIGHUP") and last < steps
+        assert "SIGHUP: stopping" in (folder / "train.log").read_text()
+    else:
+        assert status["status"] == "completed" and last == steps
+        assert f"step {steps}/{steps} 100% | " in (folder / "train.log").read_text()
 
 
 def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():

@@ -123,7 +123,7 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
         calls.append(len(self.examples))
         if calls.count(16) == 4:  # evaluations judge another number
             killed.append((tmp_path / "status.json").read_text())  # what kill -9 would leave
-            raise RuntimeError("the power went out")
+            raise jax.errors.JaxRuntimeError("the power went out")  # after which nothing is saved
         return judged(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
