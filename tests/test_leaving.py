@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import test_train
+from conftest import ragged_prompts
 from lingering_reward import leaves_a_child
 from processes import run_together
 from test_train import lines, without_time
@@ -25,7 +27,7 @@ from tunix_lite import leaving
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.config import RunFailed
-from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.parallel.stopping import Leave, Stopping
 from tunix_lite.rewards.pool import Pool, Rewards
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.task import SaidByAll
@@ -156,6 +158,38 @@ really = task_module._results
 def waits_for_ever(futures, gives_up):
     """A reward that has no answer, once a signal has come."""
     return None if gives_up() else really(futures, gives_up)
+
+
+def test_a_rollout_is_left_after_a_chunk_and_the_next_one_is_as_if_it_had_not_been(generate, params, rollout):
+    chunks = []
+
+    def look():
+        chunks.append(1)
+        raise Leave
+
+    with pytest.raises(Leave):
+        generate(params, ragged_prompts(5), jax.random.key(7), 4, between_chunks=look)
+    assert len(chunks) == 1
+    again = generate(params, ragged_prompts(5), jax.random.key(7), 4)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    np.testing.assert_array_equal(again.logprobs, rollout.logprobs)
+
+
+@pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (False, False)])
+def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_leave(ours, theirs):
+    """A reward that takes for ever; of two processes one is asked to stop, and the other has all its verdicts."""
+    waiting, done = Future(), Future()
+    done.set_result({"reward 'a'": ("", 1.0)})
+    own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
+    stopping = Stopping(None, print)
+    stopping.may_leave, stopping._said = True, "SIGTERM" if ours else None
+    task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
+    judging = SimpleNamespace(task=task)
+    began = time.monotonic()
+    with pytest.raises(Leave) if ours or theirs else contextlib.nullcontext():
+        found = task_module.Judging._found(judging, (waiting if ours else done, None), "digest")
+        assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.wide

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 
@@ -139,10 +140,14 @@ def test_a_terminal_that_was_closed_is_done_without_and_python_ends_without_a_wo
     run = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     seen = b""
-    while b"one" not in seen:
+    while b"one" not in seen and select.select([ours], [], [], 60)[0]:
         seen += os.read(ours, 1000)
     os.close(ours)
-    run.communicate(b"go on\n", timeout=60)
+    try:
+        run.communicate(b"go on\n", timeout=60)
+    finally:
+        run.kill()
+    assert b"one" in seen
     assert run.returncode == 0
     said = [line.split(" ", 1)[1] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert said == ["compiling…", "one", "two", "three", "step 1/2 50% | loss 1.0000"]

@@ -141,10 +141,11 @@ class Terminal(rich.console.Console):
 
     @property
     def size(self) -> rich.console.ConsoleDimensions:
-        try:
-            return rich.console.ConsoleDimensions(*os.get_terminal_size(self.file.fileno()))
-        except (OSError, ValueError):  # no terminal
-            return super().size
+        with contextlib.suppress(OSError, ValueError):  # no terminal
+            found = os.get_terminal_size(self.file.fileno())
+            if all(found):  # a terminal may not know
+                return rich.console.ConsoleDimensions(*found)
+        return super().size
 
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the terminal was closed
