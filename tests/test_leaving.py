@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pty
 import select
@@ -293,7 +294,7 @@ def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on
     run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=updates))
     status, told = SimpleNamespace(steps=step), []
     ends = leaving.Unfinished(
-        run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), on_disk
+        run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), list, on_disk
     )
     ends.tell.append(lambda: told.append(1))
     with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
@@ -316,8 +317,43 @@ def test_that_the_state_cannot_be_saved_is_said_beside_the_error(tmp_path):
 
     said, state = [], TrainState(jax.numpy.int32(3), {}, ())
     run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=1))
-    ends = leaving.Unfinished(run, RunDir(tmp_path), SimpleNamespace(steps=3), said.append, lambda: state, fails, 1)
+    ends = leaving.Unfinished(
+        run, RunDir(tmp_path), SimpleNamespace(steps=3), said.append, lambda: state, list, fails, 1
+    )
     with pytest.raises(KeyError) as caught, ends.kept(Stopping(None, print)):
         raise KeyError("of a reward")
     text = "the state of step 3 could not be saved: [Errno 28] No space left on device"
     assert said == [text] and caught.value.__notes__ == [f"and {text}"]
+
+
+def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_disk(tmp_path):
+    """It was saved at this step already, in the background, and that failed."""
+
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    state, status = TrainState(jax.numpy.int32(3), {}, ()), SimpleNamespace(steps=3, stopped=None)
+    ends = leaving.Unfinished(None, RunDir(tmp_path), status, print, lambda: state, list, fails, 3)
+    with pytest.raises(OSError, match="No space left"), ends.kept(Stopping(None, print)):
+        raise Leave
+
+
+@pytest.mark.parametrize(
+    "line, examples, found",
+    [
+        (
+            '{"step": 2, "train/grad_norm": null, "train/loss": 0.5}',
+            4,
+            {"train/grad_norm": math.nan, "train/loss": 0.5},
+        ),
+        ('{"step": 2, "train/loss": 0.5}', 0, None),  # there is no evaluation
+        ('{"step": 2, "eval/accuracy": 0.5, "train/loss": 0.5}', 4, None),
+        ('{"step": 3, "train/loss": 0.5}', 4, None),
+        ('[2]\n"step"', 4, None),
+    ],
+)
+def test_an_evaluation_that_was_ended_is_known_by_its_line(line, examples, found, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n' + line + "\n")
+    run = compose([f"evaluation.num_examples={examples}", "evaluation.interval_steps=2"])
+    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 2), found)
+    assert leaving.unmeasured(run, RunDir(tmp_path), 1) is None, "none was due"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ class Unfinished:
     status: Status
     say: Callable[[str], None]
     state: Callable[[], TrainState]
-    save: Callable[[], None]  # the state as it is now, until it is on disk
+    save: Callable[[], None]  # the state as it is now, in the background
+    wait: Callable[[], None]  # until what was saved is on disk
     on_disk: int  # the step whose state a checkpoint holds, or that the run began with
     tell: list[Callable[[], None]] = field(default_factory=list)  # what is still to be said of the last whole step
 
@@ -64,6 +66,7 @@ class Unfinished:
     def _save_new(self) -> None:
         if int(self.state().step) != self.on_disk:
             self.save()
+        self.wait()
 
     def _may_save_after(self, error: Exception) -> bool:
         leaves = jax.tree.leaves(self.state())
@@ -91,7 +94,7 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
-    """What metrics.jsonl says of step `start`, if the evaluation that is due there was stopped; else None.
+    """The metrics of step `start` in metrics.jsonl, if the evaluation that is due there was ended; else None.
 
     The same on all processes, which must all come here.
     """
@@ -102,7 +105,9 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
             rows = (json.loads(line) for line in lines if line)
             row = next((row for row in rows if isinstance(row, dict) and row.get("step") == start), None)
     row = from_all(row)[0]
-    return None if row is None or "eval/accuracy" in row else row
+    if row is None or "eval/accuracy" in row:
+        return None
+    return {name: math.nan if value is None else value for name, value in row.items() if name != "step"}
 
 
 def is_due(step: int, every: int, last: int) -> bool:

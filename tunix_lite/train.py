@@ -111,7 +111,7 @@ def fit(
     closing.enter_context(stopping)  # until all is on disk
     kept = settings.keep_checkpoints, settings.keep_best_checkpoints
     checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
-    row = unmeasured(run, run_dir, start)
+    row = unmeasured(run, run_dir, start) if parts.resume_from == run_dir.checkpoints else None
     cut = (start if row is None else start - 1) if start else None
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []
     if run.tracking.tensorboard and run_dir.is_first:
@@ -145,13 +145,12 @@ def fit(
 
     is_unsigned = parts.goes_on_differently(run_dir)
 
-    def save(until_whole: bool = False) -> None:
+    def save() -> None:
         """The state as it is now. See prepare.sign for its second half."""
         nonlocal is_unsigned
         checkpoints.save(state, accuracy, skipped)
-        if is_unsigned or until_whole:
-            checkpoints.wait()
         if is_unsigned:
+            checkpoints.wait()
             sign(run, parts, run_dir)
         is_unsigned, ends.on_disk = False, int(state.step)
 
@@ -163,7 +162,7 @@ def fit(
         status.steps = done
 
     accuracy, updates = None, algorithm.updates_per_rollout
-    ends = Unfinished(run, run_dir, status, console.say, lambda: state, partial(save, until_whole=True), start)
+    ends = Unfinished(run, run_dir, status, console.say, lambda: state, save, checkpoints.wait, start)
     closing.enter_context(ends.kept(stopping))
 
     console.busy("compiling…")
@@ -224,7 +223,8 @@ def fit(
         if can_end and skipped >= limit:
             unsaved = None
             try:
-                save(until_whole=True)
+                save()
+                checkpoints.wait()
             except OSError as error:
                 unsaved = error
             raise FloatingPointError(diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
