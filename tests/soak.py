@@ -35,10 +35,11 @@ RUN = [
     *("optimizer.learning_rate=1e-3", "tracking.samples_interval_steps=4", "rewards.on_error=zero"),
     *("algorithm._target_=faulty_algorithm.NotFinite", "training.max_skipped_in_a_row=100"),
     "+task.rewards.short={fn: {_target_: faulty_rewards.now_and_then}, weight: 1.0}",
+    "rollout.chunk=1",  # so that most signals come in the middle of a rollout, which is left there
 ]
 BEFORE = 4  # steps of the run that others go on from
 STALL = 30  # seconds until a launcher ends a run of which a process is stopped
-ALL, LAUNCHER, ONE, STOP, TERM, INTERRUPT, TWICE = WAYS = (
+ALL, LAUNCHER, ONE, STOP, TERM, INTERRUPT, TWICE, HANG_UP, SOME = WAYS = (
     "kill -9 of all",
     "kill -9 of the launcher",
     "kill -9 of one process",
@@ -46,6 +47,8 @@ ALL, LAUNCHER, ONE, STOP, TERM, INTERRUPT, TWICE = WAYS = (
     "SIGTERM",
     "Ctrl-C",
     "Ctrl-C twice",
+    "SIGHUP",
+    "SIGTERM of one process",
 )
 DEVICES = 2  # of all processes together
 
@@ -109,10 +112,12 @@ def disturb(process: subprocess.Popen, way: str, processes: int, chance: random.
         process.kill()
     elif way == ONE and trainers:
         os.kill(chance.choice(trainers), signal.SIGKILL)
+    elif way == SOME and trainers:  # which the others hear of in the middle of a rollout, or after a step
+        os.kill(chance.choice(trainers), signal.SIGTERM)
     elif way == STOP and trainers:
         os.kill(chance.choice(trainers), signal.SIGSTOP)
     else:
-        process.send_signal(signal.SIGTERM if way == TERM else signal.SIGINT)
+        process.send_signal({TERM: signal.SIGTERM, HANG_UP: signal.SIGHUP}.get(way, signal.SIGINT))
         if way == TWICE:
             time.sleep(chance.uniform(0.05, 0.5))
             process.send_signal(signal.SIGINT)
@@ -183,7 +188,7 @@ def soak(folder: Path, turns: list[tuple[int, int]], enough: Callable[[int], boo
             print(f"{processes} processes, {updates} updates a rollout: undisturbed", flush=True)
         wanted, seconds = known[settings]
         here = own / f"disturbed-{number}"
-        ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE, STOP)]
+        ways = WAYS if processes > 1 else [way for way in WAYS if way not in (LAUNCHER, ONE, STOP, SOME)]
         while not is_completed(here):
             process, way = started(here, *settings), chance.choice(ways)
             if enough(kills) or not wait_for_a_moment(process, here, seconds, chance):

@@ -20,10 +20,11 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
     "seeds.py": set(),
     "strangers.py": set(),
-    "rewards": {"rewards"},
+    "rewards": {"rewards", "guard"},
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},
+    "guard.py": set(),
     "algorithms": {"types", "algorithms"},
     "models": {"models", "parallel", "strangers", "types"},
     "rollout": {"rollout", "models", "parallel", "types"},

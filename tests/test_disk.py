@@ -152,8 +152,8 @@ def test_a_folder_that_vanishes_ends_the_run_at_once(tmp_path):
 
 def test_a_full_disk_does_not_hide_what_went_wrong_before(disk, monkeypatch):
     """It is full from the moment on in which the run finds that it diverged, so status.json cannot be written."""
-    really = train_module._diverged
-    monkeypatch.setattr(train_module, "_diverged", lambda *arguments: fill(disk) or really(*arguments))
+    really = train_module.diverged
+    monkeypatch.setattr(train_module, "diverged", lambda *arguments: fill(disk) or really(*arguments))
     with pytest.raises(FloatingPointError, match="step 3: train/loss nan"):
         struck(disk / "run", lambda: None, "training.max_skipped_in_a_row=1", advantage=float("nan"))
     assert json.loads((disk / "run" / "status.json").read_text())["status"] == "running"

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -211,6 +212,16 @@ def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
     assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == [1]
     assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # srun --gpus-per-task=1
     assert distributed.local_devices(Place(1, 2, "a:1"), {}) is None
+
+
+def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_the_setting_to_paste(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ValueError) as caught:
+        distributed.check_devices(Launch(), Place(), {})
+    assert str(caught.value) == (
+        "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run knows of 1: start every "
+        "host with launch.coordinator=auto"
+    )
 
 
 # ---- who differs
@@ -518,17 +529,66 @@ def test_process_0_may_begin_after_what_was_at_its_port_has_ended():
     assert heard == [agreement.Agreed(["a", "b"], "f")]
 
 
-def test_strangers_at_the_port_are_ignored():
-    port, heard = free_port(), []
+def hello(**other) -> bytes:
+    """What process 1 of two says, with something else in it."""
+    about = {"values": {}, "folder": None, "host": "x"} | other.pop("about", {})
+    return json.dumps({"tunix_lite": 1, "num_processes": 2, "about": about} | other).encode() + b"\n"
+
+
+STRANGERS = {
+    "a browser": b"GET / HTTP/1.1\r\n\r\n",
+    "no number": b'{"tunix_lite": []}\n',
+    "a list": b"[1]\n",
+    "no text": b"\xff\xfe\x00\n",
+    "brackets": b"[" * 60_000 + b"\n",
+    "objects": b'{"a":' * 60_000 + b"\n",
+    "a long number": b"9" * 10_000 + b"\n",
+    "a line without end": b"x" * ((1 << 22) + (1 << 17)),
+    "infinity": hello(tunix_lite=float("inf")),
+    "a fraction": hello(tunix_lite=1.5),
+    "a yes": hello(tunix_lite=True),
+    "a number as text": hello(tunix_lite="1"),
+    "beyond the last": hello(tunix_lite=2),
+    "below the first": hello(tunix_lite=-1),
+    "no count": hello(num_processes=None),
+    "values as a list": hello(about={"values": ["seed"]}),
+    "values as numbers": hello(about={"values": {"seed": 1}}),
+    "no host": hello(about={"host": None}),
+    "a folder as a number": hello(about={"folder": 7}),
+    "another field": hello(about={"password": "x"}),
+}
+
+
+def test_strangers_at_the_port_are_ignored_and_named_once():
+    port, heard, lines = free_port(), [], []
     place = Place(0, 2, f"127.0.0.1:{port}")
-    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 5)))
+    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 20, lines.append)))
     first.start()
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"tunix_lite": []}\n', b"[1]\n"):
-        with connected(port) as stranger:
+    for words in STRANGERS.values():
+        with connected(port) as stranger, contextlib.suppress(OSError):
             stranger.sendall(words)
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+    assert first.is_alive()
     meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 5)
     first.join(5)
     assert heard == [agreement.Agreed(["a", "b"], "f")]
+    said = [line for line in lines if "s left" not in line]
+    assert said == [f"process 0: somebody at port {port} is no process of this run, and is ignored"]
+
+
+def test_many_that_say_half_a_line_and_nothing_more_keep_nobody():
+    """150 of them, one after the other, would take 750 s; those that are one too many are hung up on at once."""
+    port, heard, began = free_port(), [], time.monotonic()
+    place = Place(0, 2, f"127.0.0.1:{port}")
+    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 20, lambda _: None)))
+    first.start()
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(150):
+            open_ones.enter_context(connected(port)).sendall(b'{"tunix_')
+        meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 15)
+    first.join(5)
+    assert heard == [agreement.Agreed(["a", "b"], "f")] and time.monotonic() - began < 5
 
 
 def test_a_stranger_that_says_a_byte_at_a_time_does_not_keep_process_0():
@@ -576,8 +636,27 @@ def own_lines(text: str) -> list[str]:
 
 def test_two_processes_become_one_run(tmp_path):
     done = launched(tmp_path, "join")
-    assert (done.returncode, own_lines(done.stdout), done.stderr) == (0, ['[0, 4, 2, 3, "folder0"]'], "")
-    assert own_lines((tmp_path / "run" / "launch" / "p1.log").read_text()) == ['[1, 4, 2, 3, "folder0"]']
+    assert (done.returncode, done.stdout, done.stderr) == (0, '[0, 4, 2, 3, "folder0"]\n', ""), "not a word of gloo"
+    assert (tmp_path / "run" / "launch" / "p1.log").read_text() == '[1, 4, 2, 3, "folder0"]\n'
+
+
+def test_what_gloo_says_is_in_the_log_and_what_others_say_on_the_screen(tmp_path):
+    """File 1 is that of compiled code and of programs that are started."""
+    code = (
+        "import os, subprocess, sys; from pathlib import Path; from tunix_lite.parallel import gloo\n"
+        "print('one'); gloo.greets_the_log(); print('two', flush=True)\n"
+        "os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\\n')\n"
+        "gloo.log_into(Path('log')); os.write(1, b'[Gloo] Rank [Gloo] Rank 1 is connected to 1\\n')\n"
+        "os.write(1, b'1\\n7\\n')\n"
+        "subprocess.run(['echo', 'three'])"
+    )
+    settings = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | settings, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"one\ntwo\n7\nthree\n", b"")
+    assert (tmp_path / "log").read_text() == (
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+        "[Gloo] Rank [Gloo] Rank 1 is connected to 1\n1\n"
+    )
 
 
 def test_no_program_of_several_processes_comes_from_disk(tmp_path):

@@ -282,6 +282,41 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nobody_outlives_a_launcher_that_is_killed_though_it_be_stopped_or_in_a_session_of_its_own(stopped, tmp_path):
+    """Two processes, of which one is stopped; what each has started, which does not stop when asked; what that has put
+    into another session; and the temporary folder."""
+    (tmp_path / "worker.py").write_text(
+        "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    body = """
+import subprocess
+worker = subprocess.Popen([sys.executable, folder / "worker.py"], stdout=subprocess.PIPE, start_new_session=True)
+pids = worker.stdout.readline().decode().split()
+(folder / "beats").write_text(str(beat.parent))
+(folder / f"{rank}.tmp").write_text(" ".join([str(os.getpid()), *pids]))
+(folder / f"{rank}.tmp").rename(folder / f"pids{rank}")
+if rank == "1" and sys.argv[2] == "True": os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    run = Launched(tmp_path, body + WAIT, "--nprocs=2", words=(str(stopped),))
+    until = time.monotonic() + SOON
+    while len(list(tmp_path.glob("pids?"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    run.process.kill()
+    run.process.wait()
+    pids = [pid for file in tmp_path.glob("pids?") for pid in file.read_text().split()]
+    beats = Path((tmp_path / "beats").read_text())
+    assert len(pids) == 6 and beats.name.startswith("tunix_lite_")
+    until = time.monotonic() + SOON
+    while any(is_running(pid) for pid in pids) or beats.exists():
+        assert time.monotonic() < until, [pid for pid in pids if is_running(pid)]
+        time.sleep(0.05)
+
+
 def is_running(pid: str) -> bool:
     file = Path("/proc") / pid / "stat"
     return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,8 +1,11 @@
 """When a run ends before its last step."""
 
+import contextlib
 import signal
+import threading
 import time
 
+import numpy as np
 import pytest
 
 from tunix_lite.parallel import stopping
@@ -46,12 +49,22 @@ def test_a_job_began_when_its_launcher_says_so_else_when_this_process_did():
         stopping.job_began({"TUNIX_LITE_STARTED": "noon"})
 
 
+def heard(said: list) -> list:
+    """What a thread says of a signal, as soon as it has."""
+    until = time.time() + 5
+    while not said and time.time() < until:
+        time.sleep(0.01)
+    return said
+
+
 def test_the_second_signal_is_at_once():
     said = []
     with stopping.Stopping(None, said.append) as asked:
         assert asked.reason() is None
         signal.raise_signal(signal.SIGTERM)
-        assert asked.reason() == "SIGTERM" and len(said) == 1
+        assert asked.reason() == "SIGTERM" and heard(said) == [
+            "SIGTERM: stopping, and no step has been made that could be saved; once more stops at once"
+        ]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -81,3 +94,138 @@ def test_without_a_launcher_two_sigterms_at_once_are_one_and_two_ctrl_c_are_two(
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminal_that_closes_and_a_job_that_ends_are_one(first, second):
+    """systemd ends a session with both, one after the other; a shell hands on the SIGHUP that the kernel sends, too."""
+    with stopping.Stopping(None, print) as asked:
+        signal.raise_signal(first)
+        signal.raise_signal(second)
+        assert asked.reason() == signal.Signals(first).name
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.Stopping(None, print) as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert asked.reason() is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rollout_is_left_only_where_the_state_is_whole():
+    with stopping.Stopping(None, print) as asked:
+        asked.look()
+        asked.before_update()
+        signal.raise_signal(signal.SIGTERM)
+        asked.look()
+        asked.before_update()
+        assert not asked.is_asked()
+        asked.may_leave = True
+        assert asked.is_asked()
+        for ask in (asked.look, asked.before_update):
+            with pytest.raises(stopping.Leave):
+                ask()
+
+
+@pytest.mark.parametrize(
+    "may_leave, has_learned, under_way, promise",
+    [
+        (True, True, None, "stopping, with a checkpoint"),
+        (False, True, None, "stopping before the next rollout, with a checkpoint"),
+        (False, False, None, "stopping, and no step has been made that could be saved"),
+        (
+            True,
+            False,
+            "compilation",
+            "stopping after the compilation under way, and no step has been made that could be saved",
+        ),
+        (True, True, "compilation", "stopping after the compilation under way, with a checkpoint"),
+        (False, True, "update", "stopping after the update under way, in about 15 s, with a checkpoint"),
+        (
+            False,
+            True,
+            "two updates",
+            "the update under way takes about 35 s more, longer than training.grace_seconds=30, and cannot be ended: "
+            "stopping after it, with a checkpoint, if we are given the time",
+        ),
+    ],
+)
+def test_what_a_signal_does_is_said_at_once_though_compiled_code_runs(
+    may_leave, has_learned, under_way, promise, clock
+):
+    """An update took 20 s before, and this one has run for 5."""
+    said = []
+    with stopping.Stopping(None, said.append, grace=30) as asked:
+        with asked.until_done(stopping.UPDATE):
+            clock[0] = 20.0
+        asked.may_leave, asked.has_learned = may_leave, has_learned
+        times = 2 if under_way == "two updates" else 1
+        what = stopping.UPDATE if times == 2 else under_way
+        with asked.until_done(what, times) if what else contextlib.nullcontext():
+            clock[0] = 25.0
+            signal.raise_signal(signal.SIGTERM)
+            assert heard(said) == [f"SIGTERM: {promise}; once more stops at once"]
+
+
+class Together:
+    """Two processes, each with a clock of its own, whose chunks take this long on the one and on the other."""
+
+    def __init__(self, monkeypatch, seconds: tuple[float, float]):
+        self.now, self.asks, self.seconds = [0.0, 0.0], 0, seconds
+        self.turn, self.meeting, self.given = threading.local(), threading.Barrier(2), [None, None]
+        monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now[self.turn.process])
+        monkeypatch.setattr(stopping.multihost_utils, "process_allgather", self.gather)
+
+    def gather(self, value):
+        self.given[self.turn.process] = value
+        self.meeting.wait(10)
+        everyone = np.stack(self.given)
+        self.meeting.wait(10)
+        self.asks += self.turn.process == 0
+        return everyone
+
+    def chunks(self, process: int, most: int, signal_at: int | None, left: list) -> None:
+        self.turn.process = process
+        asked = stopping.Stopping(None, print)  # threads: it handles no signals
+        asked.may_leave = True
+        try:
+            for chunk in range(most):
+                self.now[process] += self.seconds[process]
+                if chunk == signal_at:
+                    asked._said = "SIGTERM"
+                asked.look()
+        except stopping.Leave:
+            left[process] = chunk
+
+    def run(self, most: int, signal_at: int | None) -> list:
+        """The chunk after which each left, when process 1 had its signal before it looked at that one."""
+        left = [None, None]
+        at = (None, signal_at)
+        threads = [threading.Thread(target=self.chunks, args=(p, most, at[p], left)) for p in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return left
+
+
+@pytest.mark.parametrize("seconds", [(0.05, 0.08), (0.5, 0.01), (3.0, 3.0), (0.001, 0.001)])
+def test_processes_leave_at_the_same_chunk_though_only_one_was_signalled(seconds, monkeypatch):
+    """And within some two periods of two seconds, on the slower clock."""
+    left = Together(monkeypatch, seconds).run(10_000, 1_000)
+    assert left[0] == left[1] and 1_000 <= left[0] <= 1_001 + 2 * stopping.PERIOD / max(seconds)
+
+
+def test_processes_that_nobody_signals_seldom_ask_each_other(monkeypatch):
+    """A thousand chunks of 0.1 s, a hundred seconds: some fifty times and a few at the start."""
+    together = Together(monkeypatch, (0.1, 0.1))
+    assert together.run(1_000, None) == [None, None]
+    assert together.asks <= 60

@@ -3,6 +3,10 @@
 import io
 import json
 import os
+import pty
+import select
+import subprocess
+import sys
 
 import pytest
 
@@ -89,10 +93,16 @@ def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
 
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
     run = tmp_path / "outputs" / "project" / "day" / "run"
-    RunDir(run).make()
     latest = tmp_path / "outputs" / "latest"
+    RunDir(run).make()
+    assert not latest.exists()
+    RunDir(run).becomes_latest()
     assert latest.resolve() == run.resolve()
     RunDir(latest).make()
+    RunDir(latest).becomes_latest()
+    other = RunDir(run.parent / "other", process=1)
+    other.make()
+    other.becomes_latest()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 
 
@@ -112,6 +122,35 @@ def test_piped_output_is_one_plain_line_a_step(tmp_path):
     assert out[4] == "  right  1 + 1  →  [bold]2[/bold] ⏎ so 2  [2]"
     log = (tmp_path / "train.log").read_text()
     assert all(f"step {step}/4" in log for step in range(1, 5)), "the log gets every step"
+
+
+def test_a_terminal_that_was_closed_is_done_without_and_python_ends_without_a_word(tmp_path):
+    """The other end of a pseudo-terminal goes: writing to it fails with EIO, on standard error, too."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tunix_lite.tracking.console import Console\n"
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        f"console = Console(Path({str(tmp_path / 'train.log')!r}), max_steps=2)\n"
+        "console.busy('compiling…'); console.say('one'); sys.stdin.readline()\n"
+        "for text in ('two', 'three'): console.say(text)\n"
+        "console.log(1, {'train/loss': 1.0}); console.close()\n"
+        "print('four', flush=True); print('five', file=sys.stderr, flush=True)\n"
+    )
+    ours, theirs = pty.openpty()
+    call = [sys.executable, "-c", code]
+    run = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"one" not in seen and select.select([ours], [], [], 60)[0]:
+        seen += os.read(ours, 1000)
+    os.close(ours)
+    try:
+        run.communicate(b"go on\n", timeout=60)
+    finally:
+        run.kill()
+    assert b"one" in seen
+    assert run.returncode == 0
+    said = [line.split(" ", 1)[1] for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert said == ["compiling…", "one", "two", "three", "step 1/2 50% | loss 1.0000"]
 
 
 def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_path):

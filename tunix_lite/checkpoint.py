@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -30,10 +31,13 @@ class Checkpoints:
     Looking at them changes nothing, whoever else is writing there; saving clears away what was cut short.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2, keep_best: int = 0):
+    def __init__(
+        self, folder: str | Path, keep: int = 2, keep_best: int = 0, when_whole: Callable[[], None] | None = None
+    ):
+        """when_whole: called once, when the first save is on disk."""
         self.folder = Path(folder).absolute()
         self._keep, self._keep_best = keep, keep_best
-        self._opened = None
+        self._opened, self._when_whole, self._is_saved = None, when_whole, False
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
 
     @property
@@ -80,6 +84,7 @@ class Checkpoints:
         with self._as_os_error():
             saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics, custom_metadata=more)
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
+        self._is_saved = True
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, with the shapes and shardings of `like`.
@@ -177,6 +182,12 @@ class Checkpoints:
         if self._opened is not None:
             with self._as_os_error():
                 self._opened.wait_until_finished()
+            self._say_whole()
+
+    def _say_whole(self) -> None:
+        if self._is_saved and self._when_whole is not None:
+            say, self._when_whole = self._when_whole, None
+            say()
 
     def close(self) -> None:
         """Waits until everything is on disk. Raises OSError if that cannot be."""
@@ -187,6 +198,7 @@ class Checkpoints:
                     opened.wait_until_finished()
                 finally:
                     opened.close()
+            self._say_whole()
 
 
 # ---- small print

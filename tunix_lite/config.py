@@ -67,6 +67,7 @@ class Training:
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best_checkpoints: int = 0  # and of those that stand at an evaluation the ones with the best held-out accuracy
     max_minutes: float | None = None  # save and stop before the next step would end later; null: no limit
+    grace_seconds: float = 30.0  # between SIGTERM and the end of the machine: an update that takes longer is named then
     max_skipped_in_a_row: int = 3  # updates that are not finite, and are not made, until the run gives up
 
     def __post_init__(self):
@@ -91,6 +92,8 @@ class Training:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError(f"max_minutes={self.max_minutes} must be above 0, or null for no limit")
+        if not 0 < self.grace_seconds < math.inf:
+            raise ValueError(f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give")
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")

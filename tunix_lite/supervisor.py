@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ POLL = 0.05  # seconds
 LAST_LINES = 20
 WRONG_SETTINGS = 2  # an exit code that another try would not change
 STALLED = 124  # as timeout(1) says it
-HANDED_ON = (signal.SIGINT, signal.SIGTERM)
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}  # exit codes: it had nothing to save
 KEPT = 1 << 16  # bytes of what a process said that are looked at when it has ended
 
@@ -55,13 +55,18 @@ def supervise(command: list[str], environments: Callable[[], list[dict]], logs: 
     """
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     started = os.environ.get(STARTED) or str(time.time())  # of a whole job where its script says so
-    with Signals() as signals, tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats:
+    with (
+        Signals() as signals,
+        tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats,
+        guarded(Path(beats)) as guard,
+    ):
         for restarts in range(rules.max_restarts + 1):
             processes, kept = [], writable(logs)
             try:
                 for environment in environments():
                     environment = environment | ({RESTARTS: str(restarts)} if restarts else {}) | {STARTED: started}
                     processes.append(Process(command, environment, len(processes), kept, Path(beats)))
+                    guard(processes[-1].pid)
                 failure = watch(processes, rules, signals)
             finally:
                 end(processes, 0.0)
@@ -216,6 +221,10 @@ class Process:
     def __str__(self) -> str:
         return f"process {self.rank}"
 
+    @property
+    def pid(self) -> int:
+        return self._started.pid
+
     def look(self) -> int | None:
         """Its exit code, if it has ended; shows what it has said on its standard error since."""
         self.code = self._started.poll()  # before its last words are read
@@ -327,7 +336,8 @@ class Signals:
         self.count, self.last, self._before = 0, signal.SIGTERM, {}
 
     def __enter__(self) -> "Signals":
-        self._before = {number: signal.signal(number, self._asked) for number in HANDED_ON}
+        heard = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        self._before = {number: signal.signal(number, self._asked) for number in heard}
         return self
 
     def __exit__(self, *_) -> None:
@@ -336,6 +346,33 @@ class Signals:
 
     def _asked(self, number: int, _) -> None:
         self.count, self.last = self.count + 1, number
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
+    """Inside, should we be killed, whatever has this folder in its environment is gone soon after (Linux): guard.py.
+
+    Gives a function that is told of each process that was started.
+    """
+    if not sys.platform.startswith("linux"):
+        yield lambda _: None
+        return
+    reading, writing = os.pipe()
+    call = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(reading), str(folder)]
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    guard = subprocess.Popen(call, pass_fds=(reading,), cwd="/", **nothing)
+    os.close(reading)
+
+    def say_to_it(text: str) -> None:
+        with contextlib.suppress(OSError):  # somebody ended it
+            os.write(writing, text.encode())
+
+    try:
+        yield lambda pid: say_to_it(f"{pid}\n")
+    finally:
+        say_to_it(".")
+        os.close(writing)
+        guard.wait()
 
 
 def _end_with_us() -> None:

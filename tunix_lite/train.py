@@ -13,13 +13,15 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, RunFailed, at
 from tunix_lite.evaluate import evaluate
+from tunix_lite.leaving import Unfinished, diverged, is_due, numbers, saved, unmeasured
 from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
+from tunix_lite.parallel import gloo
 from tunix_lite.parallel.distributed import beat
 from tunix_lite.parallel.mesh import put
-from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.parallel.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.planning import report
 from tunix_lite.planning.case import chooses_micro_batch
 from tunix_lite.planning.profile import Profile
@@ -57,6 +59,7 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
     told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).steps)
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
+        gloo.log_into(run_dir.log)
         every, quiet = run.training.log_interval_steps, not run_dir.is_first
         console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
         outside.push(closing_with(console.close))
@@ -68,16 +71,19 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
             sign(run, parts, run_dir)
         status.about = provenance(run, parts)
         console.panel(*panel(run, parts, run_dir))
-        stopping = Stopping(run.training.max_minutes, console.say, time.time() - began)
+        limits = run.training
+        stopping = Stopping(limits.max_minutes, console.say, time.time() - began, limits.grace_seconds)
         try:
             with told(), contextlib.ExitStack() as closing:
                 state = fit(run, parts, run_dir, console, status, stopping, closing)
+        except Leave as leave:
+            state = leave.state
         except BaseException as error:
             if status.started:  # else found while loading: whatever the folder said before still holds
                 word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 with contextlib.suppress(OSError):  # perhaps of the same disk; the error under way says more
                     status.write(word, error=f"{type(error).__name__}: {error}")
-                    console.say(f"{word} after step {status.steps}; {_saved(run_dir)}", style="red")
+                    console.say(f"{word} after step {status.steps}; {saved(run_dir)}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
         for text, style in status.last_words(goes_on):
@@ -91,7 +97,8 @@ def fit(
     """The loop: experience, update, and what people want to know about it. `closing` shuts what it opens."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
-    task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
+    workers = task.with_workers(run.rewards, console.say, stopping)
+    task = closing.enter_context(workers)  # they start while the model loads
     console.busy("loading the model…")
     state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
     skipped, limit = 0, settings.max_skipped_in_a_row
@@ -100,10 +107,13 @@ def fit(
     start = int(state.step)
     status.start(start)
     if skipped >= limit:  # it gave up here, and nothing has changed since
-        raise FloatingPointError(_diverged(start, skipped, parts.resume_from))
+        raise FloatingPointError(diverged(start, skipped, parts.resume_from))
     closing.enter_context(stopping)  # until all is on disk
-    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
-    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)] if run_dir.is_first else []
+    kept = settings.keep_checkpoints, settings.keep_best_checkpoints
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
+    row = unmeasured(run, run_dir, start) if parts.resume_from == run_dir.checkpoints else None
+    cut = (start if row is None else start - 1) if start else None
+    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
@@ -115,7 +125,7 @@ def fit(
     if train_step is None:
         train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
     seed_key, seconds = jax.random.key(run.seed), Counter()
-    policy = timed(policy, seconds)
+    policy = timed(replace(policy, generate=partial(policy.generate, between_chunks=stopping.look)), seconds)
     profiled = settings.profile_communication and run_dir.is_first
     profile = Profile(run_dir.path if profiled else None, settings.max_steps - start)
     closing.callback(profile.close)
@@ -135,24 +145,37 @@ def fit(
 
     is_unsigned = parts.goes_on_differently(run_dir)
 
-    def save(accuracy: float | None) -> None:
+    def save() -> None:
         """The state as it is now. See prepare.sign for its second half."""
         nonlocal is_unsigned
         checkpoints.save(state, accuracy, skipped)
         if is_unsigned:
             checkpoints.wait()
             sign(run, parts, run_dir)
-            is_unsigned = False
+        is_unsigned, ends.on_disk = False, int(state.step)
+
+    def tell(done: int, metrics: Metrics, judged: Judged | None) -> None:
+        """What there is to know of a whole step."""
+        _log(trackers, done, metrics)
+        if judged is not None and is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
+            _keep_samples(run, run_dir, console, done, judged)
+        status.steps = done
+
+    accuracy, updates = None, algorithm.updates_per_rollout
+    ends = Unfinished(run, run_dir, status, console.say, lambda: state, save, checkpoints.wait, start)
+    closing.enter_context(ends.kept(stopping))
 
     console.busy("compiling…")
     case = case_of(run, parts, rollout)
-    plan = foresee(case, learning(case, policy, train_step, state, frozen))
+    with stopping.until_done(COMPILATION):
+        plan = foresee(case, learning(case, policy, train_step, state, frozen))
     if run_dir.is_first:
         report.write(plan, run_dir.path)
     console.say(in_short(plan))
     console.say(str(throughput))
-    if start == 0 and (seen := measure()):
-        _log(trackers, 0, seen)
+    stopping.may_leave = True
+    if (start == 0 or row is not None) and (seen := measure()):
+        _log(trackers, start, (row or {}) | seen)
         status.write("running")
 
     for step in range(start, settings.max_steps):
@@ -160,21 +183,24 @@ def fit(
         seconds.clear()
         metrics: Metrics = {}
         with profile.step(step - start):
-            if step % algorithm.updates_per_rollout == 0:
+            if step % updates == 0:
                 key = jax.random.fold_in(seed_key, step)
                 acting = attached(frozen, state.params, lora)
                 with at(f"step {step + 1}", RunFailed):
-                    number = step // algorithm.updates_per_rollout
-                    examples, dropped = task.batch(parts.batch.prompts, run.seed, number)
+                    examples, dropped = task.batch(parts.batch.prompts, run.seed, step // updates)
                     batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
-                update = train_step.compiled(state, frozen, laid_out)  # here: compiling is not updating
+                with stopping.until_done(COMPILATION):
+                    update = train_step.compiled(state, frozen, laid_out)  # here: compiling is not updating
                 if step == start:
                     profile.write_table(update, parts.mesh)
+                stopping.before_update()
             collected, made = time.perf_counter(), num_updates(state.opt_state)
-            state, learned = jax.block_until_ready(update(state, frozen, laid_out))
+            stopping.may_leave = False
+            with stopping.until_done(UPDATE, times=updates - step % updates):
+                state, learned = jax.block_until_ready(update(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
         skipped = skipped + 1 if metrics["train/skipped"] else 0
         if skipped:
@@ -183,30 +209,30 @@ def fit(
         metrics |= _timing(began, collected, time.perf_counter(), seconds)
         metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
 
-        done = step + 1
-        if _is_due(done, run.evaluation.interval_steps, settings.max_steps):
+        done, accuracy = step + 1, None
+        can_end = stopping.may_leave = done % updates == 0
+        stopping.has_learned = True
+        ends.tell.append(partial(tell, done, metrics, judged))
+        if is_due(done, run.evaluation.interval_steps, settings.max_steps):
             metrics |= measure()
-        _log(trackers, done, metrics)
-        if judged is not None and _is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
-            _keep_samples(run, run_dir, console, done, judged)
-        status.steps = done
+        accuracy = metrics.get("eval/accuracy")
+        ends.tell_now()
         checkpoints.check()
         beat(f"step {done}")
-        can_end = done % algorithm.updates_per_rollout == 0
         reason = stopping.reason() if can_end and done < settings.max_steps else None
         if can_end and skipped >= limit:
             unsaved = None
             try:
-                save(metrics.get("eval/accuracy"))
+                save()
                 checkpoints.wait()
             except OSError as error:
                 unsaved = error
-            raise FloatingPointError(_diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
-        saves = reason or _is_due(done, settings.save_interval_steps, settings.max_steps)
+            raise FloatingPointError(diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
+        saves = reason or is_due(done, settings.save_interval_steps, settings.max_steps)
         if saves or "eval/accuracy" in metrics:  # who kills us leaves it so
             status.write("running")
         if saves:
-            save(metrics.get("eval/accuracy"))
+            save()
         if reason:
             status.stopped = reason
             break
@@ -246,31 +272,7 @@ def _keep_skipped(run_dir: RunDir, console: Console, step: int, metrics: Metrics
     """The batch of an update that was not made, for whoever looks for the reason."""
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
     file = run_dir.write_skipped(step, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
-    console.say(f"step {step} skipped: {_numbers(metrics)}; its batch is in {file}", style="red")
-
-
-def _numbers(metrics: Metrics) -> str:
-    return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
-
-
-def _diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None) -> str:
-    updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
-    kept = f"checkpoint {step} in {checkpoints} has the weights before"
-    return (
-        f"step {step}: {_numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was made: "
-        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A learning rate that is "
-        "too high is the usual cause; next a reward or a loss of your own that divides by zero. resume.force=true goes "
-        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row with the same ones"
-    )
-
-
-def _saved(run_dir: RunDir) -> str:
-    steps = Checkpoints(run_dir.checkpoints).steps()
-    return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    return step == last or bool(every and step % every == 0)
+    console.say(f"step {step} skipped: {numbers(metrics)}; its batch is in {file}", style="red")
 
 
 def _log(trackers: list[Tracker], step: int, metrics: Metrics) -> None:

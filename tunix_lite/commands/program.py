@@ -59,16 +59,18 @@ def plain(settings: DictConfig) -> dict:
 
 def explain(error: Exception, overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> str:
     """One message for what Hydra refused, with the nearest right spelling. Call it inside initialize_config_dir."""
-    known = [str(key) for key in _leaves(plain(hydra.compose("config", list(of))))]
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
+    read = {}
     for text in overrides:
         try:
-            override = OverridesParser.create().parse_override(text)
+            read[text] = OverridesParser.create().parse_override(text)
         except HydraException:
             return (
                 f"{text}: cannot be read as an override; write key=value, and a value with brackets or spaces "
                 "in two pairs of quotes: 'key=\"value\"'"
             )
+    known = _known([*of, *(text for text, override in read.items() if override.get_key_element() in groups)], of)
+    for text, override in read.items():
         key = override.get_key_element().lstrip("+~")
         if key.startswith("hydra."):
             continue
@@ -80,6 +82,14 @@ def explain(error: Exception, overrides: list[str], more_conf: str | None = None
         if key not in known and key not in groups and key not in sections and not text.startswith("+"):
             return unknown_key(key, known)
     return str(error).replace("\n", " ")
+
+
+def _known(options: list[str], of: tuple[str, ...]) -> list[str]:
+    """The settings that there are with these options: model=random has some that the default model has not."""
+    try:
+        return [str(key) for key in _leaves(plain(hydra.compose("config", options)))]
+    except (HydraException, OmegaConfBaseException):  # one of them is what is wrong
+        return [str(key) for key in _leaves(plain(hydra.compose("config", list(of))))]
 
 
 def _leaves(values, prefix=""):

@@ -56,7 +56,7 @@ def about(settings: dict, folder: str | None = None) -> About:
     found = {f"package {name}": _version(name) for name in PACKAGES}
     found |= {f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"}
     found |= {"tunix-lite's code": code(Path(__file__).parents[1])}
-    found |= {"python": platform.python_version(), "accelerator": _accelerator()}
+    found |= {"python": platform.python_version(), "accelerator": accelerator()}
     return About(found | variables(os.environ) | flat(settings), folder, host_name())
 
 
@@ -129,7 +129,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _accelerator() -> str:
+def accelerator() -> str:
     """What jax would use here, as far as that can be known before it is used."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"

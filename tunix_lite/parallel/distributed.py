@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tunix_lite.parallel.agreement import About, Agreed, agree_through_jax, disagreement, host_name
+from tunix_lite.parallel import gloo
+from tunix_lite.parallel.agreement import About, Agreed, accelerator, agree_through_jax, disagreement, host_name
 from tunix_lite.parallel.meeting import is_loopback, meet
 from tunix_lite.parallel.place import Launch, Place, find_place
 
@@ -65,6 +66,8 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
 def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
     import jax
 
+    if accelerator() == "CPU":
+        gloo.greets_the_log()
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: parallel/stopping.py
     limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
     if place.asks_jax:
@@ -123,10 +126,15 @@ def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
 
 def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
-    if place.num_processes == 1 and launch.expect_devices is None:
-        return  # so nothing is looked at: who has one process may choose its devices later
     import jax
 
+    if jax.process_count() != place.num_processes:  # on TPU VMs no variable says so, and libtpu shows the whole slice
+        raise ValueError(
+            f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a TPU slice, and this "
+            f"run knows of {place.num_processes}: start every host with launch.coordinator=auto"
+        )
+    if place.num_processes == 1 and launch.expect_devices is None:
+        return
     devices = jax.devices()
     counts = Counter(d.process_index for d in devices)
     kinds = {d.process_index: d.device_kind for d in devices}
@@ -197,6 +205,7 @@ def leaving():
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
+        gloo.pass_on_the_rest()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

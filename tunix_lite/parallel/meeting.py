@@ -10,6 +10,7 @@ import errno
 import functools
 import ipaddress
 import json
+import selectors
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from tunix_lite.parallel.agreement import About, Agreed, listed, verdict
 from tunix_lite.parallel.place import Place
 
 MOST = 1 << 22  # bytes of what a process says
+MOST_WAITING = 64  # connections, besides one for each process, that may have said nothing yet
 HELLO = "tunix_lite"
 SHORT = 2  # seconds of waiting that nobody needs to be told of
 HEARS = 5  # seconds in which whoever comes must have said who it is
@@ -62,6 +64,12 @@ class Countdown:
         else:
             self._say(line)
 
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.close()
+        self._is_open = False
+        self._say(text)
+
     def close(self) -> None:
         if self._is_open:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -74,23 +82,119 @@ def _listen(place: Place, own: About, waiting: Countdown) -> Agreed:
     host, port = _address(place)
     came: dict[int, About] = {0: own}
     lines: list[tuple[int, socket.socket]] = []
-    with _server(host, port, place) as server, contextlib.ExitStack() as closing:
+    with _server(host, port, place) as server, contextlib.closing(Arrivals(server, place, waiting)) as arrivals:
         error, absent = None, None
         while len(came) < place.num_processes and error is None and absent is None:
             missing = [p for p in range(place.num_processes) if p not in came]
             waiting.show(f"process 0 waits at port {port} for {len(missing)} of {place.num_processes} processes")
-            server.settimeout(min(1.0, max(0.01, waiting.left)))
-            with contextlib.suppress(TimeoutError):
-                connection = closing.enter_context(server.accept()[0])
-                error = _welcome(connection, place, came, lines, waiting)
-                continue
-            absent = _missing(place, missing, waiting.seconds) if waiting.left <= 0 else None
+            for connection, said in arrivals.said(min(1.0, max(0.01, waiting.left))):
+                error = error or _welcome(connection, said, place, came, lines)
+            if error is None and len(came) < place.num_processes and waiting.left <= 0:
+                absent = _missing(place, missing, waiting.seconds)
         error = error or absent or verdict(came)
         agreed = Agreed([came[p].host for p in sorted(came)], own.folder)
         _tell(lines, {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)})
+        for _, connection in lines:
+            connection.close()
     if error:
         raise (ValueError if absent is None else NotMet)(error)
     return agreed
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What a process says that comes."""
+
+    process: int
+    count: int  # of processes, as it was told
+    about: About
+
+
+class Arrivals:
+    """Who connects, and what they say. All are heard at once: whoever is slow, or a stranger, keeps nobody else."""
+
+    def __init__(self, server: socket.socket, place: Place, waiting: Countdown):
+        self._server, self._place, self._waiting = server, place, waiting
+        self._most = place.num_processes + MOST_WAITING
+        self._heard: dict[socket.socket, tuple[bytearray, float]] = {}  # so far, and until when; the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._has_noted = False
+        server.setblocking(False)
+
+    def said(self, seconds: float) -> list[tuple[socket.socket, Hello]]:
+        """Who has said who they are, within so many seconds; nobody, if that is how it is."""
+        found = []
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._server:
+                self._accept()
+            elif (hello := self._hear(key.fileobj)) is not None:
+                found.append((key.fileobj, hello))
+        now = time.monotonic()
+        for connection in [c for c, (_, until) in self._heard.items() if until < now]:
+            self._ignore(connection)
+        return found
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone again, or we have too many files open
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            self._heard[connection] = bytearray(), time.monotonic() + HEARS
+            self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._heard) > self._most:
+            self._ignore(next(iter(self._heard)))
+
+    def _hear(self, connection: socket.socket) -> Hello | None:
+        """What it says, once that is a whole line; then it is no longer listened to. None: not yet, or a stranger."""
+        if connection not in self._heard:
+            return None
+        said, _ = self._heard[connection]
+        try:
+            piece = connection.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError:
+            piece = b""
+        said += piece
+        if piece and not piece.endswith(b"\n") and len(said) <= MOST:
+            return None
+        hello = _hello(bytes(said), self._place) if piece and len(said) <= MOST else None
+        if hello is None:
+            self._ignore(connection)
+        else:
+            self._forget(connection)
+        return hello
+
+    def _ignore(self, connection: socket.socket) -> None:
+        if not self._has_noted:
+            self._has_noted = True
+            text = f"process 0: somebody at port {_address(self._place)[1]} is no process of this run, and is ignored"
+            self._waiting.note(text)
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._heard[connection]
+        self._selector.unregister(connection)
+
+    def close(self) -> None:
+        for connection in list(self._heard):
+            self._forget(connection)
+            connection.close()
+        self._selector.close()
+
+
+def _hello(line: bytes, place: Place) -> Hello | None:
+    """What a process of this run would say; None: a stranger said it. What can be compared is compared later."""
+    try:
+        said = json.loads(line)
+        process, count, theirs = said[HELLO], said["num_processes"], About(**said["about"])
+        texts = [theirs.host, *theirs.values.keys(), *theirs.values.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # ValueError: no JSON, or no text
+        return None
+    if not all(isinstance(text, str) for text in texts) or not isinstance(theirs.folder, str | None):
+        return None
+    return Hello(process, count, theirs) if type(process) is type(count) is int and 0 <= process < count else None
 
 
 def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
@@ -105,15 +209,10 @@ def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
             connection.recv(1)
 
 
-def _welcome(connection: socket.socket, place: Place, came: dict, lines: list, waiting: Countdown) -> str | None:
-    """Hears who it is. An error that ends the meeting, or None; whoever speaks another language is ignored."""
-    try:
-        until = time.monotonic() + min(HEARS, max(0.1, waiting.left))
-        said = json.loads(_line(connection, lambda: until - time.monotonic()))
-        process, count, theirs = int(said[HELLO]), int(said["num_processes"]), About(**said["about"])
-    except (OSError, ValueError, KeyError, TypeError):
-        connection.close()
-        return None
+def _welcome(connection: socket.socket, hello: Hello, place: Place, came: dict, lines: list) -> str | None:
+    """Takes it in. An error that ends the meeting, or None."""
+    process, count, theirs = hello.process, hello.count, hello.about
+    connection.setblocking(True)
     if any(p == process and _is_gone(line) for p, line in lines):  # it was started again
         lines[:] = [(p, line) for p, line in lines if p != process]
         del came[process]
@@ -143,7 +242,7 @@ def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
                 answer = _asked(connection, place, own, waiting)
                 error, is_absent, agreed = answer.pop("error"), answer.pop("absent", False), Agreed(**answer)
                 break
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
                 if waiting.left <= 0:
                     raise NotMet(
                         f"process {place.process_id} ({own.host}) reached {host}:{port}, but in {waiting.seconds:g} s "

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from typing import Any
 
+from tunix_lite.guard import marked, send
 from tunix_lite.rewards.worker import outcome, shortened
 
 Outcome = tuple[str, Any]  # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
@@ -34,6 +36,7 @@ START_SECONDS = 120  # until a worker must have imported what it needs
 END_SECONDS = 5  # that a killed process may take: one that waits for a lost disk cannot even be killed
 LOOK_SECONDS = 0.2  # between two looks at whether a silent worker is still there
 READ_BYTES = 64 * 1024
+MARK = "TUNIX_LITE_REWARDS"  # a variable that a worker and all that it starts have: which worker that is
 SURELY_FITS = 32 * 1024  # bytes that an empty pipe takes at once
 START = (  # not multiprocessing: its spawn imports the program that runs, and with it jax
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
@@ -206,6 +209,7 @@ class _Worker:
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
         self._answers, self._lines, self._rest = io.FileIO(reading), deque(), b""
+        self._mark = secrets.token_hex(16)
         self._arriving = select.poll()
         self._arriving.register(reading, select.POLLIN)
         with calls, open(answers, "wb"):
@@ -215,7 +219,8 @@ class _Worker:
                 stdin=subprocess.DEVNULL,  # what a reward prints goes where the run prints
                 pass_fds=(calls.fileno(), answers),
                 start_new_session=True,  # out of reach of Ctrl-C, and a group that can be killed as one
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a reward that uses jax leaves the accelerator alone
+                env=os.environ
+                | {"JAX_PLATFORMS": "cpu", MARK: self._mark},  # a reward that uses jax leaves the accelerator alone
             )
 
     def send(self, message: bytes, seconds: float) -> None:
@@ -248,6 +253,8 @@ class _Worker:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
+        for pid in marked(f"{MARK}={self._mark}".encode()):  # in whatever session or group
+            send(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
 

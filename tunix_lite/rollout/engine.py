@@ -90,10 +90,12 @@ def make_generate(
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Callable:
-    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None, on_finished=None)
+    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None, on_finished=None,
+    between_chunks=None)
 
     -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is called as soon as
-    a completion has ended, while others still decode. The rest is as in `make_sampler`.
+    a completion has ended, while others still decode; between_chunks() after each chunk, of which all processes run
+    the same: what it raises ends the rollout. The rest is as in `make_sampler`.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout)
     width, new = generation.max_prompt_length, generation.max_new_tokens
@@ -106,6 +108,7 @@ def make_generate(
         temperature: float = generation.temperature,
         limits: Sequence[int] | None = None,
         on_finished: Callable | None = None,
+        between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
         asked, mask = np.asarray(prompts.tokens), np.asarray(prompts.token_mask)
         rows = [row[keep] for row, keep in zip(asked, mask)]
@@ -129,6 +132,8 @@ def make_generate(
                     finish[row], seconds[row] = FINISH.index(answer.reason), (answer.began, answer.ended)
                     if on_finished is not None:
                         on_finished(row, answer.tokens)
+            if between_chunks is not None:
+                between_chunks()
         for p, row in enumerate(rows):
             tokens[p * num_generations : (p + 1) * num_generations, width - len(row) : width] = row
         token_mask = completion_mask.copy()

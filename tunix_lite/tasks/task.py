@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby, islice
 from typing import Any
 
@@ -19,6 +19,23 @@ from tunix_lite.rewards.pool import Outcome, Pool, Rewards
 from tunix_lite.rewards.worker import number, text
 from tunix_lite.tasks.sources import batch_at, digest, digest_of_data, fitting_batch_at
 from tunix_lite.types import Metrics, Prompts, Rollout
+
+
+class SaidByAll(ValueError):
+    """An error that all processes of a run find at the same place, since all have the same examples and verdicts."""
+
+
+def said_by_all(method: Callable) -> Callable:
+    """A function of examples, which are the same everywhere, and so are its errors."""
+
+    @wraps(method)
+    def call(*arguments):
+        try:
+            return method(*arguments)
+        except ValueError as error:
+            raise SaidByAll(str(error)) from error
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -103,13 +120,14 @@ class Task:
     process: int = 0  # of several processes each judges every so many-th completion, and all hear what was found
     num_processes: int = 1
     share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
+    stopping: Any = None  # knows whether the run is to end (parallel.stopping); None: it is not
     is_running: bool = False  # all processes take the same batches; not while one may still find its settings wrong
 
     @contextlib.contextmanager
-    def with_workers(self, settings: Rewards, say: Callable[[str], None]) -> Iterator["Task"]:
+    def with_workers(self, settings: Rewards, say: Callable[[str], None], stopping=None) -> Iterator["Task"]:
         """The task whose rewards run as `settings` say; they start to start now, and are gone at the end."""
         with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
-            yield replace(self, pool=pool, say=say, is_running=True)
+            yield replace(self, pool=pool, say=say, stopping=stopping, is_running=True)
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Training examples number `step`, and how many were dropped on the way to them.
@@ -125,9 +143,9 @@ class Task:
             taken, error = ([], 0), str(failed)
         everyone = self.share([digest(taken), error])
         if errors := [error for _, error in everyone if error is not None]:
-            raise ValueError(errors[0])
+            raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for theirs, _ in everyone]):
-            raise ValueError(f"{others} took other examples than process 0: do all hosts have the same data files?")
+            raise SaidByAll(f"{others} took other examples than process 0: do all hosts have the same data files?")
         return taken
 
     def _batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
@@ -167,6 +185,7 @@ class Task:
             wrong = f"task.prompt={self.config.prompt!r} does not fit the example {example} ({error})"
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
+    @said_by_all
     def prompts(self, examples: list[dict]) -> Prompts:
         """Left-padded to `max_prompt_length`. A longer prompt loses its beginning, or is a ValueError naming it."""
         rows = [self._tokens(example) for example in examples]
@@ -191,6 +210,7 @@ class Task:
         """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group, are one prompt."""
         return sum(self._length(next(group)) > self.max_prompt_length for _, group in groupby(examples, key=id))
 
+    @said_by_all
     def demonstrations(self, examples: list[dict]):
         """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each example."""
         prompts = self.prompts(examples)
@@ -229,6 +249,9 @@ class Task:
 
     def _length(self, example: dict) -> int:
         return len(self._tokens(example))
+
+
+LOOK_SECONDS = 0.2  # between two looks at whether the run is to end, while verdicts are waited for
 
 
 class Judging:
@@ -290,14 +313,17 @@ class Judging:
         judged: a digest of it, which must be the same everywhere; held-out examples are compared nowhere else.
         """
         try:
-            own, error = _results(tuple(future for future in futures if future is not None)), None
+            gives_up = self.task.stopping.is_asked if self.task.stopping is not None else lambda: False
+            own, error = _results(tuple(future for future in futures if future is not None), gives_up), None
         except ValueError as failed:
             own, error = [], str(failed)
         everyone = self.task.share([own, error, judged])
+        if self.task.stopping is not None:
+            self.task.stopping.leave(any(theirs is None for theirs, *_ in everyone))
         if errors := [error for _, error, _ in everyone if error is not None]:
-            raise ValueError(errors[0])
+            raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for *_, theirs in everyone]):
-            raise ValueError(
+            raise SaidByAll(
                 f"{others} judged other prompts or completions than process 0: do all hosts have the "
                 "same data files and the same tokenizer?"
             )
@@ -319,7 +345,7 @@ class Judging:
             if outcome[0]
         )
         if dropped_B.all():
-            raise ValueError(f"all {len(found)} completions were dropped; the first: {first}")
+            raise SaidByAll(f"all {len(found)} completions were dropped; the first: {first}")
         if self.task.say is not None:
             seen = ", ".join(f"{metric.removeprefix('rewards/')} {count}" for metric, count in counts.items() if count)
             self.task.say(f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}")
@@ -339,9 +365,18 @@ FAILED = {  # a metric -> the kind of failure of which it counts the calls
 }
 
 
-def _results(futures: tuple[Future, ...]) -> list[dict[str, Outcome]]:
-    """In the order of rows, whatever that of the workers is. Raises what one of them raises, without the others."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+def _results(futures: tuple[Future, ...], gives_up: Callable[[], bool]) -> list[dict[str, Outcome]] | None:
+    """In the order of rows, whatever that of the workers is; None if gives_up() says so before all are there.
+
+    Raises what one of them raises, without the others.
+    """
+    left = set(futures)
+    while left:
+        done, left = wait(futures, timeout=LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            break
+        if left and gives_up():
+            return None
     for future in (future for future in futures if future in done):
         future.result()
     return [future.result() for future in futures]

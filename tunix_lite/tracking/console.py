@@ -4,7 +4,9 @@ Everything said also goes to train.log as plain text. Model output is never read
 """
 
 import contextlib
+import errno
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ class Console:
     def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
-        self._terminal = rich.console.Console(file=Screen(stream or sys.stdout), highlight=False)
+        self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
         self._log = log_file.open("a")
         self._live = None
         self._max_steps, self._every = max_steps, every
@@ -134,8 +136,23 @@ class Console:
         self._log.flush()
 
 
+class Terminal(rich.console.Console):
+    """As wide as the terminal that it writes to: standard output may be another file."""
+
+    @property
+    def size(self) -> rich.console.ConsoleDimensions:
+        with contextlib.suppress(OSError, ValueError):  # no terminal
+            found = os.get_terminal_size(self.file.fileno())
+            if all(found):  # a terminal may not know
+                return rich.console.ConsoleDimensions(*found)
+        return super().size
+
+
+GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the terminal was closed
+
+
 class Screen:
-    """A stream that may go away, as with `| head` or a lost ssh: what is written afterwards is dropped."""
+    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards is dropped."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -152,10 +169,22 @@ class Screen:
     def _or_drop(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except BrokenPipeError:  # its file becomes nowhere, or python would say so once more at its end
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+                to_nowhere(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115
+
+
+def to_nowhere(gone: int) -> None:
+    """This file, and standard error if it is the same terminal, become nowhere: or Python would fail at its end."""
+    was, nowhere = os.fstat(gone), os.open(os.devnull, os.O_WRONLY)
+    for file in {gone, sys.__stderr__.fileno()}:
+        now = os.fstat(file)
+        if file == gone or (stat.S_ISCHR(was.st_mode) and (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino)):
+            os.dup2(nowhere, file)
+    os.close(nowhere)
 
 
 def minutes(seconds: float) -> str:

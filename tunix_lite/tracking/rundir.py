@@ -70,8 +70,14 @@ class RunDir:
                 raise ValueError(f"{folder} cannot be written to: {disk.reason(error)}") from error
 
     def make(self) -> None:
-        """Creates the folder, and points `outputs/latest` at it if it lies under a folder named outputs."""
+        """Creates the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def becomes_latest(self) -> None:
+        """Points `outputs/latest` here, if this lies under a folder named outputs: once there is a checkpoint.
+
+        So that whoever names it finds one, though another run has begun since.
+        """
         whole = self.path.resolve()  # of outputs/latest, the folder that it points to
         outputs = next((p for p in whole.parents if p.name == "outputs"), None)
         if outputs is not None and self.is_first:

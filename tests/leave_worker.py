@@ -1,0 +1,54 @@
+"""Two processes of one run, of which one is asked to stop in a rollout, and then a bad row: what is left of it.
+
+As a script, it is one of the processes that `processes.run_together` starts.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import processes
+import train_worker
+from test_leaving import of_rows, seed_of_a_bad_row
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.config import RunFailed
+from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.train import train
+
+STEPS = ["training.max_steps=3", "training.save_interval_steps=0", "rollout.chunk=2"]
+
+
+def end(folder: str) -> dict:
+    """What the run has kept when only process 1 was asked to stop; then that of a run with a bad row in step 3."""
+    run = compose([*train_worker.RUN, *STEPS, "model.mesh_shape=[[2,1],[fsdp,tp]]"])
+    really, chunks = Stopping.look, []
+
+    def look(self):
+        chunks.append(self.has_learned)
+        if sum(chunks) == 2 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        really(self)
+
+    Stopping.look = look
+    stopped = train(run, Path(folder))
+    Stopping.look = really
+    kept = Checkpoints(Path(folder) / "checkpoints").steps()
+    whole = train(run, Path(folder))
+    seed = seed_of_a_bad_row()
+    bad = of_rows(True, f"seed={seed}", "training.max_steps=4", "model.mesh_shape=[[2,1],[fsdp,tp]]")
+    said = ""
+    try:
+        train(bad, Path(f"{folder}-bad"))
+    except RunFailed as error:
+        said = str(error)
+    params = [np.asarray(x.addressable_data(0)).sum().item() for x in jax.tree.leaves(whole.params)]
+    left = {"step": int(stopped.step), "kept": kept, "chunks": sum(chunks), "whole": int(whole.step), "params": params}
+    return left | {"said": said, "bad": Checkpoints(Path(f"{folder}-bad") / "checkpoints").steps()}
+
+
+if __name__ == "__main__":
+    processes.answer(end)

@@ -1,0 +1,359 @@
+"""What is kept of a run that ends before its last step: nothing that was learned is lost where it need not be."""
+
+import contextlib
+import json
+import math
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import test_train
+from conftest import ragged_prompts
+from lingering_reward import leaves_a_child
+from processes import run_together
+from test_train import lines, without_time
+
+from tunix_lite import leaving
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.config import RunFailed
+from tunix_lite.parallel.stopping import Leave, Stopping
+from tunix_lite.rewards.pool import Pool, Rewards
+from tunix_lite.tasks import task as task_module
+from tunix_lite.tasks.task import SaidByAll
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import train
+from tunix_lite.types import TrainState
+
+SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]
+ROOT = Path(__file__).parents[1]
+BAD = 13  # the row, from 0
+
+
+class Rows(Sequence):
+    """20 rows that are made when they are asked for: nobody can look through them before the start."""
+
+    def __init__(self, bad: bool):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, n: int) -> dict:
+        row = {"question": f"{n} + 1", "answer": str(n + 1)}
+        return {"answer": row["answer"]} if self.bad and n == BAD else row
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of these rows one may lack its question."""
+
+    bad: bool = False
+
+    @property
+    def train(self) -> Rows:
+        return Rows(self.bad)
+
+    @property
+    def held_out(self) -> list[dict]:
+        return [{"question": "1 + 1", "answer": "2"}]
+
+
+def of_rows(bad: bool, *more: str):
+    """A run on 20 rows; two are taken a step, each once in ten steps."""
+    source = f"task.source={{_target_: {__name__}.Source, bad: {str(bad).lower()}}}"
+    settings = ["evaluation.num_examples=0", "training.prompts_per_step=2", "training.max_steps=10", *more]
+    return compose([*SHORT, "~task.source", f"+{source}", *settings])
+
+
+def step_of_the_bad_row(run) -> int:
+    """The step, from 1, whose batch has it."""
+    task = task_module.Task(run.task, None, 1, 1)
+    rows = [task.batch(2, run.seed, number)[0] for number in range(10)]
+    return 1 + next(number for number, taken in enumerate(rows) if any("question" not in row for row in taken))
+
+
+def seed_of_a_bad_row() -> int:
+    """One with which it comes in step 3: a step costs a second or so."""
+    return next(s for s in range(99) if step_of_the_bad_row(of_rows(True, f"seed={s}")) == 3)
+
+
+def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_path):
+    seed = seed_of_a_bad_row()
+    run, folder = of_rows(True, f"seed={seed}", "training.max_steps=4"), tmp_path / "outputs" / "run"
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="^step 3: task.prompt names 'question', but an example has answer"):
+            train(run, folder)
+        assert Checkpoints(folder / "checkpoints").steps() == [2]
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["status"], status["steps"]) == ("failed", 2)
+    said = f"failed after step 2; checkpoint 2 is in {folder}/checkpoints\n"
+    assert (folder / "train.log").read_text().count(said) == 2
+    assert [row["step"] for row in lines(folder)] == [1, 2]
+    assert (tmp_path / "outputs" / "latest").resolve() == folder
+    corrected = of_rows(False, f"seed={seed}", "training.max_steps=4", "resume.force=true")
+    train(corrected, folder)
+    log = (folder / "train.log").read_text()
+    assert "resumed from step 2" in log and "not as in the run that it goes on from: " in log
+    assert [row["step"] for row in lines(folder)] == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps that is not disturbed, evaluated after two and three, and its state."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(compose(EVALUATED), folder)
+
+
+EVALUATED = [*SHORT, "training.max_steps=3", "rewards.workers=0"]
+
+
+@pytest.mark.parametrize("how", ["signal", "error"])
+def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tmp_path, monkeypatch):
+    """Step 2 has been learned, so it is kept, and its line; what was not measured is measured by the next start."""
+    wanted_folder, wanted = whole
+    run, judged, evaluations = compose(EVALUATED), task_module.Judging.judged, []
+
+    def ends(self, rollout):
+        if len(self.examples) == 20:
+            evaluations.append(1)
+            if len(evaluations) == 2:
+                if how == "error":
+                    raise ValueError("a reward of your own")
+                self.task.stopping._said = "SIGTERM"  # as the handler notes it
+        return judged(self, rollout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task_module.Judging, "judged", ends)
+        patch.setattr(task_module, "_results", waits_for_ever)
+        if how == "error":
+            with pytest.raises(RunFailed, match="^evaluation: a reward of your own"):
+                train(run, tmp_path)
+        else:
+            assert int(train(run, tmp_path).step) == 2
+    rows = lines(tmp_path)
+    assert [(row["step"], "eval/accuracy" in row) for row in rows] == [(0, True), (1, False), (2, False)]
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+    assert (tmp_path / "samples" / "step_000002.jsonl").is_file()
+    got = train(run, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(wanted_folder)]
+    statuses = [json.loads((folder / "status.json").read_text()) for folder in (tmp_path, wanted_folder)]
+    assert statuses[0]["eval"] == statuses[1]["eval"] and statuses[0]["status"] == "completed"
+
+
+really = task_module._results
+
+
+def waits_for_ever(futures, gives_up):
+    """A reward that has no answer, once a signal has come."""
+    return None if gives_up() else really(futures, gives_up)
+
+
+def test_a_rollout_is_left_after_a_chunk_and_the_next_one_is_as_if_it_had_not_been(generate, params, rollout):
+    chunks = []
+
+    def look():
+        chunks.append(1)
+        raise Leave
+
+    with pytest.raises(Leave):
+        generate(params, ragged_prompts(5), jax.random.key(7), 4, between_chunks=look)
+    assert len(chunks) == 1
+    again = generate(params, ragged_prompts(5), jax.random.key(7), 4)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    np.testing.assert_array_equal(again.logprobs, rollout.logprobs)
+
+
+@pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (False, False)])
+def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_leave(ours, theirs):
+    """A reward that takes for ever; of two processes one is asked to stop, and the other has all its verdicts."""
+    waiting, done = Future(), Future()
+    done.set_result({"reward 'a'": ("", 1.0)})
+    own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
+    stopping = Stopping(None, print)
+    stopping.may_leave, stopping._said = True, "SIGTERM" if ours else None
+    task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
+    judging = SimpleNamespace(task=task)
+    began = time.monotonic()
+    with pytest.raises(Leave) if ours or theirs else contextlib.nullcontext():
+        found = task_module.Judging._found(judging, (waiting if ours else done, None), "digest")
+        assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.wide
+def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the_same(tmp_path):
+    """Process 1 has its signal after the second chunk of the second rollout; the next time that all ask each other is
+    seconds later at most, and a rollout of eight tokens in chunks of two may have ended by then."""
+    said = run_together(Path(__file__).with_name("leave_worker.py"), 2, 2, tmp_path, tmp_path / "run", limit=400)
+    for one in said:
+        assert one["step"] in (1, 2) and one["kept"] == [one["step"]] and one["whole"] == 3
+        assert one["said"].startswith("step 3: task.prompt names 'question'") and one["bad"] == [2]
+    first, second = ({k: v for k, v in one.items() if k != "params"} for one in said)
+    assert first == second
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "completed"
+    assert "stopped by SIGTERM" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("how", ["closed", "nohup"])
+def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told_not_to_mind(how, tmp_path):
+    folder = tmp_path / "run"
+    steps = 200 if how == "closed" else 6
+    settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child has the terminal, and gets SIGHUP when it is closed
+        if how == "nohup":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "run_training.py"), *settings])
+    until = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").is_file() or len(lines(folder)) < 2:
+        assert time.monotonic() < until
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    _, code = os.waitpid(pid, 0)
+    status = json.loads((folder / "status.json").read_text())
+    (last,) = Checkpoints(folder / "checkpoints").steps()
+    assert code == 0 and last == status["steps"] == lines(folder)[-1]["step"]
+    if how == "closed":
+        assert (status["status"], status["stopped"]) == ("stopped", "SIGHUP") and last < steps
+        assert "SIGHUP: stopping" in (folder / "train.log").read_text()
+    else:
+        assert status["status"] == "completed" and last == steps
+        assert f"step {steps}/{steps} 100% | " in (folder / "train.log").read_text()
+
+
+def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():
+    with contextlib.closing(Pool({"reward": leaves_a_child}, Rewards(workers=1))) as pool:
+        ((kind, pid),) = pool.submit("text", {}).result(60).values()
+        file = Path(f"/proc/{int(pid)}/stat")
+        assert kind == "" and file.exists()
+    until = time.monotonic() + 5
+    while is_running(file) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not is_running(file)
+
+
+def is_running(stat: Path) -> bool:
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- what may be saved after which error
+
+
+def behind(outer: BaseException, inner: BaseException) -> BaseException:
+    outer.__cause__ = inner
+    return outer
+
+
+OF_A_PEER = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [::1]:7"
+
+
+@pytest.mark.parametrize(
+    "error, alone, together",
+    [
+        (RunFailed("step 4: a bad row"), True, False),
+        (behind(RunFailed("step 4: a bad row"), SaidByAll("a bad row")), True, True),
+        (KeyError("in an algorithm of your own"), True, False),
+        (FileNotFoundError(2, "No such file or directory", "/data/of/a/reward.txt"), True, False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False, False),
+        (behind(RunFailed("step 4"), jax.errors.JaxRuntimeError("INTERNAL: a kernel")), False, False),
+        (MemoryError(), False, False),
+        (FloatingPointError("the scores of a completion are not finite"), False, False),
+        (OSError(28, "No space left on device", "RUN/metrics.jsonl"), False, False),
+        (RuntimeError(OF_A_PEER), False, False),
+        (KeyboardInterrupt(), False, False),
+    ],
+)
+def test_the_state_is_saved_after_errors_that_are_not_of_the_machine(error, alone, together, tmp_path, monkeypatch):
+    """Of several processes only where all of them find the same error: one alone would wait for the others."""
+    for processes, saves in ((1, alone), (2, together)):
+        monkeypatch.setattr(leaving.jax, "process_count", lambda count=processes: count)
+        assert kept_after(error, tmp_path) == ([3] if saves else []), (processes, error)
+
+
+def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on_disk: int = 1, deleted=False) -> list:
+    """The steps that are saved when an error ends a run whose state is that of `step`."""
+    state, saved = TrainState(jax.numpy.int32(step), {"w": jax.numpy.zeros(2)}, ()), []
+    if deleted:
+        state.params["w"].delete()
+    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=updates))
+    status, told = SimpleNamespace(steps=step), []
+    ends = leaving.Unfinished(
+        run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), list, on_disk
+    )
+    ends.tell.append(lambda: told.append(1))
+    with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
+        raise error
+    assert all(said == 1 for _, said in saved), "metrics.jsonl has the step before its checkpoint is there"
+    return [saved_step for saved_step, _ in saved]
+
+
+def test_nothing_is_saved_that_is_on_disk_or_lost_or_in_the_middle_of_a_rollout(tmp_path):
+    error = KeyError("of a reward")
+    assert kept_after(error, tmp_path) == [3]
+    assert kept_after(error, tmp_path, on_disk=3) == []
+    assert kept_after(error, tmp_path, deleted=True) == []
+    assert [kept_after(error, tmp_path, step, updates=2) for step in (2, 3, 4)] == [[2], [], [4]]
+
+
+def test_that_the_state_cannot_be_saved_is_said_beside_the_error(tmp_path):
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    said, state = [], TrainState(jax.numpy.int32(3), {}, ())
+    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=1))
+    ends = leaving.Unfinished(
+        run, RunDir(tmp_path), SimpleNamespace(steps=3), said.append, lambda: state, list, fails, 1
+    )
+    with pytest.raises(KeyError) as caught, ends.kept(Stopping(None, print)):
+        raise KeyError("of a reward")
+    text = "the state of step 3 could not be saved: [Errno 28] No space left on device"
+    assert said == [text] and caught.value.__notes__ == [f"and {text}"]
+
+
+def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_disk(tmp_path):
+    """It was saved at this step already, in the background, and that failed."""
+
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    state, status = TrainState(jax.numpy.int32(3), {}, ()), SimpleNamespace(steps=3, stopped=None)
+    ends = leaving.Unfinished(None, RunDir(tmp_path), status, print, lambda: state, list, fails, 3)
+    with pytest.raises(OSError, match="No space left"), ends.kept(Stopping(None, print)):
+        raise Leave
+
+
+@pytest.mark.parametrize(
+    "line, examples, found",
+    [
+        (
+            '{"step": 2, "train/grad_norm": null, "train/loss": 0.5}',
+            4,
+            {"train/grad_norm": math.nan, "train/loss": 0.5},
+        ),
+        ('{"step": 2, "train/loss": 0.5}', 0, None),  # there is no evaluation
+        ('{"step": 2, "eval/accuracy": 0.5, "train/loss": 0.5}', 4, None),
+        ('{"step": 3, "train/loss": 0.5}', 4, None),
+        ('[2]\n"step"', 4, None),
+    ],
+)
+def test_an_evaluation_that_was_ended_is_known_by_its_line(line, examples, found, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n' + line + "\n")
+    run = compose([f"evaluation.num_examples={examples}", "evaluation.interval_steps=2"])
+    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 2), found)
+    assert leaving.unmeasured(run, RunDir(tmp_path), 1) is None, "none was due"

@@ -1,0 +1,138 @@
+"""What is kept of a run that ends before its last step, and what is said of it."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import RunConfig
+from tunix_lite.parallel.distributed import is_of_a_peer
+from tunix_lite.parallel.sharing import from_all
+from tunix_lite.parallel.stopping import Leave, Stopping
+from tunix_lite.tasks.task import SaidByAll
+from tunix_lite.tracking.disk import trouble
+from tunix_lite.tracking.rundir import RunDir, Status
+from tunix_lite.types import Metrics, TrainState
+
+
+@dataclass
+class Unfinished:
+    """A run on its way: how to keep its last whole step. `fit` says what that is."""
+
+    run: RunConfig
+    run_dir: RunDir
+    status: Status
+    say: Callable[[str], None]
+    state: Callable[[], TrainState]
+    save: Callable[[], None]  # the state as it is now, in the background
+    wait: Callable[[], None]  # until what was saved is on disk
+    on_disk: int  # the step whose state a checkpoint holds, or that the run began with
+    tell: list[Callable[[], None]] = field(default_factory=list)  # what is still to be said of the last whole step
+
+    def tell_now(self) -> None:
+        """Says of the last whole step what trackers have not heard yet."""
+        while self.tell:
+            self.tell.pop()()
+
+    @contextlib.contextmanager
+    def kept(self, stopping: Stopping) -> Iterator[None]:
+        """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing has changed since.
+
+        A Leave goes on with the state it leaves and why. Any other error goes on as it is: nothing is saved after one
+        of the devices or of the disk, where saving may hang or fail, nor where other processes may not know of it.
+        """
+        try:
+            yield
+        except Leave as leave:
+            self.tell_now()
+            leave.state, self.status.stopped = self.state(), stopping.reason()
+            self._save_new()
+            raise
+        except Exception as error:
+            if self._may_save_after(error):
+                try:
+                    self.tell_now()
+                    self._save_new()
+                except Exception as second:
+                    error.add_note(f"and the state of step {self.status.steps} could not be saved: {second}")
+                    self.say(f"the state of step {self.status.steps} could not be saved: {second}")
+            raise
+
+    def _save_new(self) -> None:
+        if int(self.state().step) != self.on_disk:
+            self.save()
+        self.wait()
+
+    def _may_save_after(self, error: Exception) -> bool:
+        leaves = jax.tree.leaves(self.state())
+        if any(x.is_deleted() for x in leaves):  # given to an update that failed
+            return False
+        if int(self.state().step) % self.run.algorithm.updates_per_rollout:  # nobody could go on from there
+            return False
+        return not is_of_the_machine(error, self.run_dir.path) and (jax.process_count() == 1 or is_said_by_all(error))
+
+
+def is_of_the_machine(error: BaseException, folder: Path) -> bool:
+    """Whether devices, memory, the disk of the run, another process, or numbers that are not finite are behind it."""
+    kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError)
+    return trouble(error, folder) is not None or any(isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error))
+
+
+def is_said_by_all(error: BaseException) -> bool:
+    return any(isinstance(e, SaidByAll) for e in _behind(error))
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
+    """The metrics of step `start` in metrics.jsonl, if the evaluation that is due there was ended; else None.
+
+    The same on all processes, which must all come here.
+    """
+    row = None
+    if run.evaluation.num_examples and start and is_due(start, run.evaluation.interval_steps, run.training.max_steps):
+        with contextlib.suppress(ValueError):  # half a line of a run that was killed
+            lines = run_dir.metrics.read_text().split("\n") if run_dir.metrics.is_file() else []
+            rows = (json.loads(line) for line in lines if line)
+            row = next((row for row in rows if isinstance(row, dict) and row.get("step") == start), None)
+    row = from_all(row)[0]
+    if row is None or "eval/accuracy" in row:
+        return None
+    return {name: math.nan if value is None else value for name, value in row.items() if name != "step"}
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether what is done every so many steps, and after the last one, is done after this one."""
+    return step == last or bool(every and step % every == 0)
+
+
+# ---- what is said
+
+
+def numbers(metrics: Metrics) -> str:
+    return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
+
+
+def diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None) -> str:
+    updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
+    kept = f"checkpoint {step} in {checkpoints} has the weights before"
+    return (
+        f"step {step}: {numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was made: "
+        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A learning rate that is "
+        "too high is the usual cause; next a reward or a loss of your own that divides by zero. resume.force=true goes "
+        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row with the same ones"
+    )
+
+
+def saved(run_dir: RunDir) -> str:
+    steps = Checkpoints(run_dir.checkpoints).steps()
+    return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"
