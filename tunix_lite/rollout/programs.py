@@ -15,6 +15,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import ModelConfig
@@ -82,6 +83,7 @@ class Programs:
     prefill: Callable  # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
     refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
     decode: Callable  # (slots, layered, temperature) -> (Slots, Drawn); the slots are donated
+    decode_greedy: Callable  # the same for temperature 0, where nothing need be cut off
     compiles: Counter  # by program, how many times it was compiled
 
 
@@ -94,13 +96,16 @@ def at_home(state, rows_axis: str):
     def place_any(x):
         return jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x) if isinstance(x, KV) else place(x)
 
-    return jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+    placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+    if getattr(state, "seen", None) is not None:  # beside the scores that it changes
+        placed = placed.replace(seen=constrain(state.seen, rows_axis, "vocab"))
+    return placed
 
 
 def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int, dtype, chunk: int, int8: bool):
     """The programs that sample from a decoder. `end_ids` end a completion and are part of it."""
     prompt, length = generation.max_prompt_length, generation.max_prompt_length + generation.max_new_tokens
-    penalises = generation.repetition_penalty != 1
+    penalises, vocabulary = generation.repetition_penalty != 1, np.arange(cfg.vocab_size)
     compiles = Counter()
 
     def counted(function, **options):
@@ -191,12 +196,18 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         return at_home(state, "batch")
 
     def decode(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
-        step = partial(decode_step, layered=layered, temperature=temperature)
+        return decode_chunk(slots, layered, temperature, generation)
+
+    def decode_greedy(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
+        return decode_chunk(slots, layered, temperature, generation.uncut)
+
+    def decode_chunk(slots: Slots, layered, temperature, generation: Generation) -> tuple[Slots, Drawn]:
+        step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
         report = Drawn(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, layered, temperature):
+    def decode_step(slots: Slots, _, layered, temperature, generation: Generation):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as of a completion."""
         scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
         token_B, *logprobs = sampling.draw(scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen)
@@ -215,19 +226,21 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         after = slots.replace(
             cache=cache,
             hidden=hidden_B1D[:, 0],
-            seen=slots.seen.at[jnp.arange(len(token_B)), token_B].max(is_live_B) if penalises else None,
+            seen=slots.seen | (is_live_B[:, None] & (token_B[:, None] == vocabulary)) if penalises else None,
             lengths=newest_B + is_live_B,
             drawn=drawn_B,
             running=is_live_B & ~is_last_B,
         )
         return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
 
+    compiled_decode = counted(decode, donate_argnums=0)
     return Programs(
         make_shelf=counted(make_shelf, static_argnums=0),
         make_slots=counted(make_slots, static_argnums=0),
         make_queue=counted(make_queue),
         prefill=counted(prefill, donate_argnums=0),
         refill=counted(refill, donate_argnums=0),
-        decode=counted(decode, donate_argnums=0),
+        decode=compiled_decode,
+        decode_greedy=counted(decode_greedy, donate_argnums=0) if generation.cuts else compiled_decode,
         compiles=compiles,
     )
