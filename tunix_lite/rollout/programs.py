@@ -78,7 +78,8 @@ class Programs:
     """The compiled programs for one model and one way of sampling."""
 
     make_shelf: Callable  # (rows) -> Shelf
-    make_slots: Callable  # (slots) -> Slots
+    make_slots: Callable  # (slots, columns=all) -> Slots
+    resize: Callable  # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
     make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
     prefill: Callable  # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
     refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
@@ -127,10 +128,10 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         hidden, lengths = jnp.zeros((rows, cfg.embed_dim), dtype), jnp.zeros(rows, jnp.int32)
         return at_home(Shelf(cache, hidden, lengths, seen(rows)), "prompts")
 
-    def make_slots(slots):
+    def make_slots(slots, columns=length):
         zeros = jnp.zeros(slots, jnp.int32)
         state = Slots(
-            cache=kv_cache.empty_cache(cfg, slots, length, dtype, int8),
+            cache=kv_cache.empty_cache(cfg, slots, columns, dtype, int8),
             hidden=jnp.zeros((slots, cfg.embed_dim), dtype),
             seen=seen(slots),
             requests=zeros - 1,
@@ -213,7 +214,7 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         token_B, *logprobs = sampling.draw(scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen)
         is_live_B, newest_B = slots.running, slots.lengths
         token_B = jnp.where(is_live_B, token_B, pad_id)
-        num_columns = {kind: kv_cache.num_columns(cfg, kind, length) for kind in cfg.kinds}
+        num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
         masks = {kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None] for kind, columns in num_columns.items()}
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
@@ -233,10 +234,20 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         )
         return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
 
+    resize_layer = counted(kv_cache.resized, static_argnums=1)
+
+    def resize(slots: Slots, columns: int) -> Slots:
+        for layer, kind in enumerate(cfg.kinds):
+            wanted = kv_cache.num_columns(cfg, kind, columns)
+            if slots.cache[layer].k.shape[2] != wanted:  # one layer after the other: there are never two caches
+                slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
+        return slots
+
     compiled_decode = counted(decode, donate_argnums=0)
     return Programs(
         make_shelf=counted(make_shelf, static_argnums=0),
-        make_slots=counted(make_slots, static_argnums=0),
+        make_slots=counted(make_slots, static_argnums=(0, 1)),
+        resize=resize,
         make_queue=counted(make_queue),
         prefill=counted(prefill, donate_argnums=0),
         refill=counted(refill, donate_argnums=0),
