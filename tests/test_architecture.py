@@ -18,12 +18,13 @@ ROOMS = {  # library -> the one file that may import it
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
 MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
+    "addresses.py": set(),
     "rewards": {"rewards"},
     "parallel": {"parallel"},
-    "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
+    "launch.py": {"parallel.place", "supervisor", "addresses"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},
     "algorithms": {"types", "algorithms"},
-    "models": {"models", "parallel", "types"},
+    "models": {"models", "parallel", "types", "addresses"},
     "rollout": {"rollout", "models", "parallel", "types"},
     "tasks": {"tasks", "rewards", "types", "models.tokenizer"},
     "tracking": {"tracking", "types"},

@@ -29,7 +29,6 @@ class Work:
 
     def __init__(self, programs: Programs, layered, temperature, asked: list[Sampled], chunk: int):
         self.programs, self.layered, self.temperature = programs, layered, temperature
-        self.decode = programs.decode if temperature > 0 else programs.decode_greedy
         self.asked, self.chunk = asked, chunk
         self.in_flight: deque[Drawn] = deque()  # chunks that were started and not read yet
         self.started = 0  # requests known to have been taken; more may have been
@@ -124,7 +123,8 @@ class Work:
         if self.num_chunks and self.started < len(self.asked):
             self.read_prompts()
             self.refill()
-        self.slots, drawn = self.decode(self.slots, self.layered, self.temperature)
+        decode = self.programs.decode if self.temperature > 0 else self.programs.decode_greedy
+        self.slots, drawn = decode(self.slots, self.layered, self.temperature)
         jax.tree.map(lambda x: x.copy_to_host_async(), drawn)
         self.in_flight.append(drawn)
         self.num_chunks += 1
