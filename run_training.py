@@ -3,7 +3,14 @@
 Every setting in conf/ can be given on the command line; `--help` lists them, `--cfg job` shows what would run.
 """
 
-from tunix_lite.commands.train import main
+import sys
+
+try:
+    from tunix_lite.commands.train import main
+except ModuleNotFoundError as error:  # most likely of a shell in which the environment is not active
+    if error.name is None or error.name.startswith("tunix_lite"):
+        raise
+    sys.exit(f"error: no module named {error.name}: source .venv/bin/activate (`make install` makes it)")
 
 if __name__ == "__main__":
     main()

@@ -18,15 +18,16 @@ ROOMS = {  # library -> the one file that may import it
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
 MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
+    "addresses.py": set(),
     "seeds.py": set(),
     "strangers.py": set(),
     "rewards": {"rewards", "guard"},
     "parallel": {"parallel"},
-    "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
+    "launch.py": {"parallel.place", "supervisor", "addresses"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},
     "guard.py": set(),
     "algorithms": {"types", "algorithms"},
-    "models": {"models", "parallel", "strangers", "types"},
+    "models": {"addresses", "models", "parallel", "strangers", "types"},
     "rollout": {"rollout", "models", "parallel", "types"},
     "tasks": {"tasks", "rewards", "types", "models.tokenizer"},
     "tracking": {"strangers", "tracking", "types"},

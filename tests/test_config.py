@@ -1,12 +1,14 @@
 """conf/ and the dataclasses say the same; wrong settings are named."""
 
 import dataclasses
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tunix_lite.addresses import check_on_disk
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.chat import Chat
@@ -271,3 +273,37 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     assert run.sharding.train == run.sharding.rollout == RULES
     assert compose(["sharding=data_parallel"]).sharding.train == RULES | {"embed": None, "embed_blocks": None}
     assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
+
+
+ADDRESSED = [
+    ("commands.train", "hydra.run.dir=gs://bucket/run", "hydra.run.dir=gs://bucket/run"),
+    ("commands.train", "--multirun seed=0,1 hydra.sweep.dir=s3://bucket/run", "hydra.run.dir=s3://bucket/run"),
+    ("commands.train", "resume=gs://bucket/run", "resume: folder=gs://bucket/run"),
+    ("commands.train", "model.weights=file:///models/gemma", "model: weights=file:///models/gemma"),
+    ("commands.train", "model=random model.tokenizer=gs://b/tokenizer", "model: tokenizer=gs://b/tokenizer"),
+    ("commands.train", "model.lora.adapter=hf://some/adapter", "model.lora: adapter=hf://some/adapter"),
+    ("launch", "--nprocs=2 run_training.py hydra.run.dir=gs://b/run", "hydra.run.dir=gs://b/run"),
+    ("commands.generate", "checkpoint=gs://bucket/run prompt=Hi", "checkpoint=gs://bucket/run"),
+    ("commands.generate", "out=gs://bucket/file prompt=Hi", "out=gs://bucket/file"),
+    ("commands.export", "checkpoint=outputs/latest out=s3://bucket/model", "out=s3://bucket/model"),
+]
+
+
+@pytest.mark.parametrize("program, words, named", ADDRESSED, ids=[named for *_, named in ADDRESSED])
+def test_an_address_is_refused_at_once_in_one_line_and_no_folder_is_made(
+    tmp_path, monkeypatch, capsys, program, words, named
+):
+    """No folder called gs: (which is what a path makes of it), and no run that fails at its first checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"tunix_lite.{program}").main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1, told
+    assert told.startswith(f"error: {named}: addresses are not supported yet"), told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["outputs/run", "/data/run:1", "google/gemma-3-1b-it", "a:b/c", None, "C:run"])
+def test_what_is_no_address_is_let_through(place):
+    check_on_disk("x", place)

@@ -521,3 +521,31 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     done = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
+
+
+@pytest.mark.parametrize("page, before", [("README.md", "## Say it differently"), ("docs/getting_started/quick_start.md", "or, where"),
+                                          ("docs/getting_started/installation.md", "## With make")])  # fmt: skip
+def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before):
+    """Read in order: the first block that calls python or tunix-lite itself begins with the environment."""
+    following = (ROOT / page).read_text().partition(before)[2]
+    called = [
+        text
+        for text in re.findall(r"```bash\n(.*?)```", following, re.S)
+        if re.search("^(python|tunix-lite) ", text, re.M)
+    ]
+    assert called[0].startswith("source .venv/bin/activate\n")
+
+
+def test_without_the_environment_one_line_says_what_to_activate():
+    """-S: as a Python that has none of the packages."""
+    ran = subprocess.run([sys.executable, "-S", "run_training.py"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode != 0 and ran.stderr.count("\n") == 1, ran.stderr
+    assert re.match(r"error: no module named \w+: source \.venv/bin/activate", ran.stderr)
+
+
+def test_the_licence_that_is_named_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert [f"{n}. " in text for n in range(1, 10)] == [True] * 9

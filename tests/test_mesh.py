@@ -13,7 +13,7 @@ from tunix_lite.micro_batches import Rows
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_mesh_shape, spec
+from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
 from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
@@ -114,6 +114,8 @@ def test_specs_follow_the_rules():
         ([[4, -1], ["fsdp", "tp"]], 8, (4, 2)),
         ([[2, 2], ["tp", "fsdp"]], 4, (2, 2)),
         ([[4], ["fsdp"]], 4, (4, 1)),
+        ([[1, 1], ["fsdp", "tp"]], 4, (1, 1)),
+        ([[2], ["tp"]], 3, (1, 2)),
     ],
 )
 def test_mesh_shapes_resolve(shape, devices, sizes):
@@ -137,8 +139,27 @@ def test_mesh_shapes_that_cannot_be_read(shape, message):
 
 
 def test_a_mesh_that_does_not_fit_names_both_numbers_and_one_that_does():
-    with pytest.raises(ValueError, match=r"\[\[8,2\],\[fsdp,tp\]\] needs 16 devices, but jax sees 4; \[\[2,2\],"):
+    with pytest.raises(
+        ValueError, match=r"\[\[8,2\],\[fsdp,tp\]\] needs 16 devices, but jax sees 4; \[\[2,2\],"
+    ) as told:
         make_mesh(((8, 2), ("fsdp", "tp")))
+    pretend = "; JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=16 before the command pretends"
+    assert pretend in str(told.value)
+    with pytest.raises(ValueError, match=r"needs a multiple of 3 devices, but jax sees 4; \[\[2,2\],") as told:
+        make_mesh(((-1, 3), ("fsdp", "tp")))
+    assert "pretend" not in str(told.value)
+
+
+def test_a_mesh_that_is_smaller_than_the_machine_takes_the_first_devices_and_says_so():
+    mesh = make_mesh(((1, 2), ("fsdp", "tp")))
+    assert mesh.devices.tolist() == [jax.devices()[:2]]
+    assert of_all(mesh) == "2 of 4, the first ones" and of_all(set_mesh(2, 2)) == "4"
+
+
+def test_with_several_processes_a_mesh_takes_all_devices():
+    devices = [SimpleNamespace(platform="gpu", process_index=i // 2) for i in range(4)]
+    with pytest.raises(ValueError, match=r"\[\[2,1\],\[fsdp,tp\]\] needs 2 devices, but jax sees 4; \[\[4,1\],"):
+        make_mesh(((2, 1), ("fsdp", "tp")), devices)
 
 
 def test_without_a_mesh_the_model_refuses_to_run(params):

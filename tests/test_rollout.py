@@ -322,6 +322,72 @@ def test_a_second_rollout_compiles_nothing(two_layers, four_slots, sampled):
     assert not compiles
 
 
+@pytest.mark.parametrize("tokens, length, columns", [
+    (1, 96, 96), (97, 256, 256), (1, 341, 341), (1, 342, 256), (256, 9216, 256), (257, 9216, 512), (4097, 9216, 9216),
+    (4096, 9216, 4096), (9216, 9216, 9216),
+])  # fmt: skip
+def test_a_cache_has_a_power_of_two_of_columns_or_all_where_that_saves_less_than_a_quarter(tokens, length, columns):
+    assert kv_cache.columns_in_use(tokens, length) == columns
+
+
+def widths_of(monkeypatch) -> list[int]:
+    """The columns of a global layer in each chunk that is started from now on."""
+    widths, start_chunk = [], engine.Work.start_chunk
+
+    def watched(work):
+        start_chunk(work)
+        widths.append(work.slots.cache[-1].k.shape[2])
+
+    monkeypatch.setattr(engine.Work, "start_chunk", watched)
+    return widths
+
+
+@pytest.mark.parametrize("options", [dict(mesh=(1, 1), slots=4, chunk=4), dict(mesh=(2, 2), slots=4, chunk=3)], ids=str)
+def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch, options):
+    """Prompts of up to 12 tokens and completions of up to 34: 16 columns, 32 and all 46; a window of 5 beside it."""
+    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    widths, options = widths_of(monkeypatch), dict(options)
+    set_mesh(*options.pop("mesh"))
+    sample, params = sampler(two_layers, **options), random_params(two_layers)
+    for expected, temperature in ((sampled, 1.0), (greedy, 0.0)):
+        answers, _ = all_of(sample(params, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature))
+        assert tokens_of(answers) == tokens_of(expected[0])
+        for got, other in zip(answers, expected[0]):
+            np.testing.assert_allclose(got.logprobs, other.logprobs, atol=1e-5)
+    assert set(widths) == {16, 32, 46}
+
+
+def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, small, monkeypatch):
+    """Two slots, chunks of two. A prompt of 12 tokens with 20 to come, four of 1 token with 4 to come each.
+
+    16 columns hold the first one until 12 + 4 tokens, and the last one, of 1 token with 20 to come, until 1 + 15. A
+    chunk reckons with itself and with those that have not been read.
+    """
+    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    widths, generation = widths_of(monkeypatch), Generation(LONG, 40)
+    sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
+    prompts = prompts_of((12, 1, 1, 1, 1, 1))
+    limits = [20, 4, 4, 4, 4, 20]
+    answers, _ = all_of(sample(small, prompts, jax.random.key(0), limits=limits))
+    widths = list(widths)
+    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 256)
+    whole, _ = all_of(sampler(one_layer, 2, 2, generation, ())(small, prompts, jax.random.key(0), limits=limits))
+    assert tokens_of(answers) == tokens_of(whole) and [len(answer.tokens) for answer in answers] == limits
+    assert widths[:3] == [16, 16, 32], "12 + 2, 12 + 4, and 12 + 6 for three chunks of which none has been read"
+    assert widths[-1] == 32 and 16 in widths[3:] and max(widths) == 32, "the first has ended, and the last has 1 + 20"
+
+
+def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
+    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    made = []
+    monkeypatch.setattr(engine, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
+    sample = sampler(one_layer, slots=2, chunk=4, eos=())
+    for seed in (0, 1):
+        all_of(sample(small, prompts_of((12, 3), seed=seed), jax.random.key(seed), 2))
+        compiles = made[0].compiles
+        assert (compiles["decode"], compiles["make_slots"]) == (3, 1), "16, 32 and 46 columns; it begins with 16"
+
+
 # ---- what it takes
 
 

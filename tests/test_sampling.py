@@ -1,5 +1,7 @@
 """Tokens are drawn from the distribution that settings describe: chi-squares against float64 numpy, fixed seeds."""
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,7 +14,8 @@ from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.policy import token_logprobs
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.engine import make_generate, make_prepare
+from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.types import Prompts
 
@@ -104,7 +107,7 @@ def test_draws_follow_the_distribution_that_settings_describe(draw, name):
 
 def test_temperature_0_takes_the_best_token_that_is_left_and_says_how_likely_it_is_at_1(draw):
     tokens, logprobs, whole_logprobs = draw(Generation(repetition_penalty=1.6, top_k=3), temperature=0.0)
-    p, whole = exact(SCORES, Generation(repetition_penalty=1.6, top_k=3), SEEN)
+    p, whole = exact(SCORES, Generation(repetition_penalty=1.6), SEEN)  # nothing is cut off: it changes no token
     assert set(tokens) == {4} and p.argmax() == 4 and whole.argmax() == 0
     np.testing.assert_allclose(logprobs, np.log(p[4]), atol=1e-5)
     np.testing.assert_allclose(whole_logprobs, np.log(whole[4]), atol=1e-5)
@@ -134,6 +137,91 @@ def test_tokens_as_good_as_the_last_one_that_is_in_are_in():
     scores = jnp.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     for cut in (dict(top_k=2), dict(top_p=0.6), dict(min_p=np.exp(-1) * 0.999)):
         assert np.flatnonzero(np.isfinite(sampling.cut_off(scores, **cut))[0]).tolist() == [1, 2, 3, 4]
+
+
+def kept_in_float64(row, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens are left, and of which of them float32 cannot know: whether less than top_p comes before them."""
+    row = np.float64(row)
+    kept, doubtful = row > -np.inf, np.zeros(len(row), bool)
+    if top_k and top_k < len(row):
+        kept &= row >= np.sort(row)[-top_k]
+    if top_p < 1:
+        values, which, counts = np.unique(np.where(kept, row, -np.inf), return_inverse=True, return_counts=True)
+        p = np.exp(values - values[-1]) * counts
+        before = (1 - np.cumsum(p) / p.sum())[which]
+        kept, doubtful = kept & (before < top_p), kept & (np.abs(before - top_p) < 1e-6)
+    return kept & (row >= row.max() + (np.log(min_p) if min_p else -np.inf)), doubtful
+
+
+def some_scores(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    if kind == "ties":  # of bfloat16, which has 8 bits: some 100 values in 400 tokens
+        return np.asarray(jnp.asarray(rng.normal(0, 1, (64, 400)), jnp.bfloat16), np.float32)
+    if kind == "impossible tokens":
+        scores = rng.normal(0, 3, (64, 97)).astype(np.float32)
+        return np.where(rng.random(scores.shape) < np.linspace(0, 0.98, 64)[:, None], -np.inf, scores) + scores * 0
+    if kind == "around zero":  # both zeros, and the least numbers that processors do not take for zero
+        return rng.choice(np.float32([0.0, -0.0, 1.3e-38, -1.3e-38, 1e-30, -1e-30, 3e-7, -3e-7]), (64, 24))
+    if kind == "far apart":
+        return (rng.normal(0, 1, (64, 50)) * np.logspace(-3, 30, 64)[:, None]).astype(np.float32)
+    return rng.normal(0, 3, {"one token": (4, 1), "a vocabulary": (4, 262_144)}[kind]).astype(np.float32)
+
+
+KINDS = ["ties", "impossible tokens", "around zero", "far apart", "one token", "a vocabulary"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [dict(top_k=40), dict(top_p=0.95), dict(top_k=40, top_p=0.9, min_p=0.05)], ids=str)
+def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind, cut):
+    scores = some_scores(kind)
+    scores[:, 0] = np.where(np.isfinite(scores[:, 0]), scores[:, 0], 0.0)  # one token can be drawn
+    got = np.isfinite(jax.jit(partial(sampling.cut_off, **cut))(scores))
+    expected, doubtful = map(np.array, zip(*(kept_in_float64(row, **cut) for row in scores)))
+    assert doubtful.sum() <= 0.01 * expected.sum(), "too much is left open"
+    np.testing.assert_array_equal(got | doubtful, expected | doubtful)
+    assert got.any(axis=1).all()
+
+
+def test_scores_that_are_no_numbers_stay_so_and_the_token_is_one_of_the_model():
+    scores = jnp.array([[1.0, jnp.nan, 0.0, 2.0]])
+    for cut in (dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
+        token, *logprobs = sampling.draw(scores, jax.random.key(0)[None], np.array([0]), 1.0, Generation(**cut))
+        assert np.isnan(logprobs).all() and 0 <= token[0] < 4
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=str)
+def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
+    """In the compiled text of a chunk: no sort, no TopK, and of no collective a result with a row of the vocabulary."""
+    set_mesh(*mesh)
+    wide = replace(CFG, vocab_size=4096)
+    cut = Generation(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    programs = make_programs(wide, cut, (), 0, jnp.float32, 2, False)
+    layered = make_prepare(wide, jnp.float32, True)(random_params(wide))
+    slots = programs.make_slots(4)
+    text = programs.decode.lower(slots, layered, np.float32(1)).compile().as_text()
+    assert not re.search(r"(?i)\bsort\(|topk", text)
+    results = re.findall(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text)
+    assert bool(results) == (mesh != (1, 1))
+    shapes = [
+        [int(n) for n in dims.split(",") if n] for result in results for dims in re.findall(r"\[([\d,]*)\]", result)
+    ]
+    assert max([dim for shape in shapes for dim in shape], default=0) < 1024, results
+
+
+def test_greedy_decoding_looks_for_no_threshold():
+    """Cutting off changes no token there, so a chunk has one loop less for each threshold: top_k's and top_p's."""
+    set_mesh(1, 1)
+    loops = {}
+    for name, generation in (("plain", Generation(4, 2)), ("cut", Generation(4, 2, top_k=3, top_p=0.9))):
+        programs = make_programs(CFG, generation, (), 0, jnp.float32, 2, False)
+        layered = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
+        for greedy in (False, True):
+            decode = programs.decode_greedy if greedy else programs.decode
+            lowered = decode.lower(jax.eval_shape(lambda p=programs: p.make_slots(2)), layered, np.float32(0))
+            loops[name, greedy] = lowered.as_text().count("stablehlo.while")
+        assert (programs.decode is programs.decode_greedy) == (name == "plain"), "one program where nothing is cut off"
+    assert loops["cut", False] == loops["plain", False] + 2
+    assert loops["cut", True] == loops["plain", True] == loops["plain", False]
 
 
 def test_a_repetition_penalty_moves_scores_towards_the_unlikely():

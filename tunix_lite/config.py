@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from tunix_lite.addresses import check_on_disk
 from tunix_lite.micro_batches import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
@@ -130,6 +131,9 @@ class Resume:
 
     folder: str = "auto"  # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
     force: bool = False  # go on although settings or weights are not those of the checkpoint's run
+
+    def __post_init__(self):
+        check_on_disk("folder", self.folder)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tunix_lite.addresses import check_on_disk
 from tunix_lite.parallel.place import ASK_JAX, Launch, find_place
 from tunix_lite.supervisor import Rules, supervise
 
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if late := next((word for word in program if word.startswith(OWN)), None):
             raise ValueError(f"{late} is the launcher's: it stands before the program and its settings")
+        check_on_disk("hydra.run.dir", folder_given(program))
         group = group_of(known.nprocs, os.environ)
         check_places(program, group.world)
         rules = rules_of(known, program)

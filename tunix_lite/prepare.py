@@ -18,7 +18,7 @@ from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
 from tunix_lite.optim import describe
 from tunix_lite.parallel.distributed import is_restart
-from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
+from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
 from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
@@ -162,7 +162,7 @@ def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tupl
     resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
     optimizer = describe(run.optimizer)
     return f"tunix_lite {__version__} · {type(run.algorithm).__name__} · {run.project_name}", [
-        ("devices", f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"),
+        ("devices", f"{of_all(parts.mesh)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"),
         (
             "mesh",
             ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())

@@ -5,9 +5,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
+
 from tunix_lite.commands import program
 from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.language_model import Asked, LanguageModel, open_model
+from tunix_lite.parallel.mesh import of_all
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
     """The model that `model` and `checkpoint` name, on its mesh; dtype None: as training.mixed_precision says."""
     folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
     seed = run.seed if folder is None else program.run_settings(folder, run.model.family)[1]
-    return open_model(run.model, folder, settings.step, dtype or run.training.mixed_precision, seed)
+    model = open_model(run.model, folder, settings.step, dtype or run.training.mixed_precision, seed)
+    if model.mesh.size < jax.device_count():
+        print(f"devices: {of_all(model.mesh)}", file=sys.stderr)
+    return model
 
 
 def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:

@@ -55,7 +55,9 @@ def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plan
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
     plans, refused = [], []
-    for sizes in _meshes(run, settings, machine):
+    meshes = _meshes(run, settings, machine)
+    machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])  # a mesh may take the first ones only
+    for sizes in meshes:
         try:
             plans.append(planning.estimated(run, machine, cfg, lora, sizes))
         except ConfigError as error:

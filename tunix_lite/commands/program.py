@@ -20,7 +20,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunix_lite.config import ConfigError, RunConfig, RunFailed, build, unknown_key
+from tunix_lite.addresses import check_on_disk
+from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, build, unknown_key
 from tunix_lite.language_model import run_settings
 from tunix_lite.launch import conf_dir, folder_given
 from tunix_lite.parallel.claim import LOCK
@@ -117,6 +118,7 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     """
     keep_freed_memory()
     sys.argv[1:] = in_full(sys.argv[1:])
+    _or_exit(lambda: _on_disk({"hydra.run.dir": folder_given(sys.argv[1:])}))  # else Hydra would make it
     _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
@@ -153,6 +155,7 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
                 raise ConfigError(unknown_key(key, list(values)))
             if key in LITERAL:
                 values[key] = _unquoted(said)
+        _on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
         if values.get("checkpoint") is not None:
             if not isinstance(values["checkpoint"], str):
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
@@ -195,6 +198,13 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
+
+
+def _on_disk(places: dict) -> None:
+    """Raises ConfigError for a setting that says an address, such as gs://bucket/run, and no folder."""
+    with at(""):
+        for name, place in places.items():
+            check_on_disk(name, place)
 
 
 def _check(check: Callable[[RunConfig, Path], object], arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from tunix_lite.addresses import check_on_disk
 from tunix_lite.models import confined
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
@@ -43,6 +44,7 @@ class LoraConfig:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.base not in STORAGE:
             raise ValueError(f"base={self.base!r}; it is one of {', '.join(STORAGE)}")
+        check_on_disk("adapter", self.adapter)
         try:
             re.compile(self.targets)
         except (re.error, RecursionError, OverflowError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from tunix_lite.addresses import check_on_disk
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import Family
@@ -39,6 +40,8 @@ class Model:
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
+        check_on_disk("weights", self.weights)
+        check_on_disk("tokenizer", self.tokenizer)
         if self.weights == "random" and self.architecture is None:
             raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
         if self.weights == "random" and self.untie_head:

@@ -21,6 +21,7 @@ from tunix_lite.parallel.distributed import compile_afresh, nodes_of
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
 AXES = ("fsdp", "tp")
+PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
 
 RULES: dict[str, str | None] = {
     # weights
@@ -112,33 +113,40 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
 
 
-def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int) -> dict[str, int]:
-    """Sizes by axis name, both axes present and -1 filled in.
+def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int, takes_all: bool = False) -> dict[str, int]:
+    """Sizes by axis name, both axes present and -1 filled in, so that all devices are taken. Without a -1 the mesh may
+    be smaller than `num_devices`, unless it takes_all.
 
-    Raises ValueError, naming both numbers and a mesh that would fit, if they do not multiply to `num_devices`.
+    Raises ValueError, naming both numbers and a mesh that would fit, if it needs more of them, or another number.
     """
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
     known = int(np.prod([size for size in sizes.values() if size != -1]))
     resolved = {name: num_devices // known if size == -1 else size for name, size in sizes.items()}
-    if np.prod(list(resolved.values())) != num_devices:
+    is_smaller = -1 not in sizes.values() and known < num_devices
+    if np.prod(list(resolved.values())) != num_devices and (takes_all or not is_smaller):
         tp = next(t for t in range(min(abs(sizes["tp"]), num_devices), 0, -1) if num_devices % t == 0)
         raise ValueError(
             f"{as_text(mesh_shape)} needs {'a multiple of ' if -1 in sizes.values() else ''}{known} devices, but jax "
             f"sees {num_devices}; [[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and [[-1,1],[fsdp,tp]] always does"
+            + (f"; {PRETEND}={known} before the command pretends that many" if known > num_devices else "")
         )
     return resolved
 
 
 def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False) -> Mesh:
-    """The mesh over all devices (or those given). Its axes are Auto: the compiler places what we do not.
+    """The mesh over all devices (or those given), or over the first ones, if it is smaller. Its axes are Auto: the
+    compiler places what we do not.
 
-    Over several nodes, tp lies inside each of them, and only fsdp crosses. Raises ValueError where that cannot be.
+    Several processes must all have a part in it. Over several nodes, tp lies inside each of them, and only fsdp
+    crosses. Raises ValueError where that cannot be.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) > 1 and devices[0].platform == "cpu":
         compile_afresh()
-    tp = resolve_mesh_shape(mesh_shape, len(devices))["tp"]
+    has_peers = len({device.process_index for device in devices}) > 1
+    sizes = resolve_mesh_shape(mesh_shape, len(devices), takes_all=has_peers)
+    tp, devices = sizes["tp"], devices[: sizes["fsdp"] * sizes["tp"]]
     nodes = nodes_of(devices)
     sizes = [len(node) for node in nodes]
     if any(size % tp for size in sizes):
@@ -270,6 +278,12 @@ def current_mesh() -> Mesh:
     if mesh.empty:
         raise RuntimeError("no mesh is set: call jax.set_mesh(make_mesh(...)) first")
     return mesh
+
+
+def of_all(mesh: Mesh) -> str:
+    """How many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first ones"."""
+    seen = jax.device_count(mesh.devices.flat[0].platform)
+    return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 
 
 def as_text(mesh_shape) -> str:

@@ -249,4 +249,5 @@ def at_home(shapes, rows_axis: str):
         return place(x, ["seq"] * x.ndim)
 
     with profile("rollout"):
-        return jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))
+        homes = jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))
+        return homes if shapes.seen is None else homes.replace(seen=place(shapes.seen, ["vocab"]))

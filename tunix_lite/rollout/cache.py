@@ -14,6 +14,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 AXES = ("batch", "kv_heads", "seq", "head_dim")
+FEWEST_COLUMNS = 256  # of a cache that grows; what a shorter one would save is not worth a program of its own
 
 
 @flax.struct.dataclass
@@ -50,6 +51,25 @@ def empty_cache(cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, row
         scales = [zeros(*shape, dtype=jnp.float32) for _ in "kv"] if int8 else (None, None)
         cache.append(KV(zeros(*shape, cfg.head_dim), zeros(*shape, cfg.head_dim), *scales))
     return cache
+
+
+def columns_in_use(tokens: int, length: int) -> int:
+    """Columns for sequences that have up to `tokens` tokens, and up to `length` in the end.
+
+    Powers of two, so that a rollout compiles few programs; all of them where that would save less than a quarter.
+    """
+    columns = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
+    return columns if 4 * columns <= 3 * length else length
+
+
+def resized(kv: KV, columns: int) -> KV:
+    """The cache with so many columns: those of its end are new, or left out. No sequence may have wrapped around it."""
+    more = max(0, columns - kv.k.shape[2])
+
+    def resize(x):
+        return placed(jnp.pad(x[:, :, :columns], [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim]))
+
+    return jax.tree.map(resize, kv)
 
 
 def placed(x: jax.Array, rows_axis: str = "batch") -> jax.Array:

@@ -15,6 +15,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import ModelConfig
@@ -77,11 +78,13 @@ class Programs:
     """The compiled programs for one model and one way of sampling."""
 
     make_shelf: Callable  # (rows) -> Shelf
-    make_slots: Callable  # (slots) -> Slots
+    make_slots: Callable  # (slots, columns=all) -> Slots
+    resize: Callable  # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
     make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
     prefill: Callable  # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
     refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
     decode: Callable  # (slots, layered, temperature) -> (Slots, Drawn); the slots are donated
+    decode_greedy: Callable  # the same for temperature 0, where nothing need be cut off
     compiles: Counter  # by program, how many times it was compiled
 
 
@@ -94,13 +97,16 @@ def at_home(state, rows_axis: str):
     def place_any(x):
         return jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x) if isinstance(x, KV) else place(x)
 
-    return jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+    placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+    if getattr(state, "seen", None) is not None:  # beside the scores that it changes
+        placed = placed.replace(seen=constrain(state.seen, rows_axis, "vocab"))
+    return placed
 
 
 def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int, dtype, chunk: int, int8: bool):
     """The programs that sample from a decoder. `end_ids` end a completion and are part of it."""
     prompt, length = generation.max_prompt_length, generation.max_prompt_length + generation.max_new_tokens
-    penalises = generation.repetition_penalty != 1
+    penalises, vocabulary = generation.repetition_penalty != 1, np.arange(cfg.vocab_size)
     compiles = Counter()
 
     def counted(function, **options):
@@ -122,10 +128,10 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         hidden, lengths = jnp.zeros((rows, cfg.embed_dim), dtype), jnp.zeros(rows, jnp.int32)
         return at_home(Shelf(cache, hidden, lengths, seen(rows)), "prompts")
 
-    def make_slots(slots):
+    def make_slots(slots, columns=length):
         zeros = jnp.zeros(slots, jnp.int32)
         state = Slots(
-            cache=kv_cache.empty_cache(cfg, slots, length, dtype, int8),
+            cache=kv_cache.empty_cache(cfg, slots, columns, dtype, int8),
             hidden=jnp.zeros((slots, cfg.embed_dim), dtype),
             seen=seen(slots),
             requests=zeros - 1,
@@ -191,18 +197,24 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         return at_home(state, "batch")
 
     def decode(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
-        step = partial(decode_step, layered=layered, temperature=temperature)
+        return decode_chunk(slots, layered, temperature, generation)
+
+    def decode_greedy(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
+        return decode_chunk(slots, layered, temperature, generation.uncut)
+
+    def decode_chunk(slots: Slots, layered, temperature, generation: Generation) -> tuple[Slots, Drawn]:
+        step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
         report = Drawn(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, layered, temperature):
+    def decode_step(slots: Slots, _, layered, temperature, generation: Generation):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as of a completion."""
         scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
         token_B, *logprobs = sampling.draw(scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen)
         is_live_B, newest_B = slots.running, slots.lengths
         token_B = jnp.where(is_live_B, token_B, pad_id)
-        num_columns = {kind: kv_cache.num_columns(cfg, kind, length) for kind in cfg.kinds}
+        num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
         masks = {kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None] for kind, columns in num_columns.items()}
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
@@ -215,19 +227,31 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         after = slots.replace(
             cache=cache,
             hidden=hidden_B1D[:, 0],
-            seen=slots.seen.at[jnp.arange(len(token_B)), token_B].max(is_live_B) if penalises else None,
+            seen=slots.seen | (is_live_B[:, None] & (token_B[:, None] == vocabulary)) if penalises else None,
             lengths=newest_B + is_live_B,
             drawn=drawn_B,
             running=is_live_B & ~is_last_B,
         )
         return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
 
+    resize_layer = counted(kv_cache.resized, static_argnums=1)
+
+    def resize(slots: Slots, columns: int) -> Slots:
+        for layer, kind in enumerate(cfg.kinds):
+            wanted = kv_cache.num_columns(cfg, kind, columns)
+            if slots.cache[layer].k.shape[2] != wanted:  # one layer after the other: there are never two caches
+                slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
+        return slots
+
+    compiled_decode = counted(decode, donate_argnums=0)
     return Programs(
         make_shelf=counted(make_shelf, static_argnums=0),
-        make_slots=counted(make_slots, static_argnums=0),
+        make_slots=counted(make_slots, static_argnums=(0, 1)),
+        resize=resize,
         make_queue=counted(make_queue),
         prefill=counted(prefill, donate_argnums=0),
         refill=counted(refill, donate_argnums=0),
-        decode=counted(decode, donate_argnums=0),
+        decode=compiled_decode,
+        decode_greedy=counted(decode_greedy, donate_argnums=0) if generation.cuts else compiled_decode,
         compiles=compiles,
     )

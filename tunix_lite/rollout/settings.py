@@ -1,7 +1,7 @@
 """What is drawn, and how the drawing is organised."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,17 @@ class Generation:
     @property
     def is_whole(self) -> bool:
         """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing made less likely."""
-        return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
+        return not self.cuts and self.repetition_penalty == 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are cut off. The best one never is, so at temperature 0 it changes nothing."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def uncut(self) -> "Generation":
+        """The same with nothing cut off."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from tunix_lite.parallel.mesh import axis_size
+from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.programs import Drawn, Programs
 from tunix_lite.rollout.requests import Sampled, not_finite, up_to_stop
 from tunix_lite.types import Metrics
@@ -33,7 +34,7 @@ class Work:
         self.started = 0  # requests known to have been taken; more may have been
         self.unfinished = len(asked)
         self.began = time.perf_counter()
-        self.num_chunks = self.prefill_tokens = 0
+        self.num_chunks = self.chunks_read = self.prefill_tokens = 0
 
     def shelve(self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int) -> None:
         """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for some of the blocks.
@@ -46,6 +47,8 @@ class Work:
         alike = [[*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))]
         self.blocks = [group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)]
         self.num_generations, self.widths, self.num_read = num_generations, widths, 0
+        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)  # of each request
+        self.length = widths[0] + longest
         self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])  # by blocks read
         # The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where completions have
         # a quarter of their longest length on average. Their own lengths do not count: all steps run one program.
@@ -65,7 +68,8 @@ class Work:
 
     def open(self, num_slots: int) -> None:
         """Fills the slots, and starts as many chunks as should be under way."""
-        self.slots, self.num_slots = self.programs.make_slots(num_slots), num_slots
+        self.columns, self.num_slots = self.columns_needed(), num_slots
+        self.slots = self.programs.make_slots(num_slots, self.columns)
         self.stopped = np.full(num_slots, -1, np.int32)
         while self.started < min(num_slots, len(self.asked)):  # all slots are free: what is ready is taken
             self.read_prompts()
@@ -99,12 +103,28 @@ class Work:
         stopped = self.stopped.copy()  # jax may read a host's array where it lies, and later than now
         self.slots = self.programs.refill(self.slots, self.shelf, self.queue, np.int32(self.num_ready), stopped)
 
+    def columns_needed(self) -> int:
+        """Columns of the cache that suffice until the chunk that is started now has ended: what decoding reads.
+
+        Of a chunk that it has not read the host knows only that no sequence can have grown by more.
+        """
+        if kv_cache.columns_in_use(1, self.length) == self.length:
+            return self.length
+        ahead, longest = (self.num_chunks - self.chunks_read + 1) * self.chunk, self.widths[0]
+        for prompt, answer in zip(self.prompt_lengths, self.asked):
+            if answer.reason is None:
+                longest = max(longest, prompt + min(answer.limit, len(answer.tokens) + ahead))
+        return kv_cache.columns_in_use(int(longest), self.length)
+
     def start_chunk(self) -> None:
         """Starts reading prompts and refilling, as long as there is something to take, and a chunk of decoding."""
+        if (columns := self.columns_needed()) != self.columns:
+            self.slots, self.columns = self.programs.resize(self.slots, columns), columns
         if self.num_chunks and self.started < len(self.asked):
             self.read_prompts()
             self.refill()
-        self.slots, drawn = self.programs.decode(self.slots, self.layered, self.temperature)
+        decode = self.programs.decode if self.temperature > 0 else self.programs.decode_greedy
+        self.slots, drawn = decode(self.slots, self.layered, self.temperature)
         jax.tree.map(lambda x: x.copy_to_host_async(), drawn)
         self.in_flight.append(drawn)
         self.num_chunks += 1
@@ -126,6 +146,7 @@ class Work:
     def read(self, drawn: Drawn, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts) -> list[Sampled]:
         """Hands each token to its completion, and finds those that have ended. Raises FloatingPointError."""
         now, touched = time.perf_counter() - self.began, []
+        self.chunks_read += 1
         for slot in np.flatnonzero(drawn.requests >= 0):
             answer = self.asked[drawn.requests[slot]]
             if answer.reason is not None:

@@ -1,0 +1,99 @@
+"""What drawing tokens costs at the vocabulary of Gemma 3. Prints one JSON line for each setting.
+
+    python benchmarks/sampling.py [--slots 32] [--vocabulary 262144] [--tokens 8] [--repeats 3] [--other FOLDER]
+
+A model of 1 layer of 16 with random weights, so that nearly all of a decode step is scores and drawing. Settings: plain
+draws from everything, top_p=0.95, top_k=50, both with min_p=0.05, and greedy with top_p=0.95. Seconds of a setting are
+the median over its turns of a rollout of so many tokens in each slot, after one that compiles.
+
+--other: the folder of another version of the code. Both versions then take turns, each turn in a process of its own,
+and `ratio` is the other's median time over ours.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SETTINGS = {
+    "plain": {},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "all": {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+    "greedy top_p": {"top_p": 0.95, "temperature": 0.0},
+}
+
+
+def one_turn(args) -> dict[str, float]:
+    """Milliseconds of a decode step, by setting."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from tunix_lite.parallel.host import keep_freed_memory
+
+    keep_freed_memory()
+
+    import jax
+
+    from tunix_lite.models import decoder, weights
+    from tunix_lite.models.decoder import ModelConfig
+    from tunix_lite.parallel.mesh import make_mesh
+    from tunix_lite.rollout.engine import make_sampler
+    from tunix_lite.rollout.settings import Generation, RolloutConfig
+
+    jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
+    cfg = ModelConfig(args.vocabulary, 1, 16, 1, 1, 16, 16)
+    params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
+    prompts = [[5, 6, 7]] * args.slots
+    took = {}
+    for name in args.settings:
+        generation = Generation(4, args.tokens, **SETTINGS[name])
+        sample = make_sampler(cfg, generation, (), 0, rollout=RolloutConfig(args.slots, args.tokens))
+        for turn in range(2):  # the first compiles
+            began = time.perf_counter()
+            for _ in sample(params, prompts, jax.random.key(turn)):
+                pass
+            took[name] = 1e3 * (time.perf_counter() - began) / args.tokens
+    return took
+
+
+def in_a_process(args, folder: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one-turn", "--tokens", str(args.tokens), "--slots", str(args.slots)]
+    command += ["--vocabulary", str(args.vocabulary), "--settings", *args.settings]
+    told = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+    if told.returncode:
+        sys.exit(f"with the code in {folder}:\n{told.stderr}")
+    return json.loads(told.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=262_144)
+    parser.add_argument("--tokens", type=int, default=8, help="of each slot in a turn")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--other", type=Path, help="folder of another version of the code, which takes turns with this")
+    parser.add_argument("--one-turn", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one_turn:
+        print(json.dumps(one_turn(args)))
+        return
+    arms = {"ours": Path(__file__).parents[1]} | ({"other": args.other.resolve()} if args.other else {})
+    turns = {arm: [] for arm in arms}
+    for _ in range(args.repeats):
+        for arm, folder in arms.items():
+            turns[arm].append(in_a_process(args, folder))
+    for name in args.settings:
+        took = {arm: [round(turn[name], 1) for turn in turns[arm]] for arm in arms}
+        line = {"benchmark": "sampling", "setting": name, "slots": args.slots, "vocabulary": args.vocabulary}
+        line |= {f"{arm}_ms_per_step": statistics.median(ms) for arm, ms in took.items()}
+        if args.other:
+            line["ratio"] = round(line["other_ms_per_step"] / line["ours_ms_per_step"], 2)
+        print(json.dumps(line | {"turns": took, "cores": os.cpu_count()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
