@@ -18,15 +18,16 @@ ROOMS = {  # library -> the one file that may import it
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
 MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "types.py": set(),
+    "plain_text.py": set(),
     "rewards": {"rewards"},
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor"},  # starts at once: nothing of jax
     "supervisor.py": {"parallel.claim", "parallel.distributed"},
     "algorithms": {"types", "algorithms"},
-    "models": {"models", "parallel", "types"},
-    "rollout": {"rollout", "models", "parallel", "types"},
-    "tasks": {"tasks", "rewards", "types", "models.tokenizer"},
-    "tracking": {"tracking", "types"},
+    "models": {"models", "parallel", "types", "plain_text"},
+    "rollout": {"rollout", "models", "parallel", "types", "plain_text"},
+    "tasks": {"tasks", "rewards", "types", "models.tokenizer", "plain_text"},
+    "tracking": {"tracking", "types", "plain_text"},
     "packing.py": {"types"},
     "micro_batches.py": {"packing", "parallel", "types"},
     "step.py": {"micro_batches", "models.lora", "optim", "parallel"},

@@ -1,6 +1,7 @@
 """What a run says: a panel at the start, a live line on a terminal or a plain line a step in a pipe, and samples.
 
-Everything said also goes to train.log as plain text. Model output is never read as markup.
+Everything said also goes to train.log as plain text. Model output is never read as markup, and what in it would act on
+a terminal is escaped.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import rich.panel
 import rich.table
 import rich.text
 
+from tunix_lite.plain_text import visible
 from tunix_lite.types import Metrics
 
 
@@ -26,7 +28,7 @@ class Console:
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
         self._terminal = rich.console.Console(file=Screen(stream or sys.stdout), highlight=False)
-        self._log = log_file.open("a")
+        self._log = log_file.open("a", encoding="utf-8")
         self._live = None
         self._max_steps, self._every = max_steps, every
         self._began, self._first_step = None, 0
@@ -35,6 +37,7 @@ class Console:
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """The start-up panel: what runs, on what, how much at a time, and where it writes."""
+        title, rows = visible(title), [(name, visible(text)) for name, text in rows]
         if self._terminal.is_terminal:
             table = rich.table.Table.grid(padding=(0, 2))
             for name, text in rows:
@@ -112,12 +115,14 @@ class Console:
     # ---- how
 
     def _print(self, text: str, style: str = "") -> None:
+        text = visible(text)
         if self._terminal.is_terminal:
             self._terminal.print(rich.text.Text(text, style=style))
         else:
             print(text, file=self._terminal.file, flush=True)
 
     def _show(self, text: str) -> None:
+        text = visible(text)
         shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else "")
         if self._live is None:
             self._live = rich.live.Live(console=self._terminal, refresh_per_second=4, transient=True)
@@ -130,12 +135,15 @@ class Console:
             self._live = None
 
     def _write(self, *lines: str) -> None:
-        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in lines))
+        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
         self._log.flush()
 
 
 class Screen:
-    """A stream that may go away, as with `| head` or a lost ssh: what is written afterwards is dropped."""
+    """A stream that may go away, as with `| head` or a lost ssh: what is written afterwards is dropped.
+
+    What its encoding does not have, as where a terminal is set to ASCII, is escaped.
+    """
 
     def __init__(self, stream):
         self._stream = stream
@@ -144,6 +152,8 @@ class Screen:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self._or_drop(lambda: self._stream.write(text))
 
     def flush(self) -> None:
