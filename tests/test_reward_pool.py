@@ -72,6 +72,9 @@ class Words:
     def decode(self, tokens):
         return self.texts[tokens[0]]
 
+    def special_in(self, text):
+        return []
+
     def prompt(self, asked):
         return [0]
 

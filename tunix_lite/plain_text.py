@@ -1,4 +1,4 @@
-"""Text of strangers, of models, data and rewards, made safe to show: what acts on a terminal or is no text is escaped."""
+"""Text of models, data and rewards made safe to show: what would act on a terminal, or is no text, is escaped."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ def visible(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""The text as UTF-8 can hold it, for a file that quotes controls itself: only `\ud800` and its like are escaped."""
+    r"""The text as UTF-8 can hold it, with `\ud800` and its like escaped: for JSON, which quotes all else itself."""
     return _NO_TEXT.sub(_escaped, text)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tunix_lite.commands import program
 from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.language_model import Asked, LanguageModel, open_model
-from tunix_lite.plain_text import visible
+from tunix_lite.plain_text import shortened, visible
 from tunix_lite.tasks.sources import json_of, lines_of
 
 
@@ -117,6 +117,7 @@ def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Asked, int]:
     limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most
     if type(limit) is not int or not 1 <= limit <= most:
         raise ConfigError(
-            f"prompts={file}, line {number}: max_new_tokens={limit!r}; it is 1 to generation.max_new_tokens={most}"
+            f"prompts={file}, line {number}: max_new_tokens={shortened(limit)}; it is 1 to "
+            f"generation.max_new_tokens={most}"
         )
     return asked, limit

@@ -149,6 +149,7 @@ class Rows(list):
     def __init__(self, file: str):
         """Raises ValueError, naming file and line, for what is not one JSON object a line in UTF-8."""
         self.file, self.lines = file, array("q")
+        self.known: dict = {}  # what was found out about all of them, by what was asked
         for number, line in lines_of(file):
             row = json_of(line, self._at(number))
             if not isinstance(row, dict):
@@ -180,29 +181,6 @@ def _rows_of(file: str) -> Rows:
 
 @lru_cache(maxsize=FILES_KEPT)
 def _rows_with(file: str, content: bytes) -> Rows:
-    return Rows(file)
-
-
-def where(self, index: int) -> str:
-        """`train.jsonl, line 250`."""
-        return self._at(self.lines[index])
-
-    @cached_property
-    def digest(self) -> str:
-        return _digest_of_examples(self)
-
-    def _at(self, number: int) -> str:
-        return f"{self.file}, line {number}"
-
-
-def _rows_of(file: str) -> Rows:
-    """As the file is now: a start reads it twice, once to check the settings, and the second time finds it here."""
-    stat = Path(file).stat() if Path(file).is_file() else None
-    return _rows_as_at(str(Path(file).absolute()), file, stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns))
-
-
-@lru_cache(maxsize=FILES_KEPT)
-def _rows_as_at(path: str, file: str, stamp: tuple | None) -> Rows:
     return Rows(file)
 
 
