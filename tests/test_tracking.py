@@ -147,9 +147,7 @@ def test_status_and_samples_are_json_that_everybody_reads(tmp_path):
     assert json.loads((tmp_path / "status.json").read_bytes())["error"] == SHOWN
     RunDir(tmp_path).write_samples(1, [{"completion": NASTY, "reward": 1.0}])
     (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_bytes().decode().split("\n")[:-1]
-    assert json.loads(line)["completion"] == NASTY.replace("\ud800", "\\ud800") and "\\ud8" not in line.replace(
-        "\\\\", ""
-    )
+    assert json.loads(line)["completion"] == NASTY.replace("\ud800", "\\ud800")
 
 
 def test_a_terminal_of_ascii_is_no_obstacle(tmp_path):
