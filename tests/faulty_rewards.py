@@ -51,7 +51,7 @@ FAILS = {
     "fork and run": lambda: forked(lambda: os.execvp("true", ["true"])),
     "fork and stay": lambda: forked(lambda: time.sleep(3600)),
     "long message": lambda: long_message(),
-    "surrogate": lambda: exec("raise ValueError('no file \udc80\x1b[2J\x07')"),
+    "surrogate": lambda: surrogate(),
     "digits": lambda: 10**5000,
     "unspeakable": lambda: Unspeakable(),
     "pipe": lambda: scribble(),
@@ -94,6 +94,11 @@ def forked(child) -> float:
     if os.fork() == 0:
         return child()
     return 2.0
+
+
+def surrogate():
+    """As of a file whose name is no text."""
+    raise ValueError("no file \udc80\x1b[2J\x07")
 
 
 def long_message():
