@@ -13,14 +13,17 @@ import pytest
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.program import compose
 from tunix_lite.config import ConfigError
+from tunix_lite.fingerprint import check_same_run
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.prepare import panel, prepare
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.tasks import task as tasks
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Rollout
 
 
@@ -591,6 +594,32 @@ def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
         "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"
     )
+
+
+def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_is_in_the_panel(tmp_path):
+    """Row 13 of 20, of which the first batch holds two: newcomer.md 2."""
+    rows = [json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join([*rows[:12], '{"answer": "<bos>"}', *rows[13:]]))
+    (tmp_path / "held_out.jsonl").write_text(rows[3])
+    source = Jsonl(str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl"))
+    run = compose(["training.prompts_per_step=2", "evaluation.num_examples=1"])
+    run = replace(run, task=replace(run.task, source=source))
+    with pytest.raises(ConfigError, match=r"^task: .*train.jsonl, line 13: task.prompt names 'question', but an exam"):
+        prepare(run, RunDir(tmp_path / "run"))
+    (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
+    run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
+    _, said = panel(run, prepare(run, RunDir(tmp_path / "run")), RunDir(tmp_path / "run"))
+    assert dict(said)["data"] == (
+        "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
+        "examples are taken as mere text (task.special_tokens_in_data)"
+    )
+
+
+def test_a_run_of_before_special_tokens_had_a_setting_goes_on():
+    ours = {"task": {"prompt": "a", "special_tokens_in_data": "text"}, "seed": 0}
+    assert check_same_run(ours, {"task": {"prompt": "a"}, "seed": 0}, "folder", force=False) == ""
+    with pytest.raises(ValueError, match="task.special_tokens_in_data: 'text' here, 'control' there"):
+        check_same_run(ours, {"task": {"prompt": "a", "special_tokens_in_data": "control"}, "seed": 0}, "folder", False)
 
 
 def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, monkeypatch):

@@ -150,6 +150,14 @@ def test_status_and_samples_are_json_that_everybody_reads(tmp_path):
     assert json.loads(line)["completion"] == NASTY.replace("\ud800", "\\ud800")
 
 
+def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):
+    console = Console(tmp_path / "train.log", max_steps=1, stream=io.StringIO())
+    long = "y" * 1_000_000
+    console.samples(1, [{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
+    console.close()
+    assert len((tmp_path / "train.log").read_text()) < 700
+
+
 def test_a_terminal_of_ascii_is_no_obstacle(tmp_path):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(tmp_path / "train.log", max_steps=1, stream=stream)

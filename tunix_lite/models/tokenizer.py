@@ -93,7 +93,7 @@ class Tokenizer:
 
     def special_in(self, text: str) -> list[tuple[int, int]]:
         """Where a text spells special tokens, [start, end) each: what the tokenizer calls so, and what ends a turn."""
-        if any(token.normalized for token in self._special_tokens.values()):  # "<EOS>" may be "<eos>", too
+        if self._has_normalized:
             found = self.backend.encode(text, add_special_tokens=False)
             return [place for token, place in zip(found.ids, found.offsets) if token in self._special_tokens]
         return [found.span() for found in self._special_texts.finditer(text)]
@@ -200,6 +200,11 @@ class Tokenizer:
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
         added = self.backend.get_added_tokens_decoder()
         return {i: token for i, token in added.items() if (token.special or i in ends) and token.content}
+
+    @cached_property
+    def _has_normalized(self) -> bool:
+        """Whether there is one that more than its own text spells, as `<EOS>` does `<eos>` where case is nothing."""
+        return any(token.normalized for token in self._special_tokens.values())
 
     @cached_property
     def _special_texts(self) -> re.Pattern:

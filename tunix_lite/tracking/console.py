@@ -17,7 +17,7 @@ import rich.panel
 import rich.table
 import rich.text
 
-from tunix_lite.plain_text import visible
+from tunix_lite.plain_text import SHOWN, visible
 from tunix_lite.types import Metrics
 
 
@@ -102,9 +102,9 @@ class Console:
         """Completions with the extracted answer marked right or wrong."""
         for row in rows:
             mark, style = ("right", "green") if row["correct"] else ("wrong", "red")
-            answer = "no answer" if row["extracted"] is None else row["extracted"]
-            text = row["completion"].replace("\n", " ⏎ ")
-            line = f"  {mark}  {row['prompt']}  →  {text[:200]}{'…' if len(text) > 200 else ''}  [{answer}]"
+            answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
+            text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
+            line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
             self._print(line, style)
             self._write(line)
 
@@ -137,6 +137,10 @@ class Console:
     def _write(self, *lines: str) -> None:
         self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
         self._log.flush()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Screen:
