@@ -374,7 +374,7 @@ class Task:
             )
         if demonstrates:
             _check_lengths(
-                {i: len(self._demonstration(examples[i])) for i in places},
+                {i: len(self._demonstration(examples[i])) for i in {*places, *special[:MEASURED]}},
                 self.max_new_tokens,
                 f"of {looked} {which} completions are longer than generation.max_new_tokens",
                 "",
