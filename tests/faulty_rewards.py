@@ -1,6 +1,7 @@
 """Reward functions that fail, each where its completion says so. A worker imports this, so it imports little."""
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ import time
 import zlib
 from dataclasses import dataclass
 from functools import partial
+
+FORKS = ("fork return", "fork raise", "fork exit", "fork exec")  # whose child comes back
 
 FAILS = {
     "raise": lambda: {}["missing"],
@@ -40,12 +43,26 @@ FAILS = {
     "stubborn thread": lambda: threading.Thread(target=time.sleep, args=(3600,)).start() or 1.0,
     "process": lambda: os.getpid(),
     "fork": lambda: fork(),
+    "fork return": lambda: forked(lambda: 4.0),
+    "fork raise": lambda: forked(lambda: {}["missing"]),
+    "fork exit": lambda: forked(lambda: sys.exit(3)),
+    "fork exec": lambda: forked(lambda: os.execvp("no-such-program", ["no-such-program"])),
+    "fork well": lambda: forked(lambda: os._exit(0)),
+    "fork and run": lambda: forked(lambda: os.execvp("true", ["true"])),
+    "fork and stay": lambda: forked(lambda: time.sleep(3600)),
+    "long message": lambda: long_message(),
+    "surrogate": lambda: surrogate(),
+    "digits": lambda: 10**5000,
+    "unspeakable": lambda: Unspeakable(),
+    "pipe": lambda: scribble(),
+    "flood": lambda: flood(),
+    "impostor": lambda: impostor(),
 }
 KINDS = {  # what becomes of them; of the others there is nothing to say
-    "error": ("raise", "two lines", "deep", "memory", "exit"),
+    "error": ("raise", "two lines", "deep", "memory", "exit", "surrogate", *FORKS),
     "timeout": ("loop", "sleep", "stop"),
-    "crash": ("segfault", "null", "leave", "interrupt", "no pipes"),
-    "not_number": ("text", "none", "nan", "inf", "huge", "complex", "several"),
+    "crash": ("segfault", "null", "leave", "interrupt", "no pipes", "pipe", "impostor"),
+    "not_number": ("text", "none", "nan", "inf", "huge", "complex", "several", "digits", "unspeakable"),
 }
 
 
@@ -70,6 +87,62 @@ def fork():
     if os.fork() == 0:
         time.sleep(3600)
     os._exit(5)
+
+
+def forked(child) -> float:
+    """A reward whose child does this. The parent goes on, as one does that waits for nobody, and returns 2."""
+    if os.fork() == 0:
+        return child()
+    return 2.0
+
+
+def surrogate():
+    """As of a file whose name is no text."""
+    raise ValueError("no file \udc80\x1b[2J\x07")
+
+
+def long_message():
+    raise ValueError("m" * 50_000_000)
+
+
+class Unspeakable:
+    """Is no number, and cannot say what it is."""
+
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+def pipes() -> list[int]:
+    """The numbers of the pipes that this process may write to, its own output aside."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            mode = os.readlink(f"/proc/self/fd/{name}"), os.O_ACCMODE & fcntl.fcntl(int(name), fcntl.F_GETFL)
+        except OSError:
+            continue
+        if int(name) > 2 and mode[0].startswith("pipe:") and mode[1] == os.O_WRONLY:
+            found.append(int(name))
+    return found
+
+
+def scribble() -> float:
+    for pipe in pipes():
+        os.write(pipe, b"not an answer\n")
+    return 1.0
+
+
+def impostor() -> float:
+    """Writes what looks like the answer to another call."""
+    for pipe in pipes():
+        os.write(pipe, b'[123456789, "", 7.0]\n')
+    return 1.0
+
+
+def flood() -> float:
+    """Writes without end and without a line's end."""
+    while True:
+        for pipe in pipes():
+            os.write(pipe, b"x" * 65536)
 
 
 def faulty(completion: str, example: dict) -> float:
@@ -101,7 +174,24 @@ def length(completion: str, example: dict, times: float = 1.0) -> float:
 
 
 def shown(completion: str) -> str:
+    if completion.startswith("#"):
+        return "y" * int(completion[1:])
     return FAILS[completion[1:]]() if completion.startswith("!") else completion.upper()
+
+
+def undecodable(completion: str) -> str:
+    return completion + "\ud800\x1b"
+
+
+def once(completion: str, example: dict) -> float:
+    """The length; at the completion of `example["at"]` characters, what FAILS says of `example["word"]` first."""
+    if len(completion) == example["at"]:
+        FAILS[example["word"]]()
+    return float(len(completion))
+
+
+def negative(completion: str, example: dict) -> float:
+    return -float(len(completion))
 
 
 def imported(name: str, completion: str, example: dict) -> bool:

@@ -382,6 +382,19 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
     lines.write_text('{"prompt": "3", "max_new_tokens": 6}\n')
     with pytest.raises(ConfigError, match="line 1: max_new_tokens=6; it is 1 to generation.max_new_tokens=5"):
         generate_command.read_prompts(lines, 5)
+    for text, says in [
+        (b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"),
+        (b"[" * 100_000, "line 1: brackets in brackets"),
+    ]:
+        lines.write_bytes(text)
+        with pytest.raises(ConfigError, match=f"prompts=.*asked.jsonl, {says}"):
+            generate_command.read_prompts(lines, 5)
+
+
+def test_what_a_model_says_acts_on_no_terminal_and_is_itself_in_a_file(monkeypatch):
+    for is_terminal, shown in ((True, r"a\x1b[2J\u202e" + "\n"), (False, "a\x1b[2J\u202e\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda it=is_terminal: it, raising=False)
+        assert generate_command.shown("a\x1b[2J\u202e\n") == shown
 
 
 def test_every_command_shows_its_settings(capsys, monkeypatch):

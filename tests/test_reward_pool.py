@@ -1,5 +1,7 @@
 """Reward functions that fail, for real: the run goes on as it was told to, the others are judged, and nothing hangs."""
 
+import io
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +18,22 @@ from types import SimpleNamespace
 import faulty_rewards
 import numpy as np
 import pytest
-from faulty_rewards import FAILS, KINDS, Locked, Scaled, bound_nameless, faulty, length, nameless, shown, slowly
+from faulty_rewards import (
+    FAILS,
+    FORKS,
+    KINDS,
+    Locked,
+    Scaled,
+    bound_nameless,
+    faulty,
+    length,
+    nameless,
+    negative,
+    once,
+    shown,
+    slowly,
+    undecodable,
+)
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
@@ -25,7 +42,11 @@ from tunix_lite.config import ConfigError
 from tunix_lite.evaluate import evaluate
 from tunix_lite.policy import Policy
 from tunix_lite.rewards.pool import ON_ERROR, Pool, Rewards, check_portable
+from tunix_lite.rewards.worker import text
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import _keep_samples
 from tunix_lite.types import Rollout
 
 ZERO = Rewards("zero", timeout=0.5)
@@ -50,6 +71,9 @@ class Words:
 
     def decode(self, tokens):
         return self.texts[tokens[0]]
+
+    def special_in(self, text):
+        return []
 
     def prompt(self, asked):
         return [0]
@@ -130,6 +154,86 @@ def test_a_process_that_a_reward_leaves_behind_does_not_hide_its_end():
     assert counts(judged)["crash"] == 1 and list(judged.rewards) == [0, 4]
 
 
+@pytest.mark.parametrize("functions", [1, 2])
+@pytest.mark.parametrize("word", FORKS)
+def test_after_a_fork_no_completion_gets_the_reward_of_another(word, functions):
+    """96 completions, each worth its length; the child of the tenth comes back into the worker, and never answers."""
+    texts, examples = ["z" * (i + 1) for i in range(96)], [{"at": 10, "word": word}] * 96
+    names = {"once": once, "negative": negative} if functions == 2 else {"once": once}
+    with closing(Pool(names, Rewards("zero", timeout=20.0))) as pool:
+        futures = [pool.submit(text, example) for text, example in zip(texts, examples)]
+        found = [future.result() for future in futures]
+    if functions == 2:
+        assert [one["negative"] for one in found] == [("", -float(len(text))) for text in texts]
+    kind, how = found[9].pop("once")
+    assert kind == "error" and "a process that it forked came back from it" in how and "os._exit" in how
+    assert [one.get("once") for one in found] == [("", float(i + 1)) if i != 9 else None for i in range(96)]
+
+
+@pytest.mark.parametrize("word", ["fork well", "fork and run", "fork and stay"])
+def test_a_child_that_does_not_come_back_is_no_failure(word):
+    with closing(Pool({"r": faulty}, Rewards("zero", timeout=20.0))) as pool:
+        assert pool.submit(word, {}).result() == {"r": ("", 2.0)}
+        assert pool.submit("good", {}).result() == {"r": ("", 4.0)}
+
+
+def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
+    code = (
+        "import os, sys; from faulty_rewards import once; from tunix_lite.rewards.pool import Pool, Rewards\n"
+        "pool = Pool({'r': once}, Rewards('zero', workers=0))\n"
+        "print(pool.submit('zz', {'at': 2, 'word': 'fork return'}).result(), flush=True); os.wait()"
+    )
+    folders = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{'r': ('', 2.0)}\n" and done.returncode == 0, done.stderr
+
+
+def test_a_long_message_is_bounded_and_costs_no_time():
+    with closing(Pool({"r": faulty, "extract": partial(text, shown)}, Rewards("zero", timeout=4.0))) as pool:
+        pool.submit("good", {}).result()
+        began = time.monotonic()
+        kind, how = pool.submit("long message", {}).result()["r"]
+        assert time.monotonic() - began < 4
+        whole = "ValueError: " + "m" * 50_000_000
+        assert kind == "error" and how.startswith("failed with " + whole[: 64 * 1024] + "... and 49,934,476 more char")
+        assert len(whole) - 64 * 1024 == 49_934_476 and len(how) < 66_000
+        began = time.monotonic()
+        kind, said = pool.submit("#500000000", {}).result()["extract"]
+        assert time.monotonic() - began < 4
+        assert kind == "" and said == "y" * (64 * 1024) + "... and 499,934,464 more characters"
+
+
+def test_the_time_is_up_while_something_still_comes():
+    """A call that writes without end: what comes is neither kept nor waited for."""
+    with closing(Pool({"r": faulty}, Rewards("zero", timeout=2.0))) as pool:
+        pool.submit("good", {}).result()
+        began = time.monotonic()
+        assert pool.submit("flood", {}).result()["r"][0] == "crash" and time.monotonic() - began < 2
+        assert pool.submit("good", {}).result() == {"r": ("", 4.0)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_path):
+    """Undecodable names and escape codes in the text of an error and of `extract`, as far as console and samples."""
+    lines = []
+    console = Console(tmp_path / "train.log", 1, stream=io.StringIO())
+
+    def say(text):
+        console.say(text)
+        lines.append(text)
+
+    judged = judge(["surrogate", "good"], say=say, settings=Rewards("zero", 20.0, workers), extract=undecodable)
+    assert counts(judged)["error"] == 1 and list(judged.rewards) == [0, 4] and len(lines) == 1
+    _keep_samples(compose([]), RunDir(tmp_path), console, 1, judged)
+    console.close()
+    log = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert r"ValueError: no file \udc80\x1b[2J\x07 (" in log and r"[surrogate\ud800\x1b]" in log
+    assert all(c.isprintable() or c == "\n" for c in log)
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().split("\n")[:-1]]
+    assert [row["extracted"] for row in rows] == ["surrogate\\ud800\x1b", "good\\ud800\x1b"]
+
+
 @pytest.mark.parametrize(
     "word, message",
     [
@@ -144,6 +248,14 @@ def test_a_process_that_a_reward_leaves_behind_does_not_hide_its_end():
         ("leave", r"reward 'faulty' ended its process with exit code 3 for the completion 'leave'"),
         ("nan", r"reward 'faulty' is nan for the completion 'nan'"),
         ("text", r"reward 'faulty' is '0.5', not a number, for the completion 'text'"),
+        ("digits", r"reward 'faulty' is <int, of which Python cannot say more: Exceeds .*>, not a number, for the"),
+        ("pipe", r"reward 'faulty' wrote b'not an answer' to the pipe of its process for the completion 'pipe'"),
+        ("impostor", r"reward 'faulty' got the answer to another call from its process for the completion"),
+        (
+            "fork raise",
+            r"reward 'faulty' failed: a process that it forked came back from it, which failed with KeyError: 'missing' "
+            r"\(faulty_rewards.py, line \d+\); end it with os._exit for the completion 'fork raise'",
+        ),
         ("none", r"reward 'faulty' is None, not a number, for the completion 'none'"),
         (
             "!raise",

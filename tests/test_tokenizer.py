@@ -1,6 +1,7 @@
 """Text to tokens and back: one BOS, the EOS set, streams of characters, and chat templates as transformers renders them."""
 
 import json
+import re
 from functools import partial
 
 import jinja2
@@ -10,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from tunix_lite.models import chat_template
 from tunix_lite.models import tokenizer as rooms
-from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.tokenizer import Quoted, Tokenizer
 
 TEXTS = ["Hello, world!", "Grüße, 你好!", "🦜🏴‍☠️ and é", "a\n\n  b\tc", "x" * 40, "\ufffd stays", ""]
 CORPUS = ["the user asks, the assistant answers: hello world 0123456789\n", *TEXTS]
@@ -231,6 +232,84 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(tmp_path):
     open_end = "{% for m in messages %}{{ m.content }} {% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "r", open_end))
     assert made.demonstration("hi", "ho") == made.encode("ho <|im_end|>")
+
+
+# --- texts that spell special tokens and mean none
+
+
+def as_if_there_were_none(backend, text: str) -> list[int]:
+    """The tokens of a text by a tokenizer whose file knows no special tokens at all."""
+    file = json.loads(backend.to_str())
+    file["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(file)).encode(text, add_special_tokens=False).ids
+
+
+SPELLED = ["a {} b", "{}", "{}{}the ", " {}\n", "it is\n{}\nuser"]
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen2.5", "qwen3", "llama3"])
+@pytest.mark.parametrize("asked", SPELLED)
+def test_a_quoted_special_token_is_the_tokens_of_its_letters(tmp_path, family, asked):
+    """Between the template's own tokens stands what a tokenizer without special tokens makes of the text there."""
+    make, template = FAMILIES[family]
+    made = Tokenizer.load(make(tmp_path / "m", template))
+    for name in {"gemma": GEMMA, "llama3": LLAMA}.get(family, QWEN):
+        text = asked.replace("{}", name)
+        quoted = Quoted(text, tuple(made.special_in(text)))
+        assert len(quoted.parts) == asked.count("{}")
+        mark = "QQQ"
+        ids, expected, at = made.prompt(quoted), [], 0
+        written = made.chat([{"role": "user", "content": mark}])
+        message = text.strip() if family in ("gemma", "llama3") else text  # as those templates do
+        special = {t.content: i for i, t in made.backend.get_added_tokens_decoder().items()}
+        for part in re.split("(" + "|".join(map(re.escape, special)) + ")", written):
+            part, at = part.replace(mark, message), at + 1
+            expected += [special[part]] if at % 2 == 0 else as_if_there_were_none(made.backend, part)
+        assert ids == [*made.start_ids[: len(made.start_ids) * (ids[0] not in expected[:1])], *expected]
+        said = made.demonstration(quoted, quoted)
+        assert [i for i in said if i in special.values()] == [
+            i for i in made.demonstration("x", "y") if i in special.values()
+        ]
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen2.5", "qwen3", "llama3"])
+def test_a_text_without_special_tokens_has_the_same_tokens_quoted_or_not(tmp_path, family):
+    make, template = FAMILIES[family]
+    made = Tokenizer.load(make(tmp_path / "m", template))
+    for text in [text for text in TEXTS if len(text) > 3]:
+        for quoted in (Quoted(text, ()), Quoted(text, ((1, 3),))):  # the second goes the other way
+            assert made.special_in(text) == [] and made.prompt(quoted) == made.prompt(text)
+            assert made.demonstration(quoted, quoted) == made.demonstration(text, text)
+
+
+def test_tokens_that_are_not_special_are_tokens_in_quoted_texts_too(tmp_path):
+    backend = byte_level(QWEN)
+    backend.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
+    made = Tokenizer.load(write(tmp_path / "q", backend, CHATML, eos="<|im_end|>"))
+    text = "<think><|im_end|>"
+    assert made.special_in(text) == [(7, 17)]
+    ids = made.prompt(Quoted(text, ((7, 17),)))
+    assert ids.count(backend.token_to_id("<think>")) == 1 and ids.count(backend.token_to_id("<|im_end|>")) == 1
+
+
+def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
+    escapes = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}"
+    made = Tokenizer.load(qwen(tmp_path / "q", escapes))
+    with pytest.raises(
+        ValueError, match="the chat template does not write 'a <|im_end|>' as it is".replace("|", r"\|")
+    ):
+        made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
+    made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
+    assert made.backend.token_to_id("<|im_end|>") not in made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
+
+
+def test_a_vocabulary_that_spells_a_special_token_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "end": 1, "a": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["end"])
+    made = Tokenizer.load(write(tmp_path / "w", backend, eos="end"))
+    with pytest.raises(ValueError, match="no way to write 'end' as text, and 'a end' holds it"):
+        made.prompt(Quoted("a end", ((2, 5),)))
 
 
 # --- streams

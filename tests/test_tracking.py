@@ -4,12 +4,14 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 
 import pytest
 
+from tunix_lite.plain_text import shortened, visible
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines
@@ -151,6 +153,63 @@ def test_a_terminal_that_was_closed_is_done_without_and_python_ends_without_a_wo
     assert run.returncode == 0
     said = [line.split(" ", 1)[1] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert said == ["compiling…", "one", "two", "three", "step 1/2 50% | loss 1.0000"]
+
+
+NASTY = "a\x1b[2J\x1b]0;owned\x07\r\x7f\x9b\u202eb\u2066\ud800\tc\nd é你🦜\u200d"
+SHOWN = "a\\x1b[2J\\x1b]0;owned\\x07\\r\\x7f\\x9b\\u202eb\\u2066\\ud800\tc\nd é你🦜\u200d"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_text_that_acts_on_a_terminal_is_shown_as_what_it_is(tmp_path, is_terminal, monkeypatch):
+    assert visible(NASTY) == SHOWN
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    console = Console(tmp_path / "train.log", max_steps=4, stream=stream)
+    row = {"prompt": NASTY, "completion": NASTY, "extracted": NASTY, "correct": True, "reward": 1.0}
+    console.panel(NASTY, [("data", NASTY)])
+    console.samples(4, [row])
+    console.say(NASTY)
+    console.busy(NASTY)
+    console.close()
+    for said in (stream.getvalue(), (tmp_path / "train.log").read_text(encoding="utf-8")):
+        said = re.sub(r"\x1b\[\??\d*[a-zA-Z]", "", said.replace("\x1b[2J", "ESCAPED?")) if is_terminal else said
+        assert "ESCAPED?" not in said and not set("\x07\x7f\x9b\u202e\ud800") & set(said)
+        assert r"\x1b[2J\x1b]0;owned\x07\r\x7f\x9b\u202e" in said
+
+
+def test_status_and_samples_are_json_that_everybody_reads(tmp_path):
+    status = Status(RunDir(tmp_path))
+    status.start(0)
+    status.write("failed", error=NASTY)
+    assert json.loads((tmp_path / "status.json").read_bytes())["error"] == SHOWN
+    RunDir(tmp_path).write_samples(1, [{"completion": NASTY, "reward": 1.0}])
+    (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_bytes().decode().split("\n")[:-1]
+    assert json.loads(line)["completion"] == NASTY.replace("\ud800", "\\ud800")
+
+
+def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):
+    console = Console(tmp_path / "train.log", max_steps=1, stream=io.StringIO())
+    long = "y" * 1_000_000
+    console.samples(1, [{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
+    console.close()
+    assert len((tmp_path / "train.log").read_text()) < 700
+
+
+def test_a_terminal_of_ascii_is_no_obstacle(tmp_path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(tmp_path / "train.log", max_steps=1, stream=stream)
+    console.say("accuracy → 你")
+    console.close()
+    stream.flush()
+    assert stream.buffer.getvalue() == b"accuracy \\u2192 \\u4f60\n"
+
+
+def test_a_long_row_is_shortened_and_its_length_said():
+    assert shortened("a\x1b\ud800") == repr("a\x1b\ud800") and shortened({"a": 1}) == "{'a': 1}"
+    assert shortened("x" * 1_000_000) == "'" + "x" * 199 + "… (1,000,000 characters)"
+    assert len(shortened({"a": "x" * 1_000_000})) < 240
 
 
 def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_path):

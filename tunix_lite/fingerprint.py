@@ -76,8 +76,11 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
     """Raises ValueError, with what differs, unless the two are one run; returns what differs and may.
 
     Another model cannot be forced: its checkpoint means something else. Other versions of libraries only change digits.
-    Of the data, earlier versions of ours kept nothing, and nothing is compared.
+    Of the data, and of how special tokens in it are read, earlier versions of ours kept nothing: nothing is compared.
     """
+    if isinstance(theirs.get("task"), dict) and "special_tokens_in_data" not in theirs["task"]:
+        read = {name: value for name, value in ours.get("task", {}).items() if name != "special_tokens_in_data"}
+        ours = ours | {"task": read}
     if "data" not in theirs:
         ours = {name: value for name, value in ours.items() if name != "data"}
     found = dict(differences(ours, theirs))

@@ -39,6 +39,7 @@ class Parts:
     task: Task
     resume_from: Path | None  # a folder with checkpoints
     differs: str = ""  # from the run that made them, in words
+    data: str = ""  # what there is to know about the examples, where they are in memory
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
     def goes_on_differently(self, run_dir: RunDir) -> bool:
@@ -68,6 +69,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at("hydra.run.dir"):
         run_dir.check()
     with at("task"):
+        data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
@@ -78,7 +80,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at(""):
         model = source.fetch(model)
     differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
-    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs)
+    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs, data)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
@@ -170,6 +172,7 @@ def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tupl
         ),
         ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
         ("batch", f"{parts.batch}{_packed(parts)}"),
+        *([("data", parts.data)] if parts.data else []),
         ("attention", ": ".join(parts.attention)),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
         ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),

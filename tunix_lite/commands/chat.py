@@ -4,8 +4,9 @@ import sys
 from dataclasses import dataclass
 
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import opened
+from tunix_lite.commands.generate import opened, shown
 from tunix_lite.config import ConfigError, RunConfig
+from tunix_lite.plain_text import visible
 
 HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or Ctrl-D ends"
 
@@ -50,7 +51,7 @@ def chat(run: RunConfig, settings: Chat) -> None:
             try:
                 answer = _answer(model, asked, run, turn)
             except ValueError as error:  # too long, or not as the template wants it: the conversation stays as it was
-                print(f"{error}. /reset begins anew", file=sys.stderr)
+                print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
                 continue
             said, turn = [*asked, {"role": "assistant", "content": answer}], turn + 1
 
@@ -70,6 +71,6 @@ def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
     seed = (run.seed + turn) % 2**32  # each turn draws anew
     for text in model.stream(asked, run.generation, seed, run.rollout):
         pieces.append(text)
-        print(text, end="", flush=True)
+        print(shown(text), end="", flush=True)
     print()
     return "".join(pieces)

@@ -11,6 +11,8 @@ from tunix_lite.commands import program
 from tunix_lite.config import ConfigError, RunConfig, at
 from tunix_lite.language_model import Asked, LanguageModel, open_model
 from tunix_lite.parallel.mesh import of_all
+from tunix_lite.plain_text import shortened, visible
+from tunix_lite.tasks.sources import json_of, lines_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def generate(run: RunConfig, settings: Generate) -> None:
     with at("generate"):
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
             for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
-                print(text, end="", flush=True)
+                print(shown(text), end="", flush=True)
             print()
             return
         how = settings.num_generations, run.seed, settings.batch_size
@@ -69,12 +71,17 @@ def generate(run: RunConfig, settings: Generate) -> None:
         print(f"{missing} of {len(asked)} prompts were too long, and dropped", file=sys.stderr)
     rows = [{**asdict(completion), "prompt": asked[completion.prompt]} for completion in said]
     if out is not None:
-        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         print(f"{len(rows)} completions of {len(asked) - missing} prompts are in {out}", file=sys.stderr)
         return
     for row in rows:
         question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(f"> {question}\n{row['text']}{' [cut]' if row['finish_reason'] == 'length' else ''}\n")
+        print(shown(f"> {question}\n{row['text']}{' [cut]' if row['finish_reason'] == 'length' else ''}\n"))
+
+
+def shown(text: str) -> str:
+    """What a model says, as it is for a file or a pipe; on a terminal, with what would act on it escaped."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
@@ -93,9 +100,9 @@ def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:
-        lines = [(i, line) for i, line in enumerate(file.read_text().split("\n"), 1) if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts={file} is not text ({error})") from error
+        lines = list(lines_of(file))
+    except ValueError as error:
+        raise ConfigError(f"prompts={error}") from error
     if not lines:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
@@ -106,9 +113,9 @@ def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
 
 def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Asked, int]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"prompts={file}, line {number}: not JSON ({error})") from error
+        row = json_of(line, f"{file}, line {number}")
+    except ValueError as error:
+        raise ConfigError(f"prompts={error}") from error
     asked = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
     is_conversation = isinstance(asked, list) and asked and all(isinstance(message, dict) for message in asked)
     if not (isinstance(asked, str) and asked) and not is_conversation:
@@ -116,6 +123,7 @@ def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Asked, int]:
     limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most
     if type(limit) is not int or not 1 <= limit <= most:
         raise ConfigError(
-            f"prompts={file}, line {number}: max_new_tokens={limit!r}; it is 1 to generation.max_new_tokens={most}"
+            f"prompts={file}, line {number}: max_new_tokens={shortened(limit)}; it is 1 to "
+            f"generation.max_new_tokens={most}"
         )
     return asked, limit

@@ -26,6 +26,7 @@ from tunix_lite.language_model import run_settings
 from tunix_lite.launch import conf_dir, folder_given
 from tunix_lite.parallel.claim import LOCK
 from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
 
 EXIT_FAILED = 1
@@ -263,11 +264,11 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except FloatingPointError as error:  # says what to do about it, and where in the code does not help
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except DiskError as error:
         with contextlib.suppress(OSError):  # they may be on that disk, too
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         # Else a thread that still writes would keep us, and what it leaves undone would fill the screen.
         os._exit(EXIT_FAILED)
@@ -275,5 +276,5 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
         is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)  # as of who has it, and we do not
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(EXIT_FAILED if isinstance(error, RunFailed) else EXIT_WRONG_SETTINGS)

@@ -1,14 +1,17 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
+from tunix_lite.plain_text import shortened
 from tunix_lite.strangers import escaped, read_object, read_text, shown
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
@@ -23,6 +26,24 @@ FILES = (
     "merges.txt",
     "added_tokens.json",
 )
+
+
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing: no template and no tokenizer knows them
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """A text of which some parts, [start, end) each, are only text, whatever special token they spell."""
+
+    text: str
+    parts: tuple[tuple[int, int], ...]
+
+    def covered(self, with_what: str) -> str:
+        """The text, as long as before, with one character for each of such a part."""
+        text = list(self.text)
+        for start, end in self.parts:
+            text[start:end] = with_what * (end - start)
+        return "".join(text)
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens written out in it are recognised, none is added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeError) as error:
+            raise ValueError(f"{shortened(text)} holds half of a character (a lone surrogate): no text") from error
+
+    def special_in(self, text: str) -> list[tuple[int, int]]:
+        """Where a text spells special tokens, [start, end) each: what the tokenizer calls so, and what ends a turn."""
+        if self._has_normalized:
+            found = self.backend.encode(text, add_special_tokens=False)
+            return [place for token, place in zip(found.ids, found.offsets) if token in self._special_tokens]
+        return [found.span() for found in self._special_texts.finditer(text)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens, special tokens left out unless they are asked for."""
@@ -86,16 +117,19 @@ class Tokenizer:
         values = {"tools": None, "documents": None, **self.special, **plain(variables)}
         return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
 
-    def prompt(self, asked: str | list[dict], **variables) -> list[int]:
+    def prompt(self, asked: str | Quoted | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to go on, with its BOS once.
 
         Without a chat template a text is taken as it is, and goes on. Raises ValueError if there is a second BOS.
         """
-        if isinstance(asked, str) and not self.has_chat_template:
-            ids = self.encode(asked)
-        else:
-            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            ids = self.encode(self.chat(messages, **variables))
+
+        def write(read: Callable) -> str:
+            message = read(asked)
+            if isinstance(message, str) and not self.has_chat_template:
+                return message
+            return self.chat(_conversation(message), **variables)
+
+        ids = self._ids(write, asked)
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:  # the templates of some fine-tunes leave it out
             ids = [*self.start_ids, *ids]
         bos = self.special.get("bos_token")
@@ -103,26 +137,100 @@ class Tokenizer:
         # A token that the tokenizer never adds may open every turn and be called BOS all the same (SmolLM).
         twice = ids.count(bos_id) > 1 if bos_id in self.start_ids else ids[:2] == [bos_id] * 2
         if twice:
-            raise ValueError(f"the chat template and the message {asked!r} together hold more than one {bos}")
+            raise ValueError(f"the chat template and the message {shortened(asked)} together hold more than one {bos}")
         return ids
 
-    def demonstration(self, asked: str | list[dict], completion: str, **variables) -> list[int]:
+    def demonstration(self, asked: str | Quoted | list[dict], completion: str | Quoted, **variables) -> list[int]:
         """The tokens to say after `prompt(asked)`: those of the completion and the one that ends the turn."""
-        if not self.has_chat_template:
-            ids = self.encode(completion)
-        else:
-            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            before = self.chat(asked, **variables)
-            answered = [*asked, {"role": "assistant", "content": completion}]
+
+        def write(read: Callable) -> str:
+            if not self.has_chat_template:
+                return read(completion)
+            messages = _conversation(read(asked))
+            before = self.chat(messages, **variables)
+            answered = [*messages, {"role": "assistant", "content": read(completion)}]
             whole = self.chat(answered, add_generation_prompt=False, **variables)
             if not whole.startswith(before):
                 raise ValueError("the chat template writes an answered conversation differently from its prompt")
-            ids = self.encode(whole[len(before) :])
+            return whole[len(before) :]
+
+        ids = self._ids(write, asked, completion)
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
         named = self.backend.token_to_id(self.special.get("eos_token", ""))
         return [*ids, named if named in self.eos_ids else self.eos_ids[0]]
+
+    # ---- texts that spell special tokens and mean none
+
+    def _ids(self, write: Callable[[Callable], str], *texts: str | Quoted | list[dict]) -> list[int]:
+        """The tokens of what `write` makes of these texts, which it reads with the function that it is given."""
+        written = write(lambda text: text.text if isinstance(text, Quoted) else text)
+        quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
+        if not quoted:
+            return self.encode(written)
+        # Where the template put a quoted part is seen by a second look, with a character there that is nowhere else.
+        cover = next(c for c in map(chr, PRIVATE) if c not in written and not any(c in text.text for text in quoted))
+        covered = write(lambda text: text.covered(cover) if isinstance(text, Quoted) else text)
+        if len(covered) != len(written) or any(c not in (w, cover) for w, c in zip(written, covered)):
+            raise ValueError(f"the chat template does not write {shortened(quoted[0].text)} as it is")
+        return self._quoted_ids(written, covered)
+
+    def _quoted_ids(self, written: str, covered: str) -> list[int]:
+        """The tokens of `written`, where only those special tokens count that stand in `covered`, too.
+
+        One call of a tokenizer that knows special tokens by other names, so that what stands around them is cut up as
+        ever. Raises ValueError if its vocabulary spells a special token even so.
+        """
+        backend, names, ids = self._renamed
+        parts, at = [], 0
+        for found in self._special_texts.finditer(covered):
+            parts += [written[at : found.start()], names[found.group()]]
+            at = found.end()
+        tokens = backend.encode("".join([*parts, written[at:]]), add_special_tokens=False).ids
+        if spelled := self._special_tokens.keys() & set(tokens):
+            name = self.backend.id_to_token(spelled.pop())
+            raise ValueError(f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} holds it")
+        return [ids.get(token, token) for token in tokens]
+
+    @cached_property
+    def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
+        added = self.backend.get_added_tokens_decoder()
+        return {i: token for i, token in added.items() if (token.special or i in ends) and token.content}
+
+    @cached_property
+    def _has_normalized(self) -> bool:
+        """Whether there is one that more than its own text spells, as `<EOS>` does `<eos>` where case is nothing."""
+        return any(token.normalized for token in self._special_tokens.values())
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern:
+        tokens = sorted(self._special_tokens.values(), key=lambda token: len(token.content), reverse=True)
+        alone = r"(?<!\w){}(?!\w)"
+        texts = ((alone if token.single_word else "{}").format(re.escape(token.content)) for token in tokens)
+        return re.compile("|".join(texts) or "(?!)")
+
+    @cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
+        """The same tokenizer with other names for special tokens; the names; and its ids, as those of the real ones.
+
+        No text can hold such a name: it is made of private characters, and another one in every process.
+        """
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        prefix = "".join(chr(PRIVATE[byte]) for byte in secrets.token_bytes(16))
+        names, ids = {}, {}
+        for i, token in self._special_tokens.items():
+            name = names[token.content] = f"{prefix}{i}{prefix[0]}"
+            how = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            backend.add_tokens([tokenizers.AddedToken(name, special=False, normalized=False, **how)])
+            ids[backend.token_to_id(name)] = i
+        return backend, names, ids
+
+
+def _conversation(asked: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
 
 class TextStream:

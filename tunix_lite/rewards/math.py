@@ -17,4 +17,4 @@ def correct(completion: str, example: dict) -> float:
     try:
         return float(found is not None and float(found) == float(expected))
     except ValueError as error:
-        raise ValueError(f"the answer {expected!r} of an example is not a number") from error
+        raise ValueError(f"the answer {expected[:200]!r} of an example is not a number") from error

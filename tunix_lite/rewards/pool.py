@@ -5,6 +5,7 @@ down, has failed; the worker is replaced, and the calls behind that one are made
 """
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -37,6 +38,7 @@ END_SECONDS = 5  # that a killed process may take: one that waits for a lost dis
 LOOK_SECONDS = 0.2  # between two looks at whether a silent worker is still there
 READ_BYTES = 64 * 1024
 MARK = "TUNIX_LITE_REWARDS"  # a variable that a worker and all that it starts have: which worker that is
+LONGEST = 4 * 1024 * 1024  # bytes of an answer: that of a text of worker.KEPT characters is far shorter
 SURELY_FITS = 32 * 1024  # bytes that an empty pipe takes at once
 START = (  # not multiprocessing: its spawn imports the program that runs, and with it jax
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
@@ -79,6 +81,7 @@ class Pool:
     def __init__(self, functions: dict[str, Callable], settings: Rewards):
         self.functions, self.settings = functions, settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._numbers = itertools.count()  # of calls
         self._workers: list[_Worker | None] = [None] * settings.workers
         self._ending = False
         if settings.workers:
@@ -156,12 +159,13 @@ class Pool:
 
     def _outcomes(self, place: int, jobs: list) -> Iterator[Outcome]:
         """Of each job and each function, in order. The first call without an answer is the one that failed."""
-        calls = [(index, *what) for _, *what in jobs for index in range(len(self.functions))]
+        each = ((index, *what) for _, *what in jobs for index in range(len(self.functions)))
+        calls = [(next(self._numbers), *call) for call in each]
         while calls:
             worker = self._worker(place)
             worker.send(_packed(calls), self.settings.timeout)
-            for _ in range(len(calls)):
-                found, calls = worker.answer(self.settings.timeout), calls[1:]
+            for number, *_ in calls:
+                found, calls = worker.answer(self.settings.timeout, number), calls[1:]
                 if found[0] == "refused":
                     raise ValueError(f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}")
                 if self._ending:
@@ -208,7 +212,7 @@ class _Worker:
     def __init__(self):
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
-        self._answers, self._lines, self._rest = io.FileIO(reading), deque(), b""
+        self._answers, self._lines, self._rest = io.FileIO(reading), deque(), bytearray()
         self._mark = secrets.token_hex(16)
         self._arriving = select.poll()
         self._arriving.register(reading, select.POLLIN)
@@ -232,21 +236,39 @@ class _Worker:
             self._calls.send_bytes(message)
         timer.cancel()
 
-    def answer(self, seconds: float) -> Outcome:
-        """What the worker says next, within so many seconds."""
+    def answer(self, seconds: float, number: int | None = None) -> Outcome:
+        """What the worker says next, within so many seconds. If that is not about call `number`, it has crashed."""
         deadline = time.monotonic() + seconds
         while not self._lines:
             gone, left = self.process.poll() is not None, deadline - time.monotonic()
             if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
                 said = self._answers.read(READ_BYTES)
-                *lines, self._rest = (self._rest + said).split(b"\n")
-                self._lines.extend(lines)
+                self._take(said)
                 gone = not said
-            elif left <= 0:
-                return "timeout", None
-            if gone and not self._lines:
+            if self._lines:
+                break
+            if gone:
                 return self._crashed()
-        return tuple(json.loads(self._lines.popleft()))
+            if len(self._rest) > LONGEST:
+                return "crash", f"wrote more than {LONGEST:,} bytes to the pipe of its process"
+            if left <= 0:  # whether or not something still comes
+                return "timeout", None
+        line = self._lines.popleft()
+        try:
+            answers, kind, value = json.loads(line)
+        except (TypeError, ValueError):
+            return "crash", f"wrote {shortened(line)} to the pipe of its process"
+        if answers != number and kind != "refused":
+            return "crash", "got the answer to another call from its process"
+        return kind, value
+
+    def _take(self, said: bytes) -> None:
+        """What came, into whole lines and a rest; the rest is never copied for what comes behind it."""
+        *lines, rest = said.split(b"\n")
+        if lines:
+            lines[0], self._rest = bytes(self._rest) + lines[0], bytearray()
+            self._lines.extend(lines)
+        self._rest += rest
 
     def kill(self) -> None:
         """With all processes that it started. It may be done twice, and from another thread."""

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SHOWN = 200  # characters of a text that a message shows
+KEPT = 64 * 1024  # characters of a text from a reward that leave this process; of the rest, how many there were
+CAME_BACK_SECONDS = 0.1  # that a child has to exec or end before a call that forked counts as done
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -39,21 +42,30 @@ def number(fn: Callable, completion: str, example: dict) -> float:
 
 
 def text(fn: Callable, completion: str, example: dict) -> str | None:
-    """What `extract` says of a completion."""
+    """What `extract` says of a completion, KEPT characters of it at most."""
     said = fn(completion)
-    return None if said is None else str(said)
+    return None if said is None else bounded(str(said))
 
 
 def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
-    """("", what fn says), or the kind of failure and in words how it failed."""
+    """("", what fn says), or the kind of failure and in words how it failed.
+
+    It returns in the process that called it and in no other: a child that fn forked and that comes back here ends.
+    """
+    mine = os.getpid()
     try:
-        return "", fn(completion, example)
+        found = "", fn(completion, example)
     except NotANumber as error:
-        return "not_number", str(error)
+        found = "not_number", str(error)
     except KeyboardInterrupt:
-        raise
+        if os.getpid() == mine:
+            raise
+        found = "error", "was interrupted"
     except BaseException as error:  # SystemExit as well: a reward does not decide that a run ends
-        return "error", f"failed with {_last_line(error)}"
+        found = "error", f"failed with {_last_line(error)}"
+    if os.getpid() != mine:
+        _Forks.come_back(found)
+    return found
 
 
 def work(calls_fd: int, answers_fd: int, parent: int) -> None:
@@ -62,20 +74,77 @@ def work(calls_fd: int, answers_fd: int, parent: int) -> None:
         _end_with(parent)
         for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which may want to finish its step
             signal.signal(stop, _stay)
+        for pipe in (calls_fd, answers_fd):  # programs that a reward starts have nothing to do with them
+            os.set_inheritable(pipe, False)
+        forks = _Forks(calls_fd, answers_fd)
         calls, answers = Connection(calls_fd, writable=False), os.fdopen(answers_fd, "wb")
         functions = _read(calls, answers)
-        _answer(answers, "ready", None)
+        _answer(answers, None, "ready", None)
         while True:
-            for index, completion, example in _read(calls, answers):
-                _answer(answers, *outcome(functions[index], completion, example))
+            for number, index, completion, example in _read(calls, answers):
+                found = outcome(functions[index], completion, example)
+                _answer(answers, number, *(forks.that_came_back() or found))
             sys.stdout.flush()
     os._exit(1)  # whatever threads a reward may have left
 
 
 def shortened(value: Any) -> str:
     """In one line, and not longer than SHOWN."""
-    said = repr(value).replace("\n", " ")
+    try:
+        said = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace("\n", " ")
+    except Exception as error:  # of integers beyond 4300 digits, and of objects that cannot say what they are
+        said = f"<{type(value).__name__}, of which Python cannot say more: {error}>"
     return said if len(said) <= SHOWN else f"{said[:SHOWN]}…"
+
+
+def bounded(said: str) -> str:
+    """The first KEPT characters, and how many more there were."""
+    return said if len(said) <= KEPT else f"{said[:KEPT]}... and {len(said) - KEPT:,} more characters"
+
+
+class _Forks:
+    """The children that a call of a reward forks: none of them reaches the pipes of its worker.
+
+    A child must exec, or end with os._exit. One that returns, raises or exits instead, as after an os.execvp of a
+    program that is not there, would go on as a second worker and answer the calls of the first. It ends when it comes
+    back from the reward, and the call has failed.
+    """
+
+    told: int | None = None  # where a child says that it came back: a pipe that closes when it ends or execs
+
+    def __init__(self, *pipes: int):
+        self.pipes, self.nowhere, self.heard = pipes, os.open(os.devnull, os.O_RDWR), None
+        os.register_at_fork(before=self._before, after_in_child=self._in_child)
+
+    def _before(self) -> None:
+        if self.heard is None:
+            self.heard, _Forks.told = os.pipe()
+
+    def _in_child(self) -> None:
+        for pipe in self.pipes:  # not closed: what the child opens next would take their numbers
+            os.dup2(self.nowhere, pipe, inheritable=False)
+
+    @staticmethod
+    def come_back(found: tuple[str, Any]) -> None:
+        with contextlib.suppress(BaseException):
+            kind, how = found
+            said = f"failed: a process that it forked came back from it{f', which {how}' if kind else ''}"
+            os.write(_Forks.told, f"{said[:SHOWN]}; end it with os._exit".encode(errors="backslashreplace"))
+        os._exit(1)
+
+    def that_came_back(self) -> tuple[str, str] | None:
+        """The failure of the call that was made, if one of its children came back; of no other call."""
+        if self.heard is None:
+            return None
+        heard, self.heard = self.heard, None
+        os.close(_Forks.told)
+        try:
+            arriving = select.poll()
+            arriving.register(heard, select.POLLIN)
+            said = os.read(heard, 4096) if arriving.poll(1000 * CAME_BACK_SECONDS) else b""
+            return ("error", said.decode()) if said else None  # b"": all have ended, or go on as something else
+        finally:
+            os.close(heard)
 
 
 def _read(calls: Connection, answers: BinaryIO) -> Any:
@@ -84,18 +153,20 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
     try:
         return pickle.loads(message)
     except BaseException as error:
-        _answer(answers, "refused", _last_line(error))
+        _answer(answers, None, "refused", _last_line(error))
         raise
 
 
-def _answer(answers: BinaryIO, kind: str, value: Any) -> None:
-    answers.write(json.dumps([kind, value]).encode() + b"\n")
+def _answer(answers: BinaryIO, number: int | None, kind: str, value: Any) -> None:
+    """number: of the call that is answered, so that no answer is ever taken for that of another."""
+    answers.write(json.dumps([number, kind, value]).encode() + b"\n")
     answers.flush()  # each at once: the first that is missing is the call that failed
 
 
 def _last_line(error: BaseException) -> str:
     """As a traceback ends, in one line, and where in the code that was."""
-    said = " ".join("".join(traceback.format_exception_only(error)).split())
+    said = bounded("".join(traceback.format_exception_only(error)).rstrip("\n"))
+    said = " ".join(said.split())
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

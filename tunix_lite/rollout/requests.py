@@ -6,6 +6,7 @@ import numpy as np
 
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
+from tunix_lite.plain_text import shortened
 from tunix_lite.rollout.settings import Generation
 
 
@@ -77,4 +78,4 @@ def not_finite(answer: Sampled, prompt, tokenizer: Tokenizer | None) -> str:
 
 
 def quoted(prompt, tokenizer: Tokenizer | None) -> str:
-    return "" if tokenizer is None else f", {tokenizer.decode(list(prompt))!r}"
+    return "" if tokenizer is None else f", {shortened(tokenizer.decode(list(prompt)))}"

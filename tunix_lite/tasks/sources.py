@@ -3,13 +3,16 @@
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
 
+import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -17,6 +20,9 @@ import numpy as np
 LOOKED_AT = 2000  # examples, at least, before a search for prompts that fit is given up
 SAMPLED = 64  # examples that stand for all of them where they are not in memory
 AT_ONCE = 1000  # examples that become text together
+DEEPEST = 100  # brackets in brackets that a row may have: what is written of it later must be readable, too
+FILES_KEPT = 4  # read and looked at once, though a start asks for them twice
+UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
 def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
@@ -75,6 +81,12 @@ def digest_of_data(source) -> dict[str, str]:
 
 
 def _digest_of_split(examples) -> str:
+    if isinstance(examples, Rows):
+        return examples.digest
+    return _digest_of_examples(examples)
+
+
+def _digest_of_examples(examples) -> str:
     count = len(examples)
     places = range(count)
     if not isinstance(examples, list | tuple) and count > SAMPLED:  # made or read one by one, and perhaps very many
@@ -123,30 +135,94 @@ class Jsonl:
     held_out_file: str  # path
 
     @cached_property
-    def train(self) -> list[dict]:
-        return _read_lines(self.train_file)
+    def train(self) -> "Rows":
+        return _rows_of(self.train_file)
 
     @cached_property
-    def held_out(self) -> list[dict]:
-        return _read_lines(self.held_out_file)
+    def held_out(self) -> "Rows":
+        return _rows_of(self.held_out_file)
 
 
-def _read_lines(file: str) -> list[dict]:
+class Rows(list):
+    """The rows of a file, and in which of its lines each stands."""
+
+    def __init__(self, file: str):
+        """Raises ValueError, naming file and line, for what is not one JSON object a line in UTF-8."""
+        self.file, self.lines = file, array("q")
+        self.known: dict = {}  # what was found out about all of them, by what was asked
+        for number, line in lines_of(file):
+            row = json_of(line, self._at(number))
+            if not isinstance(row, dict):
+                raise ValueError(f"{self._at(number)}: not an object with named fields")
+            self.append(row)
+            self.lines.append(number)
+        if not self:
+            raise ValueError(f"{file} holds no examples")
+
+    def where(self, index: int) -> str:
+        """`train.jsonl, line 250`."""
+        return self._at(self.lines[index])
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest_of_examples(self)
+
+    def _at(self, number: int) -> str:
+        return f"{self.file}, line {number}"
+
+
+def _rows_of(file: str) -> Rows:
+    """As the file is now: a start reads it twice, once to check the settings, and the second time finds it here."""
     if not Path(file).is_file():
         raise ValueError(f"{file} is not a file")
-    rows = []
-    for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
-        if line.strip():
+    with open(file, "rb") as opened:
+        return _rows_with(file, hashlib.file_digest(opened, "blake2b").digest())
+
+
+@lru_cache(maxsize=FILES_KEPT)
+def _rows_with(file: str, content: bytes) -> Rows:
+    return Rows(file)
+
+
+def where(examples, index: int) -> str:
+    """Where example `index` stands: file and line, or its number."""
+    return examples.where(index) if isinstance(examples, Rows) else f"example {index}"
+
+
+def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, with their numbers; ValueError for one that is not UTF-8.
+
+    A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028, U+0085).
+    """
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1 and line.startswith(UTF_16):
+                raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: not an object with named fields")
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{file} holds no examples")
-    return rows
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                byte = f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}"
+                raise ValueError(f"{file}, line {number}: not UTF-8 ({byte})") from error
+            if text.strip():
+                yield number, text.rstrip("\r\n")
+
+
+def json_of(line: str, at: str) -> Any:
+    """The value in a line of JSON. Raises ValueError that begins with `at`, file and line."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
+        raise ValueError(f"{at}: not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep") from error
+    if line.count("[") + line.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
+        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep")
+    return value
+
+
+def _is_deeper(value, depth: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list))
 
 
 @dataclass(frozen=True)

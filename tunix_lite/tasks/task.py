@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -13,12 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.plain_text import SHOWN, shortened
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Outcome, Pool, Rewards
 from tunix_lite.rewards.worker import number, text
-from tunix_lite.tasks.sources import batch_at, digest, digest_of_data, fitting_batch_at
+from tunix_lite.tasks.sources import Rows, batch_at, digest, digest_of_data, fitting_batch_at, where
 from tunix_lite.types import Metrics, Prompts, Rollout
+
+NO_TEXT = "half of a character (a lone surrogate), which is no text"
+SPECIAL_TOKENS = ("text", "control", "error")
+MEASURED = 10_000  # examples of a split that become tokens before the start; of more, so many of them
+FILLERS = range(0x4E00, 0x9FA5)  # letters, one of which marks what the fields of an example put into a prompt
 
 
 class SaidByAll(ValueError):
@@ -55,8 +61,11 @@ class TaskConfig:
     rewards: dict[str, Reward]  # by the name under which they are logged
     correct: Callable = correct  # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
     extract: Callable = final_answer  # completion -> the answer as text or None, for display
+    special_tokens_in_data: str = "text"  # `<end_of_turn>` in a row: text: mere letters; control: the token; error
 
     def __post_init__(self):
+        if self.special_tokens_in_data not in SPECIAL_TOKENS:
+            raise ValueError(f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or error")
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := {"mean", "std", "groups_that_agree"} & self.rewards.keys():
@@ -172,17 +181,52 @@ class Task:
 
     def digest(self, examples: list[dict]) -> str:
         """What another host has otherwise, if its data files or its tokenizer are not the same."""
-        tokens = [self.tokenizer.prompt(self.ask(example)) for example in examples]
+        tokens = [self._tokens(example) for example in examples]
         return digest([digest_of_data(self.config.source), examples, tokens])
+
+    def looked_through(self, demonstrates: bool, num_held_out: int) -> str:
+        """Looks at all examples in memory before the start, and says what there is to know about them; "" of others.
+
+        Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split must not be too long,
+        if that is an error. Raises ValueError with the place of the first that is wrong, or with how many are too long.
+        """
+        train, held_out = self.config.source.train, self.config.source.held_out
+        if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+            return ""
+        if not isinstance(train, Rows):
+            return self._looked_through(train, held_out, demonstrates, num_held_out)
+        settings = self.config.prompt, self.config.special_tokens_in_data, self.long_prompts, demonstrates, num_held_out
+        asked = settings, str(self.tokenizer.folder), self.max_prompt_length, self.max_new_tokens, id(held_out)
+        if asked not in train.known:  # a start asks twice
+            train.known[asked] = self._looked_through(train, held_out, demonstrates, num_held_out)
+        return train.known[asked]
+
+    def _looked_through(self, train: Sequence, held_out: Sequence, demonstrates: bool, num_held_out: int) -> str:
+        asked, special = self._texts(train, demonstrates)
+        self._measure(train, len(train), "training", special, demonstrates)
+        asked_then, special_then = self._texts(held_out, False)
+        self._measure(held_out, num_held_out, "held-out", special_then, False)
+        said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
+        in_training = {*asked}
+        if both := sum(prompt in in_training for prompt in asked_then):
+            said.append(f"{both:,} of the held-out prompts are training prompts, too")
+        if count := len(special) + (0 if held_out is train else len(special_then)):
+            taken = {"text": "as mere text", "control": "as control tokens"}[self.config.special_tokens_in_data]
+            said.append(f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)")
+        return "; ".join(said)
 
     def ask(self, example: dict) -> str:
         """The user's message for an example."""
         try:
             return self.config.prompt.format(**example)
         except KeyError as error:
-            raise ValueError(f"task.prompt names {error}, but an example has {', '.join(example)}") from error
-        except (AttributeError, IndexError, TypeError) as error:
-            wrong = f"task.prompt={self.config.prompt!r} does not fit the example {example} ({error})"
+            fields = ", ".join(map(str, example))
+            fields = fields if len(fields) <= SHOWN else f"{fields[:SHOWN]}…"
+            raise ValueError(f"task.prompt names {error}, but an example has {fields}") from error
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            wrong = (
+                f"task.prompt={shortened(self.config.prompt)} does not fit the example {shortened(example)} ({error})"
+            )
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
     @said_by_all
@@ -195,7 +239,7 @@ class Task:
         for example, row in zip(examples, rows):
             if len(row) > width:
                 raise ValueError(
-                    f"the prompt {self.ask(example)!r} has {len(row)} tokens, more than "
+                    f"{self._place(example)}the prompt {shortened(self.ask(example))} has {len(row)} tokens, more than "
                     f"generation.max_prompt_length={width}; raise it to at least {len(row)}, "
                     "or set generation.long_prompts=truncate or drop"
                 )
@@ -217,13 +261,11 @@ class Task:
         shape = (len(examples), self.max_new_tokens)
         tokens, mask = np.full(shape, self.tokenizer.pad_id, np.int32), np.zeros(shape, bool)
         for i, example in enumerate(examples):
-            if "completion" not in example:
-                raise ValueError(f"an example for sft needs a `completion`; this one has {', '.join(example)}")
-            row = self.tokenizer.demonstration(self.ask(example), example["completion"])
+            row = self._demonstration(example)
             if len(row) > self.max_new_tokens:
                 raise ValueError(
-                    f"the completion {example['completion']!r} has {len(row)} tokens, more than "
-                    f"generation.max_new_tokens={self.max_new_tokens}; raise it to at least {len(row)}"
+                    f"{self._place(example)}the completion {shortened(example['completion'])} has {len(row)} tokens, "
+                    f"more than generation.max_new_tokens={self.max_new_tokens}; raise it to at least {len(row)}"
                 )
             tokens[i, : len(row)], mask[i, : len(row)] = row, True
         none = np.zeros_like(prompts.token_mask)
@@ -241,17 +283,149 @@ class Task:
         """Every completion as text, its rewards, and their metrics."""
         return self.judging(examples).judged(rollout)
 
+    # ---- an example as tokens
+
     def _tokens(self, example: dict) -> list[int]:
-        row = self.tokenizer.prompt(self.ask(example))
+        with self._naming(example):
+            row = self.tokenizer.prompt(self._message(example))
         if not row:
-            raise ValueError(f"the prompt of the example {example} has no tokens; task.prompt={self.config.prompt!r}")
+            wrong = f"the prompt of the example {shortened(example)} has no tokens"
+            raise ValueError(f"{self._place(example)}{wrong}; task.prompt={shortened(self.config.prompt)}")
         return row
+
+    def _demonstration(self, example: dict) -> list[int]:
+        with self._naming(example):
+            completion = self._completion(example)
+            quoted = self._as_data(completion, self.tokenizer.special_in(completion))
+            return self.tokenizer.demonstration(self._message(example), quoted)
+
+    def _completion(self, example: dict) -> str:
+        if "completion" not in example:
+            raise ValueError(
+                f"an example for sft needs a `completion`; this one has {', '.join(map(str, example))[:SHOWN]}"
+            )
+        if not isinstance(completion := example["completion"], str):
+            raise ValueError(f"a `completion` is a text; this one is {shortened(completion)}")
+        return completion
+
+    def _message(self, example: dict) -> str | Quoted:
+        message = self.ask(example)
+        return self._as_data(message, self._special_in(message, example))
+
+    def _special_in(self, message: str, example: dict) -> list[tuple[int, int]]:
+        """Where fields of the example spell special tokens in its message; those of task.prompt itself are meant."""
+        if not (spelled := self.tokenizer.special_in(message)):
+            return []
+        filler = next(c for c in map(chr, FILLERS) if c not in message and c not in self.config.prompt)
+        filled = self.config.prompt.format(**_filled(example, filler))
+        if len(filled) == len(message) and all(f in (m, filler) for f, m in zip(filled, message)):
+            return [(start, end) for start, end in spelled if filler in filled[start:end]]
+        if all(message[start:end] not in self.config.prompt for start, end in spelled):
+            return spelled
+        both = f"task.prompt={shortened(self.config.prompt)} and {shortened(example)} both hold a special token"
+        hidden = "and !r or a format hides which is which"
+        raise ValueError(f"{both}, {hidden}; leave that out, or set task.special_tokens_in_data=control")
+
+    def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:
+        """The text as the tokenizer shall take it, with special tokens of the data in these places."""
+        if not spelled or self.config.special_tokens_in_data == "control":
+            return text
+        if self.config.special_tokens_in_data == "text":
+            return Quoted(text, tuple(spelled))
+        start, end = spelled[0]
+        raise ValueError(
+            f"{shortened(text)} holds the special token {text[start:end]!r}; task.special_tokens_in_data=text takes it "
+            "as mere letters, control as the token"
+        )
+
+    # ---- where it stands
+
+    @contextlib.contextmanager
+    def _naming(self, example: dict) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self._place(example)}{error}") from error
+
+    def _place(self, example: dict) -> str:
+        """`train.jsonl, line 250: ` of an example that comes from a file; else nothing."""
+        for rows in (getattr(self.config.source, name, None) for name in ("train", "held_out")):
+            if isinstance(rows, Rows):
+                for index, row in enumerate(rows):
+                    if row is example:
+                        return f"{rows.where(index)}: "
+        return ""
+
+    # ---- all examples, before the start
+
+    def _texts(self, examples: Sequence, demonstrates: bool) -> tuple[list[int], list[int]]:
+        """A hash of each prompt, and the examples whose fields spell special tokens."""
+        asked, special = [], []
+        for i, example in enumerate(examples):
+            try:
+                message = self.ask(example)
+                message.encode()
+                spells = bool(self._special_in(message, example))
+                if demonstrates:
+                    spells |= bool(self.tokenizer.special_in(self._completion(example)))
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{where(examples, i)}: {NO_TEXT}, in {shortened(message)}") from error
+            except ValueError as error:
+                raise ValueError(f"{where(examples, i)}: {error}") from error
+            asked.append(hash(message))
+            if spells:
+                special.append(i)
+        return asked, special
+
+    def _measure(self, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool) -> None:
+        """Raises ValueError: how many of the first `most` are too long; or the place of one that cannot be tokens."""
+        count = min(most, len(examples))
+        places = range(count) if count <= MEASURED else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
+        looked = f"{count:,}" if len(places) == count else f"the {len(places):,} (of {count:,}) looked at"
+        lengths = {i: len(self._tokens(examples[i])) for i in special[:MEASURED] if i < count}
+        if self.long_prompts == "error":
+            lengths |= {i: len(self._tokens(examples[i])) for i in places if i not in lengths}
+            _check_lengths(
+                lengths,
+                self.max_prompt_length,
+                f"of {looked} {which} prompts are longer than generation.max_prompt_length",
+                ", or set generation.long_prompts=truncate or drop",
+                examples,
+            )
+        if demonstrates:
+            _check_lengths(
+                {i: len(self._demonstration(examples[i])) for i in {*places, *special[:MEASURED]}},
+                self.max_new_tokens,
+                f"of {looked} {which} completions are longer than generation.max_new_tokens",
+                "",
+                examples,
+            )
 
     def _length(self, example: dict) -> int:
         return len(self._tokens(example))
 
 
 LOOK_SECONDS = 0.2  # between two looks at whether the run is to end, while verdicts are waited for
+
+
+def _check_lengths(lengths: dict[int, int], limit: int, what: str, remedy: str, examples: Sequence) -> None:
+    """lengths: tokens, by the number of the example."""
+    too_long = {i: length for i, length in lengths.items() if length > limit}
+    if too_long:
+        longest = max(too_long, key=too_long.get)
+        raise ValueError(
+            f"{len(too_long):,} {what}={limit}; the longest has {too_long[longest]:,} tokens "
+            f"({where(examples, longest)}); raise it to at least {too_long[longest]}{remedy}"
+        )
+
+
+def _filled(value: Any, filler: str) -> Any:
+    """An example with every text in it replaced by one letter, as often as the text has letters."""
+    if isinstance(value, str):
+        return filler * len(value)
+    if isinstance(value, Mapping):
+        return {key: _filled(item, filler) for key, item in value.items()}
+    return [_filled(item, filler) for item in value] if isinstance(value, list | tuple) else value
 
 
 class Judging:

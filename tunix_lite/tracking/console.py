@@ -1,6 +1,7 @@
 """What a run says: a panel at the start, a live line on a terminal or a plain line a step in a pipe, and samples.
 
-Everything said also goes to train.log as plain text. Model output is never read as markup.
+Everything said also goes to train.log as plain text. Model output is never read as markup, and what in it would act on
+a terminal is escaped.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import rich.panel
 import rich.table
 import rich.text
 
+from tunix_lite.plain_text import SHOWN, visible
 from tunix_lite.types import Metrics
 
 
@@ -28,7 +30,7 @@ class Console:
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
-        self._log = log_file.open("a")
+        self._log = log_file.open("a", encoding="utf-8")
         self._live = None
         self._max_steps, self._every = max_steps, every
         self._began, self._first_step = None, 0
@@ -37,6 +39,7 @@ class Console:
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """The start-up panel: what runs, on what, how much at a time, and where it writes."""
+        title, rows = visible(title), [(name, visible(text)) for name, text in rows]
         if self._terminal.is_terminal:
             table = rich.table.Table.grid(padding=(0, 2))
             for name, text in rows:
@@ -101,9 +104,9 @@ class Console:
         """Completions with the extracted answer marked right or wrong."""
         for row in rows:
             mark, style = ("right", "green") if row["correct"] else ("wrong", "red")
-            answer = "no answer" if row["extracted"] is None else row["extracted"]
-            text = row["completion"].replace("\n", " ⏎ ")
-            line = f"  {mark}  {row['prompt']}  →  {text[:200]}{'…' if len(text) > 200 else ''}  [{answer}]"
+            answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
+            text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
+            line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
             self._print(line, style)
             self._write(line)
 
@@ -114,12 +117,14 @@ class Console:
     # ---- how
 
     def _print(self, text: str, style: str = "") -> None:
+        text = visible(text)
         if self._terminal.is_terminal:
             self._terminal.print(rich.text.Text(text, style=style))
         else:
             print(text, file=self._terminal.file, flush=True)
 
     def _show(self, text: str) -> None:
+        text = visible(text)
         shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else "")
         if self._live is None:
             self._live = rich.live.Live(console=self._terminal, refresh_per_second=4, transient=True)
@@ -132,8 +137,12 @@ class Console:
             self._live = None
 
     def _write(self, *lines: str) -> None:
-        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in lines))
+        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
         self._log.flush()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Terminal(rich.console.Console):
@@ -152,7 +161,10 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the termi
 
 
 class Screen:
-    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards is dropped."""
+    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards is dropped.
+
+    What its encoding does not have, as where a terminal is set to ASCII, is escaped.
+    """
 
     def __init__(self, stream):
         self._stream = stream
@@ -161,6 +173,8 @@ class Screen:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self._or_drop(lambda: self._stream.write(text))
 
     def flush(self) -> None:

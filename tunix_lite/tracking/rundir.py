@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tunix_lite.plain_text import encodable, visible
 from tunix_lite.strangers import read_object, shown
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
@@ -130,11 +131,12 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
-        """samples/step_000010.jsonl: one completion a line."""
+        """samples/step_000010.jsonl: one completion a line. JSON escapes controls; halves of characters are ours."""
         if not self.is_first:
             return
         (self.path / "samples").mkdir(exist_ok=True)
         file = self.path / "samples" / f"step_{step:06d}.jsonl"
+        rows = [{k: encodable(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -180,6 +182,7 @@ class Status:
 
     def write(self, word: str, **more) -> None:
         more |= {"stopped": self.stopped} if self.stopped else {}
+        more = {name: visible(text) if isinstance(text, str) else text for name, text in more.items()}
         status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
         self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
 
