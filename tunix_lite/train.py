@@ -54,7 +54,7 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
-    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).steps)
+    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps)
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
         every, quiet = run.training.log_interval_steps, not run_dir.is_first
@@ -96,12 +96,15 @@ def fit(
     state, frozen, policy, rollout, skipped = initial_state(run, parts, optimizer, console)
     limit = settings.max_skipped_in_a_row
     start = int(state.step)
-    status.start(start)
+    begins = parts.resume_from != run_dir.checkpoints
+    status.start(start, begins)
     if skipped >= limit:  # it gave up here, and nothing has changed since
         raise FloatingPointError(_diverged(start, skipped, parts.resume_from))
     closing.enter_context(stopping)  # until all is on disk
     checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_best_checkpoints)
-    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=start or None)] if run_dir.is_first else []
+    trackers: list[Tracker] = (
+        [JsonLines(run_dir.metrics, None if begins else start or None)] if run_dir.is_first else []
+    )
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
@@ -264,7 +267,7 @@ def _diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | Non
 
 
 def _saved(run_dir: RunDir) -> str:
-    steps = Checkpoints(run_dir.checkpoints).steps()
+    steps = Checkpoints(run_dir.checkpoints).whole_steps()
     return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"
 
 
