@@ -23,7 +23,7 @@ from tunix_lite.parallel.stopping import Stopping
 from tunix_lite.planning import report
 from tunix_lite.planning.case import chooses_micro_batch, rollouts_of
 from tunix_lite.planning.profile import Profile
-from tunix_lite.planning.start import fitting, foresee, in_short, learning
+from tunix_lite.planning.start import check_at_rest, check_fits, fitting, foresee, in_short, learning
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
@@ -92,6 +92,7 @@ def fit(
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
+    check_at_rest(case_of(run, parts, run.rollout), console.say)
     console.busy("loading the model…")
     state, frozen, policy, rollout, skipped = initial_state(run, parts, optimizer, console)
     limit = settings.max_skipped_in_a_row
@@ -151,6 +152,7 @@ def fit(
     if run_dir.is_first:
         report.write(plan, run_dir.path)
     console.say(in_short(plan))
+    check_fits(plan, console.say)
     console.say(str(throughput))
     if start == 0 and (seen := measure()):
         _log(trackers, 0, seen)
