@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -648,6 +649,72 @@ def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
     assert "DOES NOT FIT" in start.in_short(found)
     with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):
         start.foresee(case_of(cfg), {"update": refuse})
+
+
+def qwen(*overrides: str) -> Plan:
+    """Qwen 3 14B on 8 H100, 64 x 8 sequences of 1024 + 4096 tokens: with the optimizer there, weights whole are too much
+    (22 GB of parameters and moments, 30 of weights, 27 of cache and 11 of prompts: 89 GB)."""
+    settings = [
+        "model=qwen3_14b",
+        "training.mixed_precision=bf16",
+        "training.remat=block",
+        "training.micro_batch_size=1",
+    ]
+    settings += ["training.prompts_per_step=64", "algorithm.num_generations=8", "generation.max_prompt_length=1024"]
+    run = compose([*settings, "generation.max_new_tokens=4096", *overrides])
+    return plan.estimated(run, find_machine("h100x8"), *find_model(run.model), {"fsdp": 8, "tp": 1})
+
+
+def test_weights_to_sample_with_are_chosen_beside_the_optimizer_and_the_prompts_that_wait():
+    found = qwen()
+    assert found.case.weights == "sharded" and found.fits
+    assert qwen("rollout.weights=gathered").fits is False
+
+
+def test_where_the_optimizer_fits_and_the_shelf_does_not_weights_stay_divided(cfg):
+    """The very bytes at which whole weights, cache and shelf take nine tenths of what is free beside all else."""
+    case = case_of(cfg, fsdp=2, tp=1)
+    adds, there = estimate.rollout(case), sum(estimate.resident(case).values())
+    needed = adds["weights to sample"] + adds["cache"] + adds["prompts"]
+    chosen = [estimate.choose_weights(case, there + math.ceil(needed / 0.9) + more) for more in (1, -2)]
+    assert adds["prompts"] > 10 and chosen == ["gathered", "sharded"]
+
+
+def test_a_run_that_does_not_fit_stops_and_says_what_would():
+    found = qwen("rollout.weights=gathered")
+    peak, room = found.peak_bytes / GiB, found.machine.capacity / GiB
+    said = (
+        rf"^the run does not fit: {peak:.2f} GiB of {room:.2f} a device, {peak - room:.2f} too much .*for rollout\); "
+    )
+    with pytest.raises(
+        ConfigError, match=said + r"it would fit, by an estimate of .* with rollout.weights=sharded; or"
+    ):
+        start.check_fits(found, print)
+    told = []
+    start.check_fits(qwen("rollout.weights=gathered", "training.memory_check=warn"), told.append)
+    assert len(told) == 1 and told[0].endswith("it starts all the same, as training.memory_check=warn says")
+    start.check_fits(qwen(), told.append)
+    assert len(told) == 1
+    with pytest.raises(
+        ConfigError, match="nothing that was tried fits here, the least by an estimate is .* GiB, with "
+    ):
+        start.check_fits(replace(found, machine=replace(found.machine, name="attached", capacity=GiB)), print)
+
+
+def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
+    found = plan.put_together(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
+    phases = tuple(replace(phase, adds={"all": GiB if phase.name == "update" else 1}) for phase in found.phases)
+    start.check_fits(replace(found, phases=phases), print)
+    assert "DOES NOT FIT with rows at their fullest" in start.in_short(replace(found, phases=phases))
+    with pytest.raises(ConfigError, match="the run does not fit"):
+        start.check_fits(replace(found, machine=machine(1000)), print)
+
+
+def test_a_run_that_cannot_fit_stops_before_it_loads_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "attached", lambda: machine(10**5))
+    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(ConfigError, match="the run does not fit: .* GiB of 0.00 a device"):
+        train(compose([*STARTS]), tmp_path)
 
 
 # ---- training.profile_communication

@@ -731,22 +731,22 @@ def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
 def test_weights_are_where_settings_or_one_device_say(cfg, params):
     memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, Generation(LONG, ROOM))
     for said in ("gathered", "sharded"):
-        assert memory_of(RolloutConfig(weights=said), 4) == (said, f"weights {said}, as rollout.weights says")
-    assert memory_of(RolloutConfig(), 4) == ("gathered", "weights whole on every device, as fsdp is 1")
+        assert memory_of(RolloutConfig(weights=said), 4, []) == (said, f"weights {said}, as rollout.weights says")
+    assert memory_of(RolloutConfig(), 4, []) == ("gathered", "weights whole on every device, as fsdp is 1")
     set_mesh(1, 2)
     params = random_params(cfg)
-    assert memory.choose_weights(params, cfg, jnp.float32, Generation(), RolloutConfig(), 4)[0] == "gathered"
+    assert memory.choose_weights(params, cfg, jnp.float32, Generation(), RolloutConfig(), 4, [])[0] == "gathered"
 
 
-def test_weights_are_gathered_if_they_and_the_cache_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
+def test_weights_are_gathered_if_they_the_cache_and_the_shelf_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
     """2 devices over fsdp, float32. A slot's keys and values: 2 * 2 heads * 8 * 4 bytes for each of 5 + 46 + 5 tokens;
-    each device has two of the four slots."""
+    each device has two of the four slots, and of the prompts that wait all four, of 5 + LONG + 5 tokens."""
     set_mesh(2, 1)
     params, generation = random_params(cfg), Generation(LONG, ROOM)
-    needed = 4 * weights.num_params(decoder.weights(cfg)) + 2 * 128 * (5 + 46 + 5)
+    needed = 4 * weights.num_params(decoder.weights(cfg)) + 2 * 128 * (5 + 46 + 5) + 4 * 128 * (5 + LONG + 5)
     for free, choice in ((needed / 0.9 + 10, "gathered"), (needed / 0.9 - 10, "sharded")):
         monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
-        got, why = memory.choose_weights(params, cfg, jnp.float32, generation, RolloutConfig(), 4)
+        got, why = memory.choose_weights(params, cfg, jnp.float32, generation, RolloutConfig(), 4, [(2, 2), (4, 1)])
         assert got == choice and choice in why and ("do not fit" in why) == (choice == "sharded")
     assert memory.free_bytes() > 0
 

@@ -143,14 +143,21 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
     assert [without_time(row) for row in lines(tmp_path)] == [without_time(row) for row in lines(folder)]
 
 
+def whole(checkpoint):
+    """What looks like a checkpoint, with the least that orbax needs of one."""
+    (checkpoint / "default").mkdir(parents=True)
+    for name in ("_METADATA", "manifest.ocdbt"):
+        (checkpoint / "default" / name).touch()
+
+
 def test_a_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, monkeypatch):
     def goes_on(folder: str, resume: str):
         return resume_from_folder(compose([*SHORT, f"resume={resume}"]), RunDir(tmp_path / folder))
 
     other, own = tmp_path / "other" / "checkpoints", tmp_path / "own" / "checkpoints"
-    (other / "2").mkdir(parents=True)
+    whole(other / "2")
     assert [goes_on("own", resume) for resume in ("auto", "none", other.parent)] == [None, None, other]
-    (own / "4").mkdir(parents=True)
+    whole(own / "4")
     assert [goes_on("own", resume) for resume in ("auto", other.parent)] == [own, own]
     with pytest.raises(ConfigError, match="resume: none, but .*/own already holds checkpoints; auto continues them"):
         goes_on("own", "none")

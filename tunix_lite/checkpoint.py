@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import functools
+import json
 import logging
+import math
 import os
 import re
 import sys
@@ -13,7 +15,9 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from tunix_lite import digests
 from tunix_lite.parallel.distributed import is_of_a_peer
+from tunix_lite.parallel.sharing import from_all
 from tunix_lite.types import Params, TrainState
 
 
@@ -22,7 +26,11 @@ def _accuracy(metrics: dict) -> float:
 
 
 SHOWN = 4  # arrays in a message
-SKIPPED = "skipped_in_a_row"  # kept beside the arrays of a checkpoint
+SKIPPED = "skipped_in_a_row"  # kept in ABOUT
+ABOUT = "about.json"  # in the folder of a checkpoint
+LATER = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # orbax writes these when all else is there: nothing of ours
+HOST_GB = 4  # read from disk at a time, by a process: what a host holds of a checkpoint beside what its devices hold
+SAVE_SECONDS = 3600  # a save may take: all processes wait for the first, which makes the digests of all files
 
 
 class Checkpoints:
@@ -38,7 +46,9 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._keep, self._keep_best = keep, keep_best
         self._opened, self._when_whole, self._is_saved = None, when_whole, False
+        self._saving: dict = {}  # what will stand in ABOUT of the step that is being saved
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
+        self._own = _identity(self.folder) if self.folder.is_dir() else None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
@@ -49,11 +59,24 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
                 enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=SAVE_SECONDS, post_finalization_callback=self._before_it_gets_its_name
+                ),
                 cleanup_tmp_directories=True,  # of a run that was killed while it saved
             )
             _say_it_once()
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
+
+    def _before_it_gets_its_name(self) -> None:
+        """Of the first process, in the background: all files of the step are written, but not yet called checkpoint.
+
+        What orbax wrote into folders that it made in the place of deleted ones never gets the name. Raises OSError.
+        """
+        self._check_there()
+        for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
+            (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
+            digests.write(half, LATER)
 
     @contextlib.contextmanager
     def _reading(self, handler: ocp.CheckpointHandler):
@@ -66,11 +89,56 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order, as the folder shows them. Makes no folder. Raises OSError."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal())  # a half one has a longer name
+        return sorted(int(name) for name in names if is_step(name))  # a half one has a longer name
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or None. Makes no folder. Raises OSError."""
         return max(self.steps(), default=None)
+
+    def whole_steps(self) -> list[int]:
+        """The steps whose files are all there now, with the sizes that they had. Reads none of them. Raises OSError."""
+        return [step for step in self.steps() if not self._missing(step)]
+
+    def _missing(self, step: int) -> str | None:
+        """What a checkpoint lacks, in words; by its digests where it has them. None: nothing is missing."""
+        folder = self.folder / str(step)
+        if not folder.is_dir():
+            return "it is a file and not a folder"
+        if not any(folder.iterdir()):
+            return "its folder is empty"
+        with contextlib.suppress(ValueError):  # damaged digests: whoever reads the checkpoint says so
+            for name, (size, _) in (digests.read(folder) or {}).items():
+                if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+                    return f"{name} is not as it was written"
+        for name in ("default/_METADATA", "default/manifest.ocdbt"):
+            if not (folder / name).is_file():
+                return f"{name} is gone"
+        return None
+
+    def check_whole(self, step: int) -> None:
+        """Raises ValueError, with the remedy, for what is called a checkpoint and cannot be one. Reads no array."""
+        if missing := self._missing(step):
+            raise ValueError(self._damaged(step, missing))
+
+    def has_digests(self, step: int) -> bool:
+        """Whether reading this step notices every change of its files: earlier versions kept none."""
+        return (self.folder / str(step) / digests.NAME).is_file()
+
+    def _verify(self, step: int) -> None:
+        """Compares all files of a step with their digests; several processes share the work, and all hear of it.
+
+        A checkpoint without digests has nothing to compare with. Raises ValueError, naming step, file and remedy.
+        """
+        folder, found = self.folder / str(step), []
+        try:
+            kept = digests.read(folder) or {}
+            by_size = sorted(kept, key=lambda name: kept[name][0])
+            found = digests.changed(folder, kept, by_size[jax.process_index() :: jax.process_count()])
+        except ValueError as error:
+            found = [str(error)]
+        if found := [what for theirs in from_all(found) for what in theirs]:
+            more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
+            raise ValueError(self._damaged(step, found[0] + more))
 
     def save(self, state: TrainState, accuracy: float | None = None, skipped: int = 0) -> None:
         """Copies the state off the devices and writes it in the background; the state may be donated afterwards.
@@ -78,35 +146,50 @@ class Checkpoints:
         accuracy: held-out, of this very state, if it was measured. skipped: how many updates in a row were not made
         until now. Raises OSError, of the save before it, too.
         """
-        step, more = int(state.step), {SKIPPED: skipped}
+        step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
-        self.folder.mkdir(exist_ok=True)
+        if self._own is None:
+            self.folder.mkdir(exist_ok=True)
+            self._own = _identity(self.folder)
         with self._as_os_error():
-            saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics, custom_metadata=more)
+            self._manager.wait_until_finished()  # which is what reads _saving
+            self._check_there()
+            self._saving = {"step": step, SKIPPED: skipped}
+            saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest checkpoint, with the shapes and shardings of `like`.
+        """The newest checkpoint, with the shapes and shardings of `like`: arrays, or ShapeDtypeStructs with shardings.
 
-        Raises ValueError if there is none, if it cannot be read, or if it holds something else than `like`.
+        Every array is made once, where it stays; delete what stands there now before you call. All files are compared
+        with their digests first. Raises ValueError if there is no checkpoint, if it cannot be read or has changed
+        since it was written, or if it holds something else than `like`.
         """
         step = self.latest_step()
         if step is None:
             raise ValueError(f"{self.folder} holds no checkpoint")
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        return self._read(step, ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(abstract), abstract)
+        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=_host_gb(abstract))
+        return self._read(step, handler, ocp.args.StandardRestore(abstract), abstract)
 
     def skipped_in_a_row(self, step: int) -> int:
         """How many updates were not made, one after the other, up to this step. Raises ValueError."""
-        with self._reading(ocp.StandardCheckpointHandler()) as manager:
-            return int((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))  # none: of an older version
+        file = self.folder / str(step) / ABOUT
+        try:
+            if file.is_file():
+                return int(json.loads(file.read_bytes())[SKIPPED])
+            with self._reading(ocp.StandardCheckpointHandler()) as manager:  # where earlier versions kept it
+                return int((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))
+        except Exception as error:  # orbax raises what it likes
+            raise ValueError(self._damaged(step, _reason(error))) from error
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
         """(step, params) of a checkpoint, the newest if `step` is None, without the optimizer's state.
 
-        `like` are ShapeDtypeStructs that say shapes and places. Raises ValueError if there is no such checkpoint, if
-        it cannot be read, or if it holds something else.
+        `like` are ShapeDtypeStructs that say shapes and places. Which file holds which array only orbax knows, so all
+        files are compared with their digests. Raises ValueError if there is no such checkpoint, if it cannot be read
+        or has changed since it was written, or if it holds something else.
         """
         steps = self.steps()
         if not steps or step not in (None, *steps):
@@ -116,10 +199,12 @@ class Checkpoints:
         wanted = {"params": like}
         restore = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted)
         args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
-        return step, self._read(step, ocp.PyTreeCheckpointHandler(), args, wanted, whole=False)["params"]
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_host_gb(wanted))
+        return step, self._read(step, handler, args, wanted, whole=False)["params"]
 
     def _read(self, step: int, handler: ocp.CheckpointHandler, args, wanted, whole: bool = True):
         """What `args` ask for of this step. Raises ValueError; `wanted`: what it should hold, `whole`: and no more."""
+        self._verify(step)
         try:
             with self._reading(handler) as manager:
                 return manager.restore(step, args=args)
@@ -145,9 +230,13 @@ class Checkpoints:
                 )
                 more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
                 return f"step {step} of {self.folder} does not fit this model or optimizer: {shown}{more}"
+        return self._damaged(step, _reason(error))
+
+    def _damaged(self, step: int, why: str) -> str:
+        """That a step cannot be used and why, and what to remove: the checkpoint before it is then the newest."""
         earlier = [s for s in self.steps() if s < step]
         then = f"to go on from step {earlier[-1]}" if earlier else "to begin anew: there is no earlier one"
-        return f"step {step} cannot be read ({_reason(error)}); remove {self.folder / str(step)} {then}"
+        return f"step {step} cannot be read ({why}); remove {self.folder / str(step)} {then}"
 
     def check(self) -> None:
         """Raises OSError if the folder is gone or the last save has failed by now. Does not wait."""
@@ -157,9 +246,10 @@ class Checkpoints:
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the folder of the run is gone, or is another one."""
-        if _identity(self.folder.parent) != self._parent:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.parent))
+        """Raises OSError if the folder of the run, or that of its checkpoints, is gone or is another one."""
+        for folder, known in ((self.folder.parent, self._parent), (self.folder, self._own)):
+            if known is not None and _identity(folder) != known:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 
     @contextlib.contextmanager
     def _as_os_error(self):
@@ -202,6 +292,17 @@ class Checkpoints:
 
 
 # ---- small print
+
+
+def is_step(name: str) -> bool:
+    """Whether this is how the folder of a checkpoint is called: 0, 7, 60; not 007, and no digits but 0 to 9."""
+    return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
+
+
+def _host_gb(wanted) -> int:
+    """What may be read at a time: HOST_GB, and where one array is larger, it; twice, as saved parts are read whole."""
+    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(wanted))
+    return max(HOST_GB, 1 + math.ceil(2 * largest / 1e9))
 
 
 def _reason(error: BaseException) -> str:

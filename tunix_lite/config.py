@@ -45,6 +45,7 @@ CHOICES = {  # settings of Training that name one of a few
     "mixed_precision": tuple(DTYPES),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
+    "memory_check": ("stop", "warn"),
 }
 
 
@@ -62,6 +63,7 @@ class Training:
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
     sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
+    memory_check: str = "stop"  # a run that does not fit into memory by its plan: stop, or warn and start all the same
     profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
     save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end

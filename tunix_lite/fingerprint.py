@@ -57,9 +57,12 @@ def read(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
     try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+        said = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error}), {unknown}") from error
+    if "model" not in said:
+        raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
+    return said
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:

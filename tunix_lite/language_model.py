@@ -142,7 +142,8 @@ class LanguageModel:
         limits = None if most is None else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         with jax.set_mesh(self.mesh):
             slots = in_shards(slots)
-            weights, _ = memory.choose_weights(self.params, self.cfg, self.dtype, generation, rollout, slots)
+            chosen = self.cfg, self.dtype, generation, rollout, slots, [(len(tokens), num_generations)]
+            weights, _ = memory.choose_weights(self.params, *chosen)
             rollout = replace(rollout, num_slots=slots, weights=weights)
             sample = _sampler(self.cfg, generation, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype, rollout)
         key, options = jax.random.key(check_seed(seed)), {"limits": limits, "tokenizer": self.tokenizer}

@@ -134,5 +134,5 @@ def diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | None
 
 
 def saved(run_dir: RunDir) -> str:
-    steps = Checkpoints(run_dir.checkpoints).steps()
+    steps = Checkpoints(run_dir.checkpoints).whole_steps()
     return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"

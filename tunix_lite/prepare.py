@@ -24,7 +24,8 @@ from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.tasks.task import Task
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rows import check_rows
+from tunix_lite.tracking.rundir import RunDir, read_status
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Parts:
     resume_from: Path | None  # a folder with checkpoints
     differs: str = ""  # from the run that made them, in words
     data: str = ""  # what there is to know about the examples, where they are in memory
+    damaged: str = ""  # files of the run that it goes on without, in words
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
     def goes_on_differently(self, run_dir: RunDir) -> bool:
@@ -80,7 +82,8 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at(""):
         model = source.fetch(model)
     differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
-    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs, data)
+    damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
+    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs, data, damaged)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
@@ -127,12 +130,34 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
         if (step := Checkpoints(folder).latest_step()) is None:
             raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
+        Checkpoints(folder).check_whole(step)
         if step % (updates := run.algorithm.updates_per_rollout):
             raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
         last = run.training.max_steps
         if step > last or (step == last and not own):  # our own last one: nothing to do, and nothing wrong
             raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
         return folder
+
+
+def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
+    """What of the run's own files it goes on without, in words. Raises ConfigError if that needs resume.force.
+
+    Its numbers do not depend on them. But metrics.jsonl promises every step, so a run does not go on in silence where
+    one is missing; of status.json it says what begins anew.
+    """
+    _, _, began, wrong = read_status(run_dir.status)
+    found = [f"{wrong}: its seconds count from now, its accuracies are those of metrics.jsonl"] if wrong else []
+    with at("resume"):
+        try:
+            check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
+        except ValueError as error:
+            if not run.resume.force:
+                raise ValueError(
+                    f"{error}. Put the file back from a copy; or resume.force=true goes on with the steps that can be "
+                    "read, and keeps what cannot be in metrics.damaged-1.jsonl"
+                ) from error
+            found.append(f"{error}: what can be read of it goes on")
+    return "; ".join(found)
 
 
 def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:

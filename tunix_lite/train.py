@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tunix_lite import resume
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, RunFailed, at
 from tunix_lite.evaluate import evaluate
@@ -17,15 +18,14 @@ from tunix_lite.leaving import Unfinished, diverged, is_due, numbers, saved, unm
 from tunix_lite.models import decoder, source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
-from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
+from tunix_lite.optim import learning_rate_at, make_optimizer, num_updates
 from tunix_lite.parallel import gloo
 from tunix_lite.parallel.distributed import beat
-from tunix_lite.parallel.mesh import put
 from tunix_lite.parallel.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.planning import report
-from tunix_lite.planning.case import chooses_micro_batch
+from tunix_lite.planning.case import chooses_micro_batch, rollouts_of
 from tunix_lite.planning.profile import Profile
-from tunix_lite.planning.start import fitting, foresee, in_short, learning
+from tunix_lite.planning.start import check_at_rest, check_fits, fitting, foresee, in_short, learning
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
@@ -56,7 +56,7 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
-    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).steps)
+    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps)
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
         gloo.log_into(run_dir.log)
@@ -99,20 +99,20 @@ def fit(
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     workers = task.with_workers(run.rewards, console.say, stopping)
     task = closing.enter_context(workers)  # they start while the model loads
+    check_at_rest(case_of(run, parts, run.rollout), console.say)
     console.busy("loading the model…")
-    state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
-    skipped, limit = 0, settings.max_skipped_in_a_row
-    if parts.resume_from is not None:
-        state, skipped = _restore(run, parts, state, console)
+    state, frozen, policy, rollout, skipped = initial_state(run, parts, optimizer, console)
+    limit = settings.max_skipped_in_a_row
     start = int(state.step)
-    status.start(start)
+    begins = parts.resume_from != run_dir.checkpoints
+    status.start(start, begins)
     if skipped >= limit:  # it gave up here, and nothing has changed since
         raise FloatingPointError(diverged(start, skipped, parts.resume_from))
     closing.enter_context(stopping)  # until all is on disk
     kept = settings.keep_checkpoints, settings.keep_best_checkpoints
     checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
-    row = unmeasured(run, run_dir, start) if parts.resume_from == run_dir.checkpoints else None
-    cut = (start if row is None else start - 1) if start else None
+    row = None if begins else unmeasured(run, run_dir, start)
+    cut = None if begins or not start else start if row is None else start - 1
     trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
@@ -172,6 +172,7 @@ def fit(
     if run_dir.is_first:
         report.write(plan, run_dir.path)
     console.say(in_short(plan))
+    check_fits(plan, console.say)
     console.say(str(throughput))
     stopping.may_leave = True
     if (start == 0 or row is not None) and (seen := measure()):
@@ -241,8 +242,9 @@ def fit(
 
 def initial_state(
     run: RunConfig, parts: Parts, optimizer, console
-) -> tuple[TrainState, Params | None, Policy, RolloutConfig]:
-    """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples.
+) -> tuple[TrainState, Params | None, Policy, RolloutConfig, int]:
+    """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples,
+    and how many updates in a row were skipped until now.
 
     The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
     """
@@ -252,17 +254,17 @@ def initial_state(
     reference = None
     if run.algorithm.needs_reference:
         reference = decoder.copy_to_score(params, model.cfg, dtype) if frozen is None else frozen
+    state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
-    acting = attached(frozen, params, model.lora)
-    weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)
+    acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
+    weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots, asked)
     console.say(f"sampling: {slots} slots, {why}")
     rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
     policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference, parts.rows, **scoring)
-    step = put(np.int32(0))
-    return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy, rollout
+    return state, frozen, policy, rollout, skipped
 
 
 # ---- small print
@@ -305,18 +307,3 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
     ranked = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
     places = np.linspace(0, len(ranked) - 1, min(run.tracking.samples_shown, len(ranked))).round().astype(int)
     console.samples(step, [ranked[i] for i in places])
-
-
-def _restore(run: RunConfig, parts: Parts, state: TrainState, console: Console) -> tuple[TrainState, int]:
-    """The newest checkpoint, and how many updates in a row were skipped until then; other settings begin at none."""
-    checkpoints = Checkpoints(parts.resume_from)
-    with at("resume"):
-        state = checkpoints.restore(state)
-        step = int(state.step)
-        skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)
-    console.say(f"resumed from step {step} of {parts.resume_from}")
-    if step == run.training.max_steps:
-        console.say("all its steps are made; a higher training.max_steps goes on")
-    if parts.differs:
-        console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
-    return state, skipped

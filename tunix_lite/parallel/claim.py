@@ -24,9 +24,11 @@ def claimed(folder: Path, timeout: float) -> Iterator[None]:
     """Inside, nobody else can claim the folder, which is made if need be; the end of the process frees it, too.
 
     A run whose launcher was killed still saves what it has, in this folder: the one that goes on from there waits.
-    Raises ValueError if another process has the folder for `timeout` more seconds.
+    Raises ValueError if another process has the folder for `timeout` more seconds, or if nobody can have it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / LOCK).is_dir():
+        raise ValueError(f"{folder / LOCK} is a folder, and a run keeps a file of that name: move the folder away")
     with (folder / LOCK).open("a+") as file:
         until, other = time.monotonic() + timeout, None
         while not _locked(file):

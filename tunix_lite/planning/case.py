@@ -1,6 +1,5 @@
 """What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device and no weights."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from tunix_lite.models.source import BUNDLED, Model
 from tunix_lite.parallel.mesh import set_rules
 from tunix_lite.policy import DTYPES
 from tunix_lite.rollout.engine import MOST_SLOTS
-from tunix_lite.rollout.work import Work, prompt_widths
+from tunix_lite.rollout.work import prompt_widths, shelf_of
 
 
 @dataclass(frozen=True)
@@ -146,30 +145,26 @@ def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
     return replace(run, training=replace(run.training, **settings))
 
 
+def rollouts_of(run: RunConfig, batch: BatchPlan) -> list[tuple[int, int]]:
+    """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
+    learning = [] if run.algorithm.needs_demonstrations else [(batch.prompts, run.algorithm.num_generations)]
+    return learning + ([(run.evaluation.num_examples, 1)] if run.evaluation.num_examples else [])
+
+
 def shelf(case: Case) -> tuple[int, int, int]:
     """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
 
     Asked of rollout.work itself, for a step and for an evaluation; the larger shelf counts.
     """
     run, (prompt, new) = case.run, case.lengths
-    chunk, asked = min(run.rollout.chunk, new), []
-    if not run.algorithm.needs_demonstrations:
-        asked.append((case.batch.prompts, run.algorithm.num_generations))
-    if run.evaluation.num_examples:
-        asked.append((run.evaluation.num_examples, 1))
+    chunk, asked = min(run.rollout.chunk, new), rollouts_of(run, case.batch)
     found = [_shelf(prompt, new, prompts, generations, case, chunk) for prompts, generations in asked]
     return max(found, key=lambda blocks: blocks[2], default=(0, 0, 0))
 
 
-class _Counts:
-    """In place of the programs: a shelf is the number of its rows."""
-
-    make_shelf: Callable = staticmethod(lambda rows: rows)
-
-
 def _shelf(prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int) -> tuple[int, int, int]:
-    widths, work = prompt_widths(prompt), Work(_Counts(), None, None, [], chunk)
+    widths = prompt_widths(prompt)
     mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # none between two of different sizes
-        work.shelve([range(prompt)] * prompts, generations, widths, case.slots, new)
-    return work.block, widths[0], work.shelf
+        block, room = shelf_of(prompts, generations, widths, case.slots, new, chunk)
+    return block, widths[0], block * room

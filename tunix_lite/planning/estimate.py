@@ -20,7 +20,7 @@ from tunix_lite.planning.sizes import elements, num_bytes, tables
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
 
-FREE_SHARE = memory.USABLE  # of free memory that whole weights and the cache may take
+FREE_SHARE = memory.USABLE  # of free memory that whole weights, the cache and waiting prompts may take
 
 
 def resident(case: Case) -> dict[str, int]:
@@ -225,12 +225,12 @@ def head_at_work(case: Case, rows: int) -> int:
 
 
 def choose_weights(case: Case, capacity: int | None) -> str:
-    """gathered or sharded, by the rule of rollout.memory.choose_weights and before the optimizer is made, as there."""
+    """gathered or sharded, by the rule of rollout.memory.choose_weights: beside all that stays on a device."""
     asked = case.run.rollout.weights
     if asked != "auto" or case.sizes["fsdp"] == 1 or capacity is None:
         return "gathered" if asked == "auto" else asked
-    there = {name: size for name, size in resident(case).items() if name != "optimizer"}
     with profile("rollout"):
         cache = cache_bytes(case, case.slots, sum(case.lengths), "batch")
-    fits = sampling_copy(case, True) + cache <= FREE_SHARE * (capacity - sum(there.values()))
+        waiting = cache_bytes(case, shelf(case)[2], case.lengths[0], "prompts")
+    fits = sampling_copy(case, True) + cache + waiting <= FREE_SHARE * (capacity - sum(resident(case).values()))
     return "gathered" if fits else "sharded"

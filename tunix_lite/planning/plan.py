@@ -29,6 +29,7 @@ from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compile
 from tunix_lite.planning.speed import Bound
 
 COMPILED, ESTIMATE = "compiled", "estimate"
+PROGRAMS = "programs"  # the part of what is resident that is code
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         return self.resident_bytes + max(phase.added_bytes for phase in self.phases)
+
+    @property
+    def resume_bytes(self) -> int:
+        """The peak of resuming: the state is read where it stays, before any program, so nothing comes on top of it."""
+        return sum(size for part, size in self.resident.items() if part != PROGRAMS)
 
     @property
     def fullest(self) -> Phase:
@@ -103,7 +109,7 @@ def put_together(machine: Machine, case: Case, done: dict[str, Compiled], refuse
     """The plan of a case: what is compiled of it as compiled, the rest by formula."""
     resident = estimate.resident(case)
     if code := sum(program.code_bytes for program in done.values()):
-        resident["programs"] = code  # all stay loaded
+        resident[PROGRAMS] = code  # all stay loaded
     bounds = speed.bounds(case, machine.hardware, done)
     makers = {"rollout": _rollout, "scoring": _scoring, "update": _update}
     there = {"rollout": case.samples, "scoring": case.run.algorithm.needs_reference, "update": True}

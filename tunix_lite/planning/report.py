@@ -89,6 +89,7 @@ def _phases(plan: Plan) -> list[str]:
     for phase in plan.phases:
         sizes = plan.resident_bytes, phase.added_bytes, plan.resident_bytes + phase.added_bytes
         rows.append((phase.name, *map(gib, sizes), *_speed(phase), source(phase)))
+    rows.append(("resume", gib(plan.resume_bytes), gib(0), gib(plan.resume_bytes), "-", "-", "-", "by formula"))
     return columns(rows)
 
 
@@ -172,6 +173,7 @@ def _parts(plan: Plan) -> list[str]:
     lines += [f"| always | {part} | {gib(size)} | by formula |" for part, size in plan.resident.items()]
     for phase in plan.phases:
         lines += [f"| {phase.name} | {part} | {gib(size)} | {phase.source} |" for part, size in phase.adds.items()]
+    lines.append(f"| resume | a checkpoint, read where it stays | {gib(plan.resume_bytes)} | by formula |")
     lines += [
         "",
         "| phase | TFLOP, all devices | GB read, a device | GB sent, a device | seconds at least | bound by |",
@@ -232,6 +234,7 @@ def _plan_dict(plan: Plan) -> dict:
         "fits": plan.fits,
         "peak_bytes": plan.peak_bytes,
         "peak_phase": plan.fullest.name,
+        "resume_peak_bytes": plan.resume_bytes,
         "resident_bytes": plan.resident,
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "programs": [dataclasses.asdict(program) for program in plan.programs.values()],

@@ -1,11 +1,14 @@
 """At the start of a run: as large a micro-batch as fits, and what the run will take of each device's memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from tunix_lite.config import ConfigError, RunConfig
 from tunix_lite.parallel.mesh import current_mesh
-from tunix_lite.planning.case import Case, micro_batches_to_try, with_micro_batch
+from tunix_lite.planning import estimate
+from tunix_lite.planning.advice import advice
+from tunix_lite.planning.case import Case, micro_batches_to_try, slots_of, with_micro_batch
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import attached
 from tunix_lite.planning.plan import Plan, largest_micro_batch, put_together, read, settled
@@ -58,11 +61,60 @@ def foresee(case: Case, programs: dict[str, Callable]) -> Plan:
     return plan
 
 
+def check_at_rest(case: Case, say: Callable[[str], None]) -> None:
+    """Before anything is loaded: `check_fits` of what is known exactly, whatever the compiler will say.
+
+    That is what stays on a device, and while sampling the weights, the cache and the prompts that wait.
+    """
+    machine, fsdp = attached(), case.sizes["fsdp"]
+    case = replace(case, slots=slots_of(case.run, case.batch, fsdp))
+    plan = read(machine, replace(case, weights=estimate.choose_weights(case, machine.capacity)), {})
+    known = [
+        {part: size for part, size in phase.adds.items() if phase.name == "rollout" and part != "temporary"}
+        for phase in plan.phases
+    ]
+    check_fits(replace(plan, phases=tuple(replace(phase, adds=adds) for phase, adds in zip(plan.phases, known))), say)
+
+
+def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
+    """Raises ConfigError, with what would fit, where the plan of a run does not; training.memory_check=warn says it.
+
+    Of packed rows only sampling counts: their update and scoring are planned at their fullest, and batches as they
+    come may fit. How much memory there is may not be known: then nothing is checked.
+    """
+    packed, capacity = plan.case.rows.packing != "none", plan.machine.capacity
+    phase = max(plan.phases, key=lambda phase: 0 if packed and phase.name != "rollout" else phase.added_bytes)
+    added = 0 if packed and phase.name != "rollout" else phase.added_bytes
+    peak = plan.resident_bytes + added
+    if capacity is None or peak <= capacity:
+        return
+    parts = f"{plan.resident_bytes / GiB:.2f} all the time and {added / GiB:.2f} for {phase.name}"
+    over = f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device, {(peak - capacity) / GiB:.2f} too much ({parts})"
+    problem = f"the run does not fit: {over}; {_remedy(plan)}"
+    if plan.case.run.training.memory_check == "warn":
+        say(f"{problem}; it starts all the same, as training.memory_check=warn says")
+        return
+    raise ConfigError(f"{problem}; or training.memory_check=warn starts it all the same")
+
+
+def _remedy(plan: Plan) -> str:
+    """What would make it fit, by formulas: nothing is compiled for it."""
+    run = plan.case.run
+    known = replace(run, model=replace(run.model, architecture=plan.case.cfg))  # of a hub model, not to ask again
+    overrides, found = advice(replace(plan, case=replace(plan.case, run=known)))
+    takes = f"{found.peak_bytes / GiB:.2f} GiB"
+    if found.fits:
+        return f"it would fit, by an estimate of {takes}, with {' '.join(overrides)}"
+    least = f"the least by an estimate is {takes}" + (f", with {' '.join(overrides)}" if overrides else "")
+    return f"nothing that was tried fits here, {least}"
+
+
 def in_short(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     of = "" if plan.machine.capacity is None else f" of {plan.machine.capacity / GiB:.2f}"
-    fits = {True: "", False: ": DOES NOT FIT, see `tunix-lite plan`", None: ""}[plan.fits]
+    fullest = "" if plan.case.rows.packing == "none" else " with rows at their fullest"
+    fits = {True: "", False: f": DOES NOT FIT{fullest}, see `tunix-lite plan`", None: ""}[plan.fits]
     return (
         f"memory: {plan.peak_bytes / GiB:.2f}{of} GiB a device at most{fits} ({plan.resident_bytes / GiB:.2f} all the "
         f"time, and {phases}; update {plan.phases[-1].source}; plan.md)"

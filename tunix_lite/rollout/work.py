@@ -41,8 +41,7 @@ class Work:
 
         `longest`: tokens of a completion.
         """
-        fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
-        self.block = -(-min(power_of_two(len(prompts)), per_prefill) // fsdp) * fsdp
+        self.block, self.room = shelf_of(len(prompts), num_generations, widths, num_slots, longest, self.chunk)
         # prompts of one width together: what a prompt is padded to depends on it alone, and so do the last digits
         alike = [[*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))]
         self.blocks = [group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)]
@@ -50,11 +49,6 @@ class Work:
         self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)  # of each request
         self.length = widths[0] + longest
         self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])  # by blocks read
-        # The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where completions have
-        # a quarter of their longest length on average. Their own lengths do not count: all steps run one program.
-        starting = num_slots * min(1, 4 * CHUNKS_AHEAD * self.chunk / longest)
-        most = -(-len(prompts) // self.block) + len(widths) - 1  # blocks that there can be
-        self.room = min(most, max(2, math.ceil(starting / (num_generations * self.block))))
         self.shelf = self.programs.make_shelf(self.room * self.block)
 
     def line_up(self, key) -> None:
@@ -179,6 +173,21 @@ class Work:
             "perf/rollout_tokens_per_second": tokens / seconds,
             "time/rollout": seconds,
         }
+
+
+def shelf_of(
+    num_prompts: int, num_generations: int, widths: list[int], num_slots: int, longest: int, chunk: int
+) -> tuple[int, int]:
+    """(prompts that are read together, such blocks on the shelf) of a rollout on the current mesh.
+
+    The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where completions have a
+    quarter of their longest length on average. Their own lengths do not count: all steps run one program.
+    """
+    fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
+    block = -(-min(power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
+    starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
+    most = -(-num_prompts // block) + len(widths) - 1  # blocks that there can be
+    return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
 
 
 def prompt_widths(longest: int) -> list[int]:

@@ -44,12 +44,16 @@ def in_words(folder: Path, when: Callable[[], str], whole: Callable[[], list[int
 
 
 def _from_where(folder: Path, whole: Callable[[], list[int]]) -> str:
-    again, steps = f"when the disk can be written, the same command with hydra.run.dir={folder} goes on from", []
+    """What the same command finds, by what is in the folder now."""
+    again, steps = f"the same command with hydra.run.dir={folder} goes on from", []
     with contextlib.suppress(OSError):
         steps = whole()
+    if steps and not (folder / "fingerprint.json").is_file():
+        unknown = "fingerprint.json, which says what made it, is gone"
+        return f"checkpoint {steps[-1]} is whole, but {unknown}: with resume.force=true {again} it"
     if steps:
-        return f"checkpoint {steps[-1]} is whole: {again} it"
-    return f"no whole checkpoint can be seen: {again} what is there, or anew"
+        return f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
+    return f"no whole checkpoint can be seen: when the disk can be written, {again} what is there, or anew"
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:

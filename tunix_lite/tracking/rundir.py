@@ -1,7 +1,7 @@
 """The folder of a run: what stands in it, and the status that says how the run ended."""
 
-import contextlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -15,6 +15,7 @@ from tunix_lite.plain_text import encodable, visible
 from tunix_lite.strangers import read_object, shown
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
+from tunix_lite.tracking.rows import rows_until
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,16 @@ class RunDir:
         return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
-        """Raises ValueError if the folder could not be made or written."""
+        """Raises ValueError if the folder could not be made or written, or what must be a file in it is a folder."""
         there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
+        for file in (self.log, self.metrics, self.status, self.fingerprint, self.path / self.MODEL):
+            if file.is_dir():
+                raise ValueError(f"{file} is a folder, and the run keeps a file of that name: move the folder away")
+        for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder} is a file, and the run keeps a folder of that name: move the file away")
         for folder in (there, *(p for p in (self.checkpoints,) if p.is_dir())):
             try:
                 with tempfile.TemporaryFile(dir=folder) as file:  # asking for permission says nothing of a full disk
@@ -111,12 +118,7 @@ class RunDir:
 
     def accuracies(self, until: int) -> dict:
         """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no accuracy."""
-        seen = []
-        for line in self.metrics.read_text().splitlines() if self.metrics.is_file() else []:
-            with contextlib.suppress(ValueError):  # half a line of a run that was killed
-                row = json.loads(line)
-                if row["step"] <= until and row.get("eval/accuracy") is not None:
-                    seen.append({"accuracy": row["eval/accuracy"]})
+        seen = [{"accuracy": row["eval/accuracy"]} for _, _, row in rows_until(self.metrics, until) if _is_seen(row)]
         return {"first": seen[0], "last": seen[-1]} if seen else {}
 
     def write_skipped(self, step: int, arrays: dict) -> Path:
@@ -149,13 +151,9 @@ class Status:
     def __init__(self, run_dir: RunDir, about: dict | None = None):
         """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
         self._run_dir, self.about, self._began = run_dir, about or {}, time.perf_counter()
-        try:
-            earlier = dict(json.loads(run_dir.status.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):  # no run was here, or a full disk left half a file
-            earlier = {}
-        self.steps, self.eval, self.started = 0, earlier.get("eval", {}), False
+        self.steps, self.started = 0, False
+        self.eval, self._seconds_before, self._began_from, _ = read_status(run_dir.status)
         self.stopped: str | None = None  # what made it end before its last step, with a checkpoint
-        self._seconds_before = earlier.get("seconds", 0.0)
 
     @property
     def seconds(self) -> float:
@@ -166,9 +164,13 @@ class Status:
         """How far the run is, as the end of a sentence."""
         return f"after step {self.steps}" if self.started else "before its first step"
 
-    def start(self, step: int) -> None:
-        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was seen after `step`."""
+    def start(self, step: int, begins: bool = False) -> None:
+        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was seen after `step`.
+
+        begins: it takes that step from another run's folder, or from nowhere.
+        """
         self.steps, self.started = step, True
+        self._began_from = step if begins or step == 0 else self._began_from
         if step == 0:
             self.eval, self._seconds_before = {}, 0.0
         elif seen := self._run_dir.accuracies(step):
@@ -184,7 +186,8 @@ class Status:
         more |= {"stopped": self.stopped} if self.stopped else {}
         more = {name: visible(text) if isinstance(text, str) else text for name, text in more.items()}
         status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
-        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
+        began = {} if self._began_from is None else {"began_from": self._began_from}
+        self._run_dir.write_json(self._run_dir.status, {**status, **began, **more, **self.about})
 
     def last_words(self, goes_on: str) -> list[tuple[str, str]]:
         """What is said at the end, each with its style; `goes_on`: the setting with which the same command goes on."""
@@ -196,6 +199,44 @@ class Status:
         if self.stopped:
             said.append((f"stopped by {self.stopped}; the same command with {goes_on} goes on", ""))
         return said
+
+
+def read_status(file: Path) -> tuple[dict, float, int | None, str]:
+    """(eval, seconds, the step that the run began from or None where nobody says, what is wrong) of a status.json.
+
+    No file: no run was here. What cannot be read is left out, and said in the last of them: the run itself does not
+    depend on it.
+    """
+    try:
+        said = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}, 0.0, None, ""
+    except (ValueError, RecursionError):  # a full disk left half a file
+        said = None
+    if not isinstance(said, dict):
+        return {}, 0.0, None, f"{file} cannot be read"
+    seen, seconds, began = said.get("eval", {}), said.get("seconds", 0.0), said.get("began_from")
+    wrong = []
+    names = {"first", "last"}
+    if not isinstance(seen, dict) or set(seen) not in (set(), names) or not all(map(_has_accuracy, seen.values())):
+        wrong, seen = [*wrong, "eval"], {}
+    if not _is_number(seconds) or seconds < 0:
+        wrong, seconds = [*wrong, "seconds"], 0.0
+    if began is not None and (type(began) is not int or began < 0):
+        wrong, began = [*wrong, "began_from"], None
+    return seen, seconds, began, f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _has_accuracy(value) -> bool:
+    return isinstance(value, dict) and _is_number(value.get("accuracy"))
+
+
+def _is_seen(row: dict) -> bool:
+    return _is_number(row.get("eval/accuracy"))
 
 
 def closing_with(close: Callable[[], None]):

@@ -1,12 +1,15 @@
 """Where the numbers of a run go. A tracker is anything with `log(step, metrics)` and `close()`."""
 
+import itertools
 import json
 import math
 import numbers
+import shutil
 import time
 from pathlib import Path
 from typing import Protocol
 
+from tunix_lite.tracking.rows import loses, rows_until
 from tunix_lite.types import Metrics
 
 
@@ -22,11 +25,16 @@ class JsonLines:
     """metrics.jsonl: one object a step. Without its time/, perf/ and memory/ keys it is the same for the same seed."""
 
     def __init__(self, file: Path, resume_at: int | None = None):
-        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are cut off."""
+        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are cut off.
+
+        Where something before them would be left out, as lines that cannot be read (prepare refuses them, unless the
+        user wants to go on), the file stays as it is under another name, `damaged_copy`.
+        """
         if resume_at is not None and file.is_file():
-            lines = [line for line in file.read_text().splitlines() if _step_of(line) <= resume_at]
+            if loses(file, resume_at):
+                shutil.copyfile(file, damaged_copy(file))
             fresh = file.with_suffix(".jsonl.tmp")
-            fresh.write_text("".join(line + "\n" for line in lines))
+            fresh.write_bytes(b"".join(line + b"\n" for _, line, _ in rows_until(file, resume_at)))
             fresh.replace(file)
         self._file = file.open("a" if resume_at is not None else "w")
 
@@ -44,11 +52,10 @@ def _is_not_finite(value) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return float("inf")  # the last line of a run that was killed while it wrote
+def damaged_copy(file: Path) -> Path:
+    """metrics.damaged-1.jsonl, or the next number that is free."""
+    names = (file.with_name(f"{file.stem}.damaged-{n}{file.suffix}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 class TensorBoard:

@@ -1,0 +1,350 @@
+"""Damaged files of a run: one line with the file and the remedy, before anything is overwritten; never a traceback."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.config import ConfigError
+from tunix_lite.parallel.claim import claimed
+from tunix_lite.parallel.mesh import put
+from tunix_lite.prepare import prepare, sign
+from tunix_lite.tracking.disk import DiskError, in_words
+from tunix_lite.tracking.rows import check_rows, rows_until
+from tunix_lite.tracking.rundir import RunDir, Status
+from tunix_lite.tracking.tracker import JsonLines
+from tunix_lite.types import TrainState
+
+RUN = ["evaluation.num_examples=0", "training.max_steps=10", "model.mesh_shape=[[4,1],[fsdp,tp]]"]
+BRACKETS = "[" * 100_000
+LAST = 8  # the newest checkpoint; metrics.jsonl goes on to 9
+
+
+def row(step: int, **more) -> str:
+    return json.dumps({"step": step, **more})
+
+
+def state_of(step: int) -> TrainState:
+    params = {"w": put(np.full((8, 2), step, np.float32), "embed", "mlp")}
+    return TrainState(put(np.int32(step)), params, {"m": put(np.arange(3.0), "norm")})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run as it is after step 9, with checkpoints of steps 4 and 8; of a model of 16 weights."""
+    folder = RunDir(tmp_path_factory.mktemp("whole") / "run")
+    folder.make()
+    run = compose(RUN)
+    parts = prepare(run, folder)
+    jax.set_mesh(parts.mesh)
+    sign(run, parts, folder)
+    checkpoints = Checkpoints(folder.checkpoints)
+    for step in (4, LAST):
+        checkpoints.save(state_of(step))
+    checkpoints.close()
+    folder.metrics.write_text("".join(row(n, **{"eval/accuracy": n / 10}) + "\n" for n in range(10)))
+    status = Status(folder)
+    status.start(0)
+    status.steps = LAST
+    status.saw(0.0)
+    status.write("running")
+    return folder.path
+
+
+@pytest.fixture
+def folder(whole, tmp_path) -> Path:
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def prepared(folder: Path, *more: str):
+    return prepare(compose([*RUN, *more]), RunDir(folder))
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def with_line(number: int, line: str | bytes | None):
+    """What replaces that line of metrics.jsonl, from 1, by another one; None: it is gone."""
+
+    def damage(run: RunDir) -> None:
+        lines = run.metrics.read_bytes().split(b"\n")
+        lines[number - 1 : number] = [] if line is None else [line if isinstance(line, bytes) else line.encode()]
+        run.metrics.write_bytes(b"\n".join(lines))
+
+    return damage
+
+
+def folder_for(name: str):
+    def damage(run: RunDir) -> None:
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).mkdir()
+
+    return damage
+
+
+def checkpoints_as_file(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.write_text("")
+
+
+def flipped(run: RunDir, name: str, of: int = LAST) -> None:
+    """One bit in the middle of a file of a checkpoint."""
+    (file,) = (run.checkpoints / str(of)).glob(name)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+FORCE = r"\. Put the file back from a copy; or resume\.force=true goes on with the steps that can be read"
+REFUSED = {  # what was done: (the damage, what is said)
+    "[1]": (with_line(4, "[1]"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
+    "5": (with_line(4, "5"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
+    "{}": (with_line(4, "{}"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
+    "a step that is a text": (with_line(4, '{"step": "x"}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "a step that is null": (with_line(4, '{"step": null}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "no UTF-8": (with_line(4, b'{"step": 3, "a": "\xff\xfe"}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "nested": (with_line(4, BRACKETS), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "NULs": (with_line(4, "\0" * 99), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "a line is missing": (with_line(4, None), rf"line 4 of .* is of step 4, and the one before it of step 2{FORCE}"),
+    "a line twice": (with_line(4, row(3) + "\n" + row(3)), rf"line 5 of .* of step 3, and the one .* of step 3{FORCE}"),
+    "the beginning is missing": (
+        lambda run: run.metrics.write_text(row(7) + "\n" + row(8) + "\n"),
+        rf"metrics.jsonl begins with step 7, and the run with step 1{FORCE}",
+    ),
+    "the end is missing": (
+        lambda run: run.metrics.write_text("".join(row(n) + "\n" for n in range(8))),
+        rf"metrics.jsonl ends with 7, and the newest checkpoint is of step 8{FORCE}",
+    ),
+    "empty": (lambda run: os.truncate(run.metrics, 0), rf"metrics.jsonl holds no step, and .* of step 8{FORCE}"),
+    "gone": (lambda run: run.metrics.unlink(), rf"metrics.jsonl is not there, and the newest .* of step 8{FORCE}"),
+    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder, and .*: move the folder away"),
+    "status is a folder": (folder_for("status.json"), "status.json is a folder, and .*: move the folder away"),
+    "fingerprint is a folder": (
+        folder_for("fingerprint.json"),
+        "fingerprint.json is a folder, .*: move the folder away",
+    ),
+    "log is a folder": (folder_for("train.log"), "train.log is a folder, and .*: move the folder away"),
+    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is a file, and .*: move the file away"),
+    "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move the file away"),
+    "fingerprint nested": (
+        lambda run: run.fingerprint.write_text(BRACKETS),
+        r"fingerprint.json cannot be read \(.*\), so .* is not known; resume.force=true goes on",
+    ),
+    "fingerprint {}": (
+        lambda run: run.fingerprint.write_text("{}"),
+        r"fingerprint.json cannot be read \(it names no m",
+    ),
+    "99 is an empty folder": (
+        lambda run: (run.checkpoints / "99").mkdir(),
+        r"step 99 cannot be read \(its folder is empty\); remove .*/checkpoints/99 to go on from step 8$",
+    ),
+    "99 is a file": (
+        lambda run: (run.checkpoints / "99").touch(),
+        r"step 99 cannot be read \(it is a file and not a folder\); remove .*/checkpoints/99 to go on from step 8$",
+    ),
+    "a file of a checkpoint is cut": (
+        lambda run: os.truncate(run.checkpoints / "8" / "default" / "_sharding", 99),
+        r"step 8 cannot be read \(default/_sharding is not as it was written\); remove .*/8 to go on from step 4$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_does_not_go_on_from_a_damaged_folder_and_leaves_it_as_it_is(case, folder):
+    damage, said = REFUSED[case]
+    damage(RunDir(folder))
+    before = everything(folder)
+    with pytest.raises(ConfigError, match=said) as caught:
+        prepared(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert everything(folder) == before
+
+
+STATUS = {  # what stands in status.json: what is said of it
+    '{"eval": null}': "status.json cannot be read at eval: its seconds count from now",
+    '{"eval": []}': "status.json cannot be read at eval: its seconds count from now",
+    '{"eval": {"first": "x"}}': "status.json cannot be read at eval: its seconds count from now",
+    '{"eval": {"first": {"accuracy": "x"}, "last": {"accuracy": 1}}}': "status.json cannot be read at eval",
+    '{"seconds": "x"}': "status.json cannot be read at seconds",
+    '{"seconds": NaN, "began_from": "x"}': "status.json cannot be read at seconds, began_from",
+    "[]": "status.json cannot be read: ",
+    "": "status.json cannot be read: ",
+    BRACKETS: "status.json cannot be read: ",
+}
+
+
+@pytest.mark.parametrize("text", STATUS, ids=lambda text: text[:20])
+def test_a_damaged_status_is_said_and_made_anew_from_the_metrics(text, folder):
+    (folder / "status.json").write_text(text)
+    assert STATUS[text] in prepared(folder).damaged
+    status = Status(RunDir(folder))
+    status.start(LAST)
+    said = json.loads((folder / "status.json").read_text())
+    assert said["eval"] == {"first": {"accuracy": 0.0}, "last": {"accuracy": 0.8}} and said["seconds"] < 100
+
+
+def test_a_status_that_is_whole_is_not_called_damaged(folder):
+    assert prepared(folder).damaged == ""
+    assert json.loads((folder / "status.json").read_text())["began_from"] == 0
+    (folder / "status.json").unlink()
+    assert prepared(folder).damaged == ""
+
+
+def test_what_is_no_checkpoint_by_its_name_is_none(folder):
+    for name in ("007", "٩٩", "99.orbax-checkpoint-tmp", "x"):
+        (folder / "checkpoints" / name).mkdir()
+    assert Checkpoints(folder / "checkpoints").steps() == [4, 8]
+    assert prepared(folder).resume_from == folder / "checkpoints"
+
+
+def test_a_lock_that_is_a_folder_is_one_line(folder):
+    (folder / ".lock").mkdir()
+    with pytest.raises(ValueError, match=".lock is a folder, and .*: move the folder away"), claimed(folder, 0):
+        raise AssertionError
+
+
+# ---- metrics.jsonl
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "a', "\0" * 50, row(9) + "\n" + row(10), "text", "\n\n"])
+def test_what_a_killed_run_wrote_after_its_last_checkpoint_is_no_damage(tail, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(row(n) + "\n" for n in range(9)) + tail)
+    check_rows(file, LAST, 0)
+    JsonLines(file, resume_at=LAST).close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [*range(9)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_end_with_a_newline_alone(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    odd = "a\u2028b\u2029c\u0085d"
+    lines = [json.dumps({"step": n, "text": odd}, ensure_ascii=False) for n in (1, 2)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    check_rows(file, 2, 0)
+    JsonLines(file, resume_at=2).close()
+    assert [found["text"] for _, _, found in rows_until(file, 2)] == [odd, odd]
+    assert file.read_text(encoding="utf-8").split("\n") == [*lines, ""]
+
+
+def test_a_run_that_began_from_another_ones_step_has_no_steps_before_it(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    check_rows(file, 5, 5)  # asked to stop in its first step
+    file.write_text(row(6) + "\n" + row(7) + "\n")
+    check_rows(file, 7, 5)
+    check_rows(file, 7, None)  # of an earlier version, whose status.json does not say where it began
+    with pytest.raises(ValueError, match="begins with step 6, and the run with step 5"):
+        check_rows(file, 7, 4)
+
+
+def test_with_force_it_goes_on_and_nothing_is_lost(folder):
+    """Line 4 cannot be read: the run goes on without it, and the file as it was stands beside."""
+    with_line(4, "[1]")(RunDir(folder))
+    before = (folder / "metrics.jsonl").read_bytes()
+    parts = prepared(folder, "resume.force=true")
+    assert "line 4 of" in parts.damaged and parts.differs == ""
+    for _ in range(2):
+        JsonLines(folder / "metrics.jsonl", resume_at=LAST).close()
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert (folder / "metrics.damaged-1.jsonl").read_bytes() == before
+    assert not (folder / "metrics.damaged-2.jsonl").exists()
+
+
+# ---- checkpoints
+
+
+FILES = ["about.json", "default/_METADATA", "default/_sharding", "default/manifest.ocdbt", "default/d/*"]
+FILES += ["default/array_metadatas/process_0", "default/ocdbt.process_0/manifest.ocdbt"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_offered(name, folder):
+    run = RunDir(folder)
+    flipped(run, name)
+    prepared(folder)  # reads no array
+    checkpoints, like = Checkpoints(run.checkpoints), state_of(0)
+    where = rf"\({name.replace('*', '.*')} has other bytes than when it was written, by the sha256 in digests.json\)"
+    said = rf"^step 8 cannot be read {where}; remove {run.checkpoints}/8 to go on from step 4$"
+    with pytest.raises(ValueError, match=said):
+        checkpoints.restore(like)
+    with pytest.raises(ValueError, match=said):
+        checkpoints.restore_params(like.params)
+    shutil.rmtree(run.checkpoints / "8")
+    np.testing.assert_array_equal(checkpoints.restore(like).params["w"], np.full((8, 2), 4))
+
+
+def test_a_checkpoint_without_digests_is_still_read(folder):
+    checkpoints = Checkpoints(folder / "checkpoints")
+    assert checkpoints.has_digests(LAST)
+    (folder / "checkpoints" / "8" / "digests.json").unlink()
+    (folder / "checkpoints" / "8" / "about.json").unlink()
+    assert not checkpoints.has_digests(LAST) and checkpoints.whole_steps() == [4, LAST]
+    np.testing.assert_array_equal(checkpoints.restore(state_of(0)).params["w"], np.full((8, 2), LAST))
+    assert checkpoints.skipped_in_a_row(LAST) == 0
+
+
+def test_digests_are_those_of_sha256sum(folder):
+    import hashlib
+
+    kept = json.loads((folder / "checkpoints" / "8" / "digests.json").read_text())["files"]
+    assert len(kept) >= len(FILES)
+    for name, file in kept.items():
+        data = (folder / "checkpoints" / "8" / name).read_bytes()
+        assert file == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+# ---- a folder that is deleted while a checkpoint is written
+
+
+def deleted_while_it_saves(folder: Path, monkeypatch, what: Path) -> str:
+    """What is said where `what` is deleted when checkpoint 9 has been written and has no name yet."""
+    really = Checkpoints._before_it_gets_its_name
+    checkpoints = Checkpoints(folder / "checkpoints", keep=3)
+
+    def struck(self):
+        shutil.rmtree(what)
+        really(self)
+
+    monkeypatch.setattr(Checkpoints, "_before_it_gets_its_name", struck)
+    with pytest.raises(DiskError) as caught, in_words(folder, lambda: "after step 9", checkpoints.whole_steps):
+        checkpoints.save(state_of(9))
+        checkpoints.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_a_folder_deleted_in_the_middle_of_a_save_is_not_called_whole(name, folder, monkeypatch):
+    what = folder / name
+    said = deleted_while_it_saves(folder, monkeypatch, what)
+    assert said == (
+        f"the folder is gone or cannot be reached: {what}. The run ended after step 9; no whole checkpoint can be seen: "
+        f"when the disk can be written, the same command with hydra.run.dir={folder} goes on from what is there, or anew"
+    )
+    assert Checkpoints(folder / "checkpoints").steps() == []
+    assert prepared(folder).resume_from is None, "as was said: it begins anew"
+
+
+def test_a_checkpoint_whose_run_is_gone_is_said_to_need_force(folder):
+    (folder / "fingerprint.json").unlink()
+    whole = Checkpoints(folder / "checkpoints").whole_steps
+    said = (
+        "checkpoint 8 is whole, but fingerprint.json, which says what made it, is gone: with resume.force=true the sa"
+    )
+    with pytest.raises(DiskError, match=said), in_words(folder, lambda: "", whole):
+        raise FileNotFoundError(2, "gone", str(folder / "status.json"))
+    with pytest.raises(ConfigError, match="has no fingerprint.json"):
+        prepared(folder)
+    assert prepared(folder, "resume.force=true").resume_from == folder / "checkpoints"
+
+
+def test_half_a_checkpoint_is_not_called_whole(folder):
+    shutil.rmtree(folder / "checkpoints" / "8" / "default" / "d")
+    assert Checkpoints(folder / "checkpoints").whole_steps() == [4]

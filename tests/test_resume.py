@@ -1,0 +1,110 @@
+"""A run that fits can be resumed: what a checkpoint holds is never on the devices twice."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from tunix_lite import train as train_module
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.optim import make_optimizer
+from tunix_lite.planning.case import find_model
+from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.plan import estimated
+from tunix_lite.prepare import prepare, sign
+from tunix_lite.tracking.rundir import RunDir
+
+BUNDLED = ["evaluation.num_examples=0", "model.mesh_shape=[[2,2],[fsdp,tp]]"]
+# 3 x 4 bytes of each of 262,144 x 32 + 4 x 4,194,432 + ... parameters: some 200 MB of parameters and moments.
+LARGE = [
+    *BUNDLED,
+    "model=random",
+    "model.architecture.num_layers=4",
+    "model.architecture.embed_dim=512",
+    "model.architecture.mlp_dim=2048",
+    "model.architecture.num_heads=8",
+    "model.architecture.num_kv_heads=4",
+    "model.architecture.head_dim=64",
+]
+
+
+class Quiet:
+    """A console of a run that says nothing."""
+
+    def say(self, text: str, style: str = "") -> None: ...
+
+    def busy(self, text: str) -> None: ...
+
+
+def live_bytes() -> int:
+    """Of all arrays that are on the first device now."""
+    there = [x for x in jax.live_arrays() if not x.is_deleted() and jax.devices()[0] in x.sharding.device_set]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
+
+
+@contextlib.contextmanager
+def peak_of_live_bytes() -> Iterator[list[int]]:
+    """[the most bytes that were live inside, what was there before not counted], looked at every millisecond."""
+    before, seen, ends = live_bytes(), [0], threading.Event()
+
+    def look() -> None:
+        while not ends.wait(0.001):
+            with contextlib.suppress(RuntimeError):  # deleted between two looks
+                seen[0] = max(seen[0], live_bytes() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ends.set()
+        thread.join()
+
+
+def begun(run, folder):
+    """What a run holds when it has been loaded, or resumed: (state, frozen base, policy)."""
+    parts = prepare(run, RunDir(folder))
+    jax.set_mesh(parts.mesh)
+    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
+    state, frozen, policy, *_ = train_module.initial_state(run, parts, optimizer, Quiet())
+    return parts, state, frozen, policy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*BUNDLED],
+        [*BUNDLED, "algorithm.kl_coef=0.1"],
+        [*BUNDLED, "model.lora.rank=8"],
+        pytest.param(LARGE, marks=pytest.mark.wide),
+    ],
+    ids=["bundled", "with a reference", "adapters", "200 MB"],
+)
+def test_a_resumed_state_is_never_held_twice(settings, tmp_path):
+    """At most what is live once the run goes on, which is less than what is live in a step; before: 2.0 times."""
+    run = compose(settings)
+    parts, state, *_ = begun(run, tmp_path)
+    wanted = jax.tree.map(np.asarray, state)
+    checkpoints = Checkpoints(RunDir(tmp_path).checkpoints)
+    checkpoints.save(state.replace(step=state.step + 1))
+    checkpoints.close()
+    sign(run, parts, RunDir(tmp_path))
+    del state
+    before = live_bytes()
+    with peak_of_live_bytes() as peak:
+        parts, state, frozen, policy = begun(run, tmp_path)
+        time.sleep(0.01)
+    there = live_bytes() - before
+    assert (frozen is None) == (parts.model.lora is None) and policy is not None, "they count, and are held until here"
+    assert int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, wanted.params)
+    assert there <= peak[0] <= 1.05 * there
+    sizes = dict(parts.mesh.shape)
+    planned = estimated(run, Machine("attached", "cpu", 4, None, 2**40, ""), *find_model(run.model), sizes)
+    assert peak[0] == pytest.approx(planned.resume_bytes, rel=0.05)
