@@ -153,6 +153,9 @@ class RunConfig:
         if self.rewards.workers:
             with at("task"):
                 check_portable(self.task.functions())
+        declared = reduction_of(self.algorithm)
+        if declared not in (None, *REDUCES) or (declared is None and self.training.packing != "none"):
+            raise ValueError(_undeclared(self.algorithm, declared, self.training.packing))
         if self.training.packing != "none" and self.model.lora.dropout:
             raise ValueError(
                 f"training.packing={self.training.packing} and model.lora.dropout={self.model.lora.dropout}: what is "
@@ -166,6 +169,40 @@ class RunConfig:
                 f"training.save_interval_steps={every} and training.max_steps={self.training.max_steps} must be "
                 f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes between two rollouts"
             )
+
+    @property
+    def learning_temperature(self) -> float:
+        """What scores are divided by in the policy that learns: that of sampling, and 1 where nothing is sampled."""
+        return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
+
+
+REDUCES = {
+    "tokens": "a loss that is a plain sum over tokens",
+    "sequences": "one that sums within a completion by tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
+}
+
+
+def reduction_of(algorithm: Any) -> str | None:
+    """What the algorithm says that its loss sums over, a name of REDUCES; None: nothing.
+
+    A subclass with a loss of its own says it itself: what it inherits is about another loss.
+    """
+    for kind in type(algorithm).__mro__:
+        if "reduces" in vars(kind):
+            return algorithm.reduces
+        if "loss" in vars(kind):
+            return None
+    return getattr(algorithm, "reduces", None)
+
+
+def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
+    name, choices = type(algorithm).__name__, ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES)
+    if declared is not None:
+        return f"algorithm: {name}.reduces={declared!r}; it is {choices}"
+    return (
+        f"training.packing={packing}: a row then holds several completions, and {name} does not say that its loss may "
+        f"be computed so; write into the class {choices}; or give training.packing=none"
+    )
 
 
 # ---- values -> dataclasses

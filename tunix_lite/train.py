@@ -234,7 +234,7 @@ def initial_state(
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
-    policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference, parts.rows, **scoring)
+    policy = make_policy(model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring)
     step = put(np.int32(0))
     return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy, rollout
 

@@ -88,7 +88,7 @@ def rows_of(way: Way) -> Rows:
     return Rows(way.packing, way.parts, NEW, SHAPES[way.packing], per_part)
 
 
-def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
+def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=GRPO(kl_coef=0.1)) -> Updated:
     """One step of training with an optimizer that keeps the gradient as its state."""
     dtype = jnp.float64 if way.wide else jnp.float32
     jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
@@ -102,7 +102,6 @@ def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
     state = TrainState(put(np.int32(0)), params, (optax.TraceState(kept), optax.EmptyState()))
     rows = rows_of(way)
     policy = make_policy(model.cfg, None, model.temperature, dtype, rows=rows, remat=way.remat)
-    algorithm = GRPO(kl_coef=0.1)
     step = make_train_step(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
     laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float32 else x, batch))
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))

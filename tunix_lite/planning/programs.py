@@ -190,7 +190,7 @@ def policy_of(case: Case) -> Policy:
     """What can be asked of the run's policy without weights: to score."""
     run = case.run
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    return make_policy(case.cfg, None, run.generation.temperature, case.dtype, None, case.rows, **scoring)
+    return make_policy(case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring)
 
 
 def train_step_of(case: Case) -> Callable:
