@@ -42,6 +42,7 @@ CHOICES = {  # settings of Training that name one of a few
     "mixed_precision": tuple(DTYPES),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
+    "reduce_dtype": ("float32", "bfloat16"),
 }
 
 
@@ -58,6 +59,7 @@ class Training:
     mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
+    reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded before
     sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
     profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
@@ -82,6 +84,15 @@ class Training:
             raise ValueError(
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
                 "micro_batch_size or gradient_accumulation_steps"
+            )
+        if self.reduce_dtype == "bfloat16" and self.mixed_precision == "fp32":
+            raise ValueError(
+                "reduce_dtype=bfloat16: mixed_precision=fp32 computes gradients in float32; take bf16 or leave it"
+            )
+        if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
+            raise ValueError(
+                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what a shard sums is "
+                "float32 and crosses the mesh so; one of the two has to go"
             )
         counts = "max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every", "max_skipped_in_a_row"
         for name in counts:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
@@ -234,6 +235,7 @@ def initial_state(
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
+    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
     policy = make_policy(model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring)
     step = put(np.int32(0))
     return TrainState(step, params, init_opt_state(optimizer, params)), frozen, policy, rollout

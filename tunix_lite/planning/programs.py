@@ -190,6 +190,7 @@ def policy_of(case: Case) -> Policy:
     """What can be asked of the run's policy without weights: to score."""
     run = case.run
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
+    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
     return make_policy(case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring)
 
 
