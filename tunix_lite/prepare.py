@@ -22,6 +22,7 @@ from tunix_lite.parallel.mesh import as_text, make_mesh, set_rules
 from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
+from tunix_lite.reference import Reference, find_reference
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
@@ -38,6 +39,7 @@ class Parts:
     attention: tuple[str, str]  # the implementation, and in words why
     task: Task
     resume_from: Path | None  # a folder with checkpoints
+    reference: Reference | None = None  # of the KL term; None: there is none
     differs: str = ""  # from the run that made them, in words
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
@@ -78,7 +80,9 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with at(""):
         model = source.fetch(model)
     differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
-    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs)
+    with at("resume"):
+        reference = find_reference(run, model, run_dir, resume_from)
+    return Parts(model, mesh, batch, rows, attention, task, resume_from, reference, differs)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
@@ -169,6 +173,7 @@ def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tupl
             + f" from {as_text(run.model.mesh_shape)}",
         ),
         ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
+        *([("reference", parts.reference.words)] if parts.reference else []),
         ("batch", f"{parts.batch}{_packed(parts)}"),
         ("attention", ": ".join(parts.attention)),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),

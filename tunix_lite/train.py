@@ -14,7 +14,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, RunFailed, at
 from tunix_lite.evaluate import evaluate
-from tunix_lite.models import decoder, source
+from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import init_opt_state, learning_rate_at, make_optimizer, num_updates
@@ -28,6 +28,7 @@ from tunix_lite.planning.start import fitting, foresee, in_short, learning
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
+from tunix_lite.reference import reference_of
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
@@ -94,7 +95,7 @@ def fit(
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     task = closing.enter_context(task.with_workers(run.rewards, console.say))  # they start while the model loads
     console.busy("loading the model…")
-    state, frozen, policy, rollout = initial_state(run, parts, optimizer, console)
+    state, frozen, policy, rollout = initial_state(run, parts, run_dir, optimizer, console)
     skipped, limit = 0, settings.max_skipped_in_a_row
     if parts.resume_from is not None:
         state, skipped = _restore(run, parts, state, console)
@@ -215,18 +216,17 @@ def fit(
 
 
 def initial_state(
-    run: RunConfig, parts: Parts, optimizer, console
+    run: RunConfig, parts: Parts, run_dir: RunDir, optimizer, console
 ) -> tuple[TrainState, Params | None, Policy, RolloutConfig]:
     """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples.
 
-    The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
+    The reference of the KL term (reference.py) is made of the weights as they are loaded, before a checkpoint is read.
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with at("model.weights"):
         frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
-    reference = None
-    if run.algorithm.needs_reference:
-        reference = decoder.copy_to_score(params, model.cfg, dtype) if frozen is None else frozen
+    with at("resume"):
+        reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting = attached(frozen, params, model.lora)
     weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots)

@@ -27,7 +27,8 @@ def resident(case: Case) -> dict[str, int]:
     """What stays on a device from step to step.
 
     parameters: those that train, as stored. optimizer: Adam's two moments of each, stored alike. frozen base: under
-    LoRA. reference: for a KL term without LoRA, the weights once more in the type of the computation.
+    LoRA. reference: for a KL term without LoRA, the weights once more in the type of the computation; with it, the
+    adapters that training starts from, if any.
     """
     table, sizes = tables(case), case.sizes
     trained = num_bytes(table.trained, sizes)
@@ -36,6 +37,8 @@ def resident(case: Case) -> dict[str, int]:
         found["frozen base"] = num_bytes(table.frozen, sizes)
     if case.copies_reference:
         found["reference"] = num_bytes(table.trained, sizes, case.dtype, keep_norms=True)
+    elif case.copies_adapters:
+        found["reference"] = trained
     return found
 
 

@@ -130,6 +130,8 @@ def abstract(case: Case) -> Shapes:
     reference = None
     if case.run.algorithm.needs_reference:
         reference = _copy_to_score(params, case) if frozen is None else frozen
+        if case.copies_adapters:
+            reference = attached(frozen, params, case.lora)
     optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
