@@ -1,6 +1,7 @@
 """What an update sends, in the programs that the compilers of TPUs and GPUs make of it: as much as theory says."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import jax
@@ -26,14 +27,14 @@ LAYER = 2 * (512 * 8 * 128 * 2 + 512 * 4 * 128 * 2 + 3 * 512 * 2048)  # bytes of
 TABLE = 2 * 4096 * 512
 
 
-def compiled_for(target: str, fsdp: int, tp: int, remat: str):
+def compiled_for(target: str, fsdp: int, tp: int, remat: str, reduce_dtype: str = "float32", stored: str = "bfloat16"):
     """The update in bfloat16, compiled for four devices that are not there: its collectives."""
     found = find_target(target)
     if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
         pytest.skip(f"the compiler for {target} is not installed")
     mesh = make_mesh(((fsdp, tp), ("fsdp", "tp")), compile_only_devices(found))
     with jax.set_mesh(mesh):
-        params = weights.shapes(decoder.weights(CFG), jnp.bfloat16)
+        params = weights.shapes(decoder.weights(CFG), jnp.dtype(stored))
         optimizer = make_optimizer(OptimizerConfig(), 10)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
         state = TrainState(step, params, opt_state_shapes(optimizer, params))
@@ -45,7 +46,8 @@ def compiled_for(target: str, fsdp: int, tp: int, remat: str):
         floats = {name: rows(jnp.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
         ints = {name: rows(jnp.int32) for name in ("tokens", "segment_ids", "positions")}
         batch = Batch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
-        policy = make_policy(CFG, None, 1.0, jnp.bfloat16, rows=Rows(num_scored=NEW), remat=remat)
+        scoring = {"rows": Rows(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
+        policy = make_policy(CFG, None, 1.0, jnp.bfloat16, **scoring)
         arguments = state, None, batch
         program = make_train_step(policy, GRPO(), optimizer).program(*arguments).lower(*arguments).compile()
     return SimpleNamespace(found=collectives(program.as_text(), dict(mesh.shape)), memory=program.memory_analysis())
@@ -58,17 +60,29 @@ def total(found, kinds, axis, in_loop=None) -> int:
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
-def test_over_fsdp_each_weight_is_gathered_layer_by_layer_and_each_gradient_reduced_once(target):
+@pytest.mark.parametrize(
+    "reduce_dtype, stored", [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_over_fsdp_each_weight_is_gathered_layer_by_layer_and_each_gradient_reduced_once(target, reduce_dtype, stored):
     """A layer's weights once forward and once backward (remat=block needs them there anyway), and the table of scores
-    the same; gradients once, in their divided form. Nothing but the lookup of tokens reaches a whole stack."""
-    update = compiled_for(target, 4, 1, "block")
+    the same; gradients once, in their divided form, the layers' in training.reduce_dtype. Nothing but the lookup of
+    tokens reaches a whole stack."""
+    update = compiled_for(target, 4, 1, "block", reduce_dtype, stored)
+    in_layers = {"float32": 2 * LAYER, "bfloat16": LAYER}[reduce_dtype]
     gathered = total(update.found, ("all-gather",), "fsdp", in_loop=True)
     assert gathered == pytest.approx(2 * (CFG.num_layers * LAYER + TABLE), rel=0.1)
     # A TPU may pass a gradient round in pieces while it is computed: all that moves is then n - 1 of n pieces.
     pieces = total(update.found, ("collective-permute",), "fsdp") * 4 / 3
     reduced = total(update.found, ("reduce-scatter", "all-reduce"), "fsdp", in_loop=True) + pieces
-    low, high = CFG.num_layers * LAYER + TABLE, CFG.num_layers * LAYER + 2 * TABLE  # the table's is summed in float32
+    low, high = CFG.num_layers * in_layers + TABLE, CFG.num_layers * in_layers + 2 * TABLE  # the table's: in float32
     assert 0.9 * low < reduced < 1.1 * high
+    types = {
+        kind
+        for c in update.found
+        if c.kind == "reduce-scatter" and c.in_loop
+        for kind in re.findall(r"[a-z]+\d+", c.shapes)
+    }
+    assert types <= ({"f32"} if reduce_dtype == "float32" else {"f32", "bf16"})
     stack = CFG.num_layers * 2 * 512 * 2048  # bytes of the smallest stack of matrices of the feed-forward
     assert not [c for c in update.found if c.kind == "all-gather" and c.num_bytes >= stack]
 

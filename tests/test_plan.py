@@ -27,7 +27,7 @@ from tunix_lite.optim import init_opt_state, make_optimizer
 from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning import estimate, plan, report, start
+from tunix_lite.planning import estimate, plan, report, speed, start
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.case import Case, find_model, make_case
 from tunix_lite.planning.hardware import GiB, find_target
@@ -181,6 +181,10 @@ def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
     case = case_of(cfg, ["model.lora.rank=4", "algorithm.kl_coef=0.1"])
     held = {"parameters": 4 * adapters, "optimizer": 8 * adapters, "frozen base": 2 * (MATRICES + SCALES)}
     assert estimate.resident(case) == held
+    from_adapters = replace(
+        case, run=replace(case.run, model=replace(case.run.model, lora=replace(case.run.model.lora, adapter="/my/sft")))
+    )
+    assert estimate.resident(from_adapters) == held | {"reference": 4 * adapters}
     # int8: a byte an element, and float32 scales: one for blocks of up to 128 inputs of an output, powers of two that
     # divide them: 16 of D, 8 of H (o) and 8 of F (down). Per layer q 32, k, v 16, gate, up 24 each /2 (tp; one block of D
     # is not divided over fsdp); o: 4 * 1 * 16 / 4; down: 24 / 8 = 3 blocks, which tp does not divide, * 16 / 2 (fsdp)
@@ -287,6 +291,9 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     # over fsdp=2; over tp=2 the streams of 88 tokens twice a layer each way, all-reduced: 2 * (2 - 1) / 2 of each
     once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
     assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 2 * 3 * (88 * 16 * 2)
+    assert speed.gradient_bytes(case_of(cfg, ["training.mixed_precision=bf16_params"])) == gradients
+    narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
+    assert speed.gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
     # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
     assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
     assert found.step_seconds == rollout.seconds + update.seconds

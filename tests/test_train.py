@@ -20,6 +20,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.commands.replay import Replay, nearest, read, replay, saw
 from tunix_lite.config import ConfigError, RunFailed, build
 from tunix_lite.language_model import run_settings
+from tunix_lite.models import decoder, source
 from tunix_lite.models.source import Model
 from tunix_lite.optim import learning_rate_at
 from tunix_lite.prepare import prepare, resume_from_folder, sign
@@ -460,6 +461,30 @@ def test_sft_learns_its_demonstrations(tmp_path):
     assert losses[0] > 5.5, "uniform over 512 tokens is 6.2"
     assert losses[-1] < 3.0
     assert not list(tmp_path.glob("events.*"))
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling(temperature, tmp_path):
+    """By hand: the mean of -log softmax(scores) over the tokens of the demonstrations, the softmax in float64."""
+    sft = ["algorithm=sft", "training.max_steps=1", "training.prompts_per_step=4", "evaluation.num_examples=0",
+           "training.save_interval_steps=0", "tracking.tensorboard=false", f"generation.temperature={temperature}"]  # fmt: skip
+    run = compose(sft)
+    train(run, tmp_path)
+    model = source.fetch(source.find(run.model))
+    task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
+    tokens, mask, counts = task.demonstrations(task.batch(4, run.seed, 0)[0])
+    forward = jax.jit(decoder.forward, static_argnums=1)
+    hidden = forward(source.load(model)[1], model.cfg, tokens, decoder.whole(mask))
+    scores = np.asarray(decoder.logits(source.load(model)[1], model.cfg, hidden), np.float64)[:, :-1]
+    logprobs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    of_tokens = np.take_along_axis(logprobs, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    wanted = -of_tokens[np.asarray(counts)[:, 1:]].mean()
+    assert abs(lines(tmp_path)[0]["train/loss"] - wanted) < 1e-5
+
+
+def test_a_group_is_sampled_at_a_temperature_above_0(tmp_path):
+    with pytest.raises(ConfigError, match="generation: temperature=0.0 must be above 0: a group needs completions"):
+        train(compose([*SHORT, "generation.temperature=0"]), tmp_path)
 
 
 def test_bfloat16_compute_trains(tmp_path):

@@ -46,6 +46,7 @@ CHOICES = {  # settings of Training that name one of a few
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
     "memory_check": ("stop", "warn"),
+    "reduce_dtype": ("float32", "bfloat16"),
 }
 
 
@@ -62,6 +63,7 @@ class Training:
     mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
+    reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded before
     sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
     memory_check: str = "stop"  # a run that does not fit into memory by its plan: stop, or warn and start all the same
     profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
@@ -88,6 +90,15 @@ class Training:
             raise ValueError(
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
                 "micro_batch_size or gradient_accumulation_steps"
+            )
+        if self.reduce_dtype == "bfloat16" and self.mixed_precision == "fp32":
+            raise ValueError(
+                "reduce_dtype=bfloat16: mixed_precision=fp32 computes gradients in float32; take bf16 or leave it"
+            )
+        if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
+            raise ValueError(
+                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what a shard sums is "
+                "float32 and crosses the mesh so; one of the two has to go"
             )
         counts = "max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every", "max_skipped_in_a_row"
         for name in counts:
@@ -163,6 +174,9 @@ class RunConfig:
         if self.rewards.workers:
             with at("task"):
                 check_portable(self.task.functions())
+        declared = reduction_of(self.algorithm)
+        if declared not in (None, *REDUCES) or (declared is None and self.training.packing != "none"):
+            raise ValueError(_undeclared(self.algorithm, declared, self.training.packing))
         if self.training.packing != "none" and self.model.lora.dropout:
             raise ValueError(
                 f"training.packing={self.training.packing} and model.lora.dropout={self.model.lora.dropout}: what is "
@@ -176,6 +190,40 @@ class RunConfig:
                 f"training.save_interval_steps={every} and training.max_steps={self.training.max_steps} must be "
                 f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes between two rollouts"
             )
+
+    @property
+    def learning_temperature(self) -> float:
+        """What scores are divided by in the policy that learns: that of sampling, and 1 where nothing is sampled."""
+        return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
+
+
+REDUCES = {
+    "tokens": "a loss that is a plain sum over tokens",
+    "sequences": "one that sums within a completion by tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
+}
+
+
+def reduction_of(algorithm: Any) -> str | None:
+    """What the algorithm says that its loss sums over, a name of REDUCES; None: nothing.
+
+    A subclass with a loss of its own says it itself: what it inherits is about another loss.
+    """
+    for kind in type(algorithm).__mro__:
+        if "reduces" in vars(kind):
+            return algorithm.reduces
+        if "loss" in vars(kind):
+            return None
+    return getattr(algorithm, "reduces", None)
+
+
+def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
+    name, choices = type(algorithm).__name__, ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES)
+    if declared is not None:
+        return f"algorithm: {name}.reduces={declared!r}; it is {choices}"
+    return (
+        f"training.packing={packing}: a row then holds several completions, and {name} does not say that its loss may "
+        f"be computed so; write into the class {choices}; or give training.packing=none"
+    )
 
 
 # ---- values -> dataclasses

@@ -38,7 +38,7 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error},
         "optimizer": plain(run.optimizer),
-        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision},
+        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision} | _reduced(run),
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
@@ -49,6 +49,12 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
             "python": platform.python_version(),
         },
     }
+
+
+def _reduced(run: RunConfig) -> dict:
+    """Only where it is not what a run has that says nothing: earlier versions had no such setting."""
+    chosen = run.training.reduce_dtype
+    return {} if chosen == "float32" else {"reduce_dtype": chosen}
 
 
 def read(file: Path) -> dict:

@@ -22,6 +22,7 @@ from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
 from tunix_lite.parallel.sharing import from_all
 from tunix_lite.planning.case import Case
 from tunix_lite.policy import DTYPES
+from tunix_lite.reference import Reference, find_reference
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
@@ -39,6 +40,7 @@ class Parts:
     attention: tuple[str, str]  # the implementation, and in words why
     task: Task
     resume_from: Path | None  # a folder with checkpoints
+    reference: Reference | None = None  # of the KL term; None: there is none
     differs: str = ""  # from the run that made them, in words
     data: str = ""  # what there is to know about the examples, where they are in memory
     damaged: str = ""  # files of the run that it goes on without, in words
@@ -83,7 +85,10 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         model = source.fetch(model)
     differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
     damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
-    return Parts(model, mesh, batch, rows, attention, task, resume_from, differs, data, damaged)
+    with at("resume"):
+        reference = find_reference(run, model, run_dir, resume_from)
+    found = task, resume_from, reference, differs, data, damaged
+    return Parts(model, mesh, batch, rows, attention, *found)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
@@ -116,7 +121,7 @@ def check_generation(run: RunConfig, model: Source) -> None:
             f"tokens, and the model was made for {longest}"
         )
     settings.check_fits(model.cfg.vocab_size)
-    if settings.temperature == 0:
+    if settings.temperature == 0 and not run.algorithm.needs_demonstrations:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 
 
@@ -196,6 +201,7 @@ def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tupl
             + f" from {as_text(run.model.mesh_shape)}",
         ),
         ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
+        *([("reference", parts.reference.words)] if parts.reference else []),
         ("batch", f"{parts.batch}{_packed(parts)}"),
         *([("data", parts.data)] if parts.data else []),
         ("attention", ": ".join(parts.attention)),

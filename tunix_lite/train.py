@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite import resume
@@ -15,7 +16,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, RunFailed, at
 from tunix_lite.evaluate import evaluate
 from tunix_lite.leaving import Unfinished, diverged, is_due, numbers, saved, unmeasured
-from tunix_lite.models import decoder, source
+from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.optim import learning_rate_at, make_optimizer, num_updates
@@ -29,6 +30,7 @@ from tunix_lite.planning.start import check_at_rest, check_fits, fitting, forese
 from tunix_lite.planning.throughput import Throughput, timed
 from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
+from tunix_lite.reference import reference_of
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
@@ -101,7 +103,7 @@ def fit(
     task = closing.enter_context(workers)  # they start while the model loads
     check_at_rest(case_of(run, parts, run.rollout), console.say)
     console.busy("loading the model…")
-    state, frozen, policy, rollout, skipped = initial_state(run, parts, optimizer, console)
+    state, frozen, policy, rollout, skipped = initial_state(run, parts, run_dir, optimizer, console)
     limit = settings.max_skipped_in_a_row
     start = int(state.step)
     begins = parts.resume_from != run_dir.checkpoints
@@ -241,19 +243,18 @@ def fit(
 
 
 def initial_state(
-    run: RunConfig, parts: Parts, optimizer, console
+    run: RunConfig, parts: Parts, run_dir: RunDir, optimizer, console
 ) -> tuple[TrainState, Params | None, Policy, RolloutConfig, int]:
     """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples,
     and how many updates in a row were skipped until now.
 
-    The reference of the KL term is the base itself; without one, a copy of the weights that training starts from.
+    The reference of the KL term (reference.py) is made of the weights as they are loaded, before a checkpoint is read.
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with at("model.weights"):
         frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
-    reference = None
-    if run.algorithm.needs_reference:
-        reference = decoder.copy_to_score(params, model.cfg, dtype) if frozen is None else frozen
+    with at("resume"):
+        reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
@@ -263,7 +264,8 @@ def initial_state(
     ends = tokenizer.eos_ids, tokenizer.pad_id
     generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
-    policy = make_policy(model.cfg, generate, run.generation.temperature, dtype, reference, parts.rows, **scoring)
+    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
+    policy = make_policy(model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring)
     return state, frozen, policy, rollout, skipped
 
 

@@ -73,6 +73,8 @@ class Way:
     sync_every: int = 1
     rules: dict = field(default_factory=dict)
     wide: bool = False  # float64
+    reduce_dtype: str | None = None  # computed in bfloat16, gradients summed over fsdp in this; None: as `wide` says
+    stored: str = "float32"  # what trains
 
 
 @dataclass
@@ -88,9 +90,13 @@ def rows_of(way: Way) -> Rows:
     return Rows(way.packing, way.parts, NEW, SHAPES[way.packing], per_part)
 
 
-def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
+WITH_KL = GRPO(kl_coef=0.1)
+
+
+def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL) -> Updated:
     """One step of training with an optimizer that keeps the gradient as its state."""
-    dtype = jnp.float64 if way.wide else jnp.float32
+    dtype = jnp.float64 if way.wide else jnp.dtype(way.stored)
+    computed = dtype if way.reduce_dtype is None else jnp.bfloat16
     jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
     set_rules(Rules(train=way.rules))
     table = decoder.weights(model.cfg)
@@ -101,10 +107,11 @@ def update(model: Model, way: Way, batch: Batch, devices=None) -> Updated:
     kept = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), params)
     state = TrainState(put(np.int32(0)), params, (optax.TraceState(kept), optax.EmptyState()))
     rows = rows_of(way)
-    policy = make_policy(model.cfg, None, model.temperature, dtype, rows=rows, remat=way.remat)
-    algorithm = GRPO(kl_coef=0.1)
+    reduced = {} if way.reduce_dtype is None else {"reduce_dtype": jnp.dtype(way.reduce_dtype)}
+    policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, remat=way.remat, **reduced)
     step = make_train_step(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
-    laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(dtype) if x.dtype == np.float32 else x, batch))
+    floats = jnp.float64 if way.wide else jnp.float32
+    laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(floats) if x.dtype == np.float32 else x, batch))
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     compiled = step.program(state, frozen, laid_out).lower(state, frozen, laid_out).compile(compiler_options=FAST)
     new, metrics = compiled(state, frozen, laid_out)

@@ -263,6 +263,16 @@ def test_the_gradient_is_that_of_the_formulas_to_float64(way, monkeypatch):
         assert jax.tree.leaves(updated(way[0], *(way[1] | {"wide": True}).items()).grads)[0].dtype == jnp.float64
 
 
+def test_in_bfloat16_gradients_that_cross_the_mesh_less_often_are_the_same():
+    """The sums are float32 in every case. Packed and unpacked programs, or other meshes, round activations elsewhere."""
+    every_time, *less_often = (
+        updated("plain", *{"fsdp": 4, "parts": 4, "reduce_dtype": "float32", "sync_every": every}.items()).grads
+        for every in (1, 2, 4)
+    )
+    for grads in less_often:
+        assert difference(grads, jax.tree.map(np.asarray, every_time)) < 1e-5
+
+
 def test_the_ways_hold_every_value_twice():
     """What the list above promises."""
     ways = [way | {"model": name} | cuts for name, way, cuts in WAYS + WIDE]

@@ -54,6 +54,7 @@ class GRPO:
                 raise ValueError(f"{name} is called with one array and its settings: {error}") from error
 
     needs_demonstrations = False
+    reduces = "tokens"  # the loss adds up tokens and nothing else
 
     @property
     def needs_reference(self) -> bool:

@@ -19,6 +19,7 @@ class SFT:
     updates_per_rollout = 1
     needs_reference = False
     needs_demonstrations = True
+    reduces = "tokens"  # the loss adds up tokens and nothing else
 
     def collect(self, policy, task, params, examples, key):
         tokens, token_mask, completion_mask = task.demonstrations(examples)

@@ -53,7 +53,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
     others = "" if saw(folder, settings.skipped, step) else " (not those that saw them, which are not kept)"
     seed = program.run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
-    logprobs_BT = scored(model, batch, run.generation.temperature, settings.batch_size)
+    logprobs_BT = scored(model, batch, run.learning_temperature, settings.batch_size)
     losses_B, found = judged(run.algorithm, batch, logprobs_BT)
     finite_B = np.isfinite(losses_B)
     print(f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step {step}{others}")

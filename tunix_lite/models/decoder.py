@@ -25,7 +25,7 @@ from tunix_lite.models import attention
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.attention import whole as whole
 from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_weight, ones, project, stacked, zeros
-from tunix_lite.parallel.mesh import constrain, move
+from tunix_lite.parallel.mesh import constrain, divided, move
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
 MOST_LAYERS = 1024  # published models have up to 126; files of strangers say 10**9
@@ -111,9 +111,12 @@ class ModelConfig:
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
 
+TABLE_AXES = ("vocab", "embed")  # of the embedding, and of a head of its own
+
+
 def weights(cfg: ModelConfig) -> dict:
     """Every parameter of the model, by name."""
-    table = Weight((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), EMBED_INIT, inputs=0)
+    table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
@@ -178,10 +181,20 @@ def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
     return tree | {"layers": layers}
 
 
-def forward(params, cfg: ModelConfig, tokens_BT, sight: Sight, dtype=jnp.float32, remat="none", attend=attention.xla):
+def forward(
+    params,
+    cfg: ModelConfig,
+    tokens_BT,
+    sight: Sight,
+    dtype=jnp.float32,
+    remat="none",
+    attend=attention.xla,
+    reduce_dtype=jnp.float32,
+):
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either side.
 
-    remat: what the backward pass finds kept, a name of REMAT. attend: one of attention.IMPLEMENTATIONS.
+    remat: what the backward pass finds kept, a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype:
+    what the gradients of the layers are summed in over the mesh, as weights.at_work takes it.
     """
     angles = all_angles(cfg, sight.positions)
     declared = layer_weights(cfg)
@@ -191,7 +204,7 @@ def forward(params, cfg: ModelConfig, tokens_BT, sight: Sight, dtype=jnp.float32
     def layer(x_BTD, of_layer):
         w, is_local = of_layer
         is_local = bool(are_local[0]) if of_one_kind else is_local  # known while compiling, where all are alike
-        w = {name: at_work(leaf, declared[name], dtype) for name, leaf in w.items()}
+        w = {name: at_work(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()}
         see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
         return block(x_BTD, w, cfg, of_kind(angles, is_local), see)
 
@@ -251,10 +264,31 @@ def all_angles(cfg: ModelConfig, positions_BT) -> dict:
 
 
 def embed(params, cfg: ModelConfig, tokens_BT, dtype):
-    x_BTD = params["embed"][tokens_BT].astype(dtype)
+    x_BTD = looked_up(params["embed"], tokens_BT).astype(dtype)
     if cfg.embed_scale:
         x_BTD = x_BTD * jnp.asarray(cfg.embed_dim**0.5, dtype)
     return constrain(x_BTD, *WHOLE)
+
+
+def looked_up(table_VD, tokens_BT):
+    """Rows of the table; its gradient is summed in float32 at least, whatever the table is stored in."""
+    return table_VD[tokens_BT] if jnp.finfo(table_VD.dtype).bits >= 32 else _looked_up(table_VD, tokens_BT)
+
+
+@jax.custom_vjp
+def _looked_up(table_VD, tokens_BT):
+    return table_VD[tokens_BT]
+
+
+def _scattered(kept, slope_BTD):
+    """Of the table only its shape and type are looked at."""
+    table_VD, tokens_BT = kept
+    zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
+    whole_VD = zeros_VD.at[tokens_BT].add(slope_BTD.astype(zeros_VD.dtype))
+    return divided(whole_VD, TABLE_AXES).astype(table_VD.dtype), None
+
+
+_looked_up.defvjp(lambda table_VD, tokens_BT: (table_VD[tokens_BT], (table_VD, tokens_BT)), _scattered)
 
 
 def output_table(params, cfg: ModelConfig):
@@ -289,7 +323,9 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
-            x + w[f"{name}_bias"].astype(x.dtype) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
+            # Of all tokens, and rounded then: the gradient is summed over them as the bias is, not as x is.
+            x + jnp.broadcast_to(w[f"{name}_bias"], x.shape).astype(x.dtype)
+            for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if cfg.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)

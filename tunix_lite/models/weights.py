@@ -7,9 +7,9 @@ It is the one place that does; the model only ever says `project(x, w["q"])`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix_lite.parallel.mesh import gather, sharding, spec
+from tunix_lite.parallel.mesh import divided, gather, sharding, spec
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -103,6 +103,15 @@ class Lora:
     dropout: float = flax.struct.field(pytree_node=False, default=0.0)
 
 
+@flax.struct.dataclass
+class AtWork:
+    """A weight that trains, where it is computed with fewer bits than its gradient is summed with (see `at_work`)."""
+
+    used: Any  # in the type of the computation, whole over fsdp; no gradient goes through it
+    trained: Any  # in the type of the sums, divided over fsdp; never read, and all of the gradient goes to it
+    axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
+
+
 def is_quantized(leaf) -> bool:
     return isinstance(leaf, Int8 | Nf4)
 
@@ -153,6 +162,9 @@ def project(x, weight, inputs: int = 1):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
         adapted = project(project(seen, weight.a, inputs), weight.b)
         return project(x, weight.base, inputs) + jnp.asarray(weight.scale, x.dtype) * adapted
+    if isinstance(weight, AtWork):
+        way = Way(weight.axes, inputs, weight.trained.dtype)
+        return _with_slope_of(way, project(x, weight.used, inputs), x, weight.trained)
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
@@ -160,18 +172,54 @@ def project(x, weight, inputs: int = 1):
     return product.reshape(*batch, *outputs)
 
 
-def at_work(leaf, weight: Weight, dtype):
+def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
     """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its gradient divided.
 
     weight: the declaration of the plain weight, of one layer. Quantised leaves travel as codes, norms keep their type.
+    reduce_dtype: what gradients are computed and summed over the mesh in, if it has more bits than `dtype`.
     """
     if isinstance(leaf, Lora):
         a, b = pair(weight, leaf.a.shape[-1])
-        base = at_work(leaf.base, weight, dtype)
-        return leaf.replace(base=base, a=at_work(leaf.a, a, dtype), b=at_work(leaf.b, b, dtype))
+        a, b = at_work(leaf.a, a, dtype, reduce_dtype), at_work(leaf.b, b, dtype, reduce_dtype)
+        return leaf.replace(base=at_work(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b)  # the base is frozen
     if is_quantized(leaf):
         return leaf.replace(codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight)))
-    return gather(leaf.astype(dtype), weight.axes) if leaf.ndim > 1 else leaf
+    if leaf.ndim == 1:
+        return leaf
+    if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
+        return gather(leaf.astype(dtype), weight.axes)
+    trained = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
+    if not weight.inputs:  # a bias: it is rounded where it is added (decoder.attention_part)
+        return gather(trained, weight.axes)
+    return AtWork(gather(jax.lax.stop_gradient(leaf).astype(dtype), weight.axes), trained, weight.axes)
+
+
+class Way(NamedTuple):
+    """What is known, while compiling, of a gradient that goes a way of its own."""
+
+    axes: tuple[str, ...]  # of the weight
+    inputs: int
+    dtype: Any
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_slope_of(way: Way, product, x, trained):
+    """The product of x and a weight, as it is; its slope also goes to `trained`, which stands for the weight.
+
+    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, and then the parts are summed.
+    """
+    return product
+
+
+def _slope_of(way: Way, x, slope):
+    shape = x.shape[x.ndim - way.inputs :] + slope.shape[x.ndim - way.inputs :]
+    rows = x.reshape(-1, np.prod(shape[: way.inputs]))
+    slopes = slope.reshape(len(rows), -1)
+    whole = jax.lax.dot_general(rows, slopes, (((0,), (0,)), ((), ())), preferred_element_type=way.dtype)
+    return slope, None, divided(whole.reshape(shape), way.axes)
+
+
+_with_slope_of.defvjp(lambda way, product, x, trained: (product, x), _slope_of)
 
 
 def pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:

@@ -40,8 +40,14 @@ class Case:
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base is it."""
+        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base serves."""
         return self.run.algorithm.needs_reference and self.lora is None
+
+    @property
+    def copies_adapters(self) -> bool:
+        """Whether the reference has adapters of its own beside the frozen base: those that training starts from."""
+        starts_from = self.run.model.lora.adapter is not None or self.run.resume.folder not in ("auto", "none")
+        return self.run.algorithm.needs_reference and self.lora is not None and starts_from
 
     @property
     def samples(self) -> bool:

@@ -27,7 +27,8 @@ def resident(case: Case) -> dict[str, int]:
     """What stays on a device from step to step.
 
     parameters: those that train, as stored. optimizer: Adam's two moments of each, stored alike. frozen base: under
-    LoRA. reference: for a KL term without LoRA, the weights once more in the type of the computation.
+    LoRA. reference: for a KL term without LoRA, the weights once more in the type of the computation; with it, the
+    adapters that training starts from, if any.
     """
     table, sizes = tables(case), case.sizes
     trained = num_bytes(table.trained, sizes)
@@ -36,6 +37,8 @@ def resident(case: Case) -> dict[str, int]:
         found["frozen base"] = num_bytes(table.frozen, sizes)
     if case.copies_reference:
         found["reference"] = num_bytes(table.trained, sizes, case.dtype, keep_norms=True)
+    elif case.copies_adapters:
+        found["reference"] = trained
     return found
 
 
@@ -132,6 +135,7 @@ def update(case: Case) -> dict[str, int]:
     """
     rows, width = tokens_at_once(case)
     layer = 2 * layer_at_work(case, rows * width) + 2 * scores_at_work(case, rows, width) + gathered_layers(case, 2)
+    layer += widened_gradient(case)
     activations = kept_layers(case, rows, width) + max(layer, head_at_work(case, rows))
     return {"batch": batch_bytes(case), "gradients": gradient_bytes(case), "activations": activations}
 
@@ -206,6 +210,13 @@ def gathered_layers(case: Case, count: int) -> int:
     if case.sizes["fsdp"] == 1:
         return layer_elements(case) * jnp.dtype(case.dtype).itemsize
     return (count + 1) * layer_elements(case) * jnp.dtype(case.dtype).itemsize
+
+
+def widened_gradient(case: Case) -> int:
+    """What the gradient of one layer takes more than its matrices, before it is divided over fsdp: it is float32 where
+    training.reduce_dtype says so."""
+    is_wide = case.run.training.reduce_dtype == "float32" and case.lora is None
+    return max(0, 4 - jnp.dtype(case.dtype).itemsize) * layer_elements(case) if is_wide else 0
 
 
 def head_at_work(case: Case, rows: int) -> int:

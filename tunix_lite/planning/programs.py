@@ -130,6 +130,8 @@ def abstract(case: Case) -> Shapes:
     reference = None
     if case.run.algorithm.needs_reference:
         reference = _copy_to_score(params, case) if frozen is None else frozen
+        if case.copies_adapters:
+            reference = attached(frozen, params, case.lora)
     optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
@@ -190,7 +192,8 @@ def policy_of(case: Case) -> Policy:
     """What can be asked of the run's policy without weights: to score."""
     run = case.run
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    return make_policy(case.cfg, None, run.generation.temperature, case.dtype, None, case.rows, **scoring)
+    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
+    return make_policy(case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring)
 
 
 def train_step_of(case: Case) -> Callable:

@@ -2,14 +2,15 @@
 
 As if every sequence had its longest length, every kernel reached the peak and sending cost nothing but links: a bound,
 not a forecast. Recomputation (training.remat) is not counted, as in planning.flops. In the formulas, W is the bytes of
-the weights of a tp shard in the types that they are used in, G those of their gradients.
+the weights of a tp shard in the types that they are used in, G those of their gradients as they are summed over fsdp.
 """
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.weights import num_params
+from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.case import Case, shelf
 from tunix_lite.planning.hardware import Hardware
@@ -97,6 +98,16 @@ def weight_bytes(case: Case) -> int:
     return estimate.sampling_copy(case, is_gathered=True)
 
 
+def gradient_bytes(case: Case) -> int:
+    """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype, others float32."""
+
+    def of(w: Weight) -> int:
+        is_narrow = w.inputs and case.run.training.reduce_dtype == "bfloat16"
+        return sizes.elements(w.shape, w.axes, case.sizes, without_fsdp=True) * (2 if is_narrow else 4)
+
+    return sum(of(w) for w in jax.tree.leaves(sizes.tables(case).trained, is_leaf=is_weight))
+
+
 def _streams(case: Case, tokens: float) -> float:
     """Bytes of what tp sums in one forward of so many tokens on a device: two residual streams a layer."""
     return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(case.dtype).itemsize
@@ -159,10 +170,8 @@ def _update(case: Case, compiled) -> Work:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once in
     sync_gradients_every micro-batches; tp sums two streams a layer each way; the state is read and written."""
     tokens, scored, attention = counted(case)
-    trained = sizes.tables(case).trained
-    lora_params = num_params(trained) if case.lora else 0
-    turns, whole = parts(case), case.sizes | {"fsdp": 1}
-    gradients = sizes.num_bytes(trained, whole)
+    lora_params = num_params(sizes.tables(case).trained) if case.lora else 0
+    turns, gradients = parts(case), gradient_bytes(case)
     syncs = -(-turns // case.run.training.sync_gradients_every)
     gathered = 2 * turns * weight_bytes(case) + syncs * gradients
     estimated = _ring(case, gathered, 2 * _streams(case, tokens / case.sizes["fsdp"]))

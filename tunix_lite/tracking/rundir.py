@@ -54,6 +54,14 @@ class RunDir:
     def fingerprint(self) -> Path:
         return self.path / "fingerprint.json"
 
+    @property
+    def reference(self) -> Path:
+        return self.path / "reference.json"
+
+    @property
+    def kept_reference(self) -> Path:
+        return self.path / "reference"
+
     def skipped(self, step: int) -> Path:
         return self.path / "skipped" / f"step_{step:06d}.npz"
 

@@ -12,7 +12,7 @@ from tunix_lite.types import Batch
 
 @dataclass(frozen=True)
 class BestOfGroup:
-    """Settings are fields; what a run must know of any algorithm are the other three."""
+    """Settings are fields; what a run must know of any algorithm are the other four."""
 
     num_generations: int = 8  # completions per prompt, the group
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
@@ -20,6 +20,7 @@ class BestOfGroup:
     updates_per_rollout = 1  # optimizer updates made from one batch
     needs_reference = False  # no KL term, so no second copy of the model
     needs_demonstrations = False  # it samples; sft is what learns from given completions
+    reduces = "tokens"  # how the loss adds up: over tokens alone, so that they may be packed into rows
 
     def collect(self, policy, task, params, examples, key):
         """Examples -> (batch to learn from, metrics, judged completions for the samples files)."""

@@ -1,0 +1,96 @@
+"""Gradients of what is computed in bfloat16 are summed in float32, over tokens and over the mesh."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_params, set_mesh
+
+from tunix_lite.models import decoder
+from tunix_lite.models.weights import Lora, Weight, at_work, project
+from tunix_lite.parallel.mesh import put
+
+ROWS, EMBED, HEADS, SIZE = 64, 8, 2, 4
+WEIGHT = Weight((EMBED, HEADS, SIZE), ("embed", "heads", "head_dim"))
+
+
+def off(got, wanted) -> float:
+    return np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
+
+
+def of_a_projection(reduce_dtype: str, stored: str) -> tuple[jax.Array, np.ndarray, float]:
+    """The gradient of a weight over four shards, the same in float64, and how far that of its input is from float64."""
+    set_mesh(4, 1)
+    rng = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(rng.normal(size=(ROWS, EMBED)), jnp.bfloat16))
+    slope = np.asarray(jnp.asarray(rng.normal(size=(ROWS, HEADS, SIZE)), jnp.bfloat16))
+    w = jnp.asarray(rng.normal(size=WEIGHT.shape), stored)
+
+    def product(w, x):
+        return project(x, at_work(w, WEIGHT, jnp.bfloat16, jnp.dtype(reduce_dtype)))
+
+    placed = put(np.asarray(w), *WEIGHT.axes), put(x, "batch", "act_embed")
+    pull = jax.jit(lambda w, x, slope: jax.vjp(product, w, x)[1](slope))
+    of_w, of_x = pull(*placed, put(slope, "batch", "heads", "head_dim"))
+    x, slope, used = (np.asarray(a, np.float64) for a in (x, slope, jnp.asarray(w, jnp.bfloat16)))
+    wanted_x = np.einsum("rhk,ehk->re", slope, used)
+    return of_w, np.einsum("re,rhk->ehk", x, slope), off(of_x, wanted_x)
+
+
+def test_the_gradient_of_a_projection_is_summed_in_float32():
+    wide, wanted, of_x = of_a_projection("float32", "float32")
+    assert off(wide, wanted) < 3e-7 and of_x < 4e-3 and wide.dtype == jnp.float32
+    rounded, _, of_x_too = of_a_projection("bfloat16", "float32")
+    assert off(rounded, wanted) > 1e-3 and of_x_too == of_x
+
+
+def test_of_a_weight_stored_in_bfloat16_it_is_rounded_once_after_the_sum():
+    once, wanted, _ = of_a_projection("float32", "bfloat16")
+    np.testing.assert_array_equal(once, jnp.asarray(wanted, jnp.float32).astype(jnp.bfloat16))
+    twice, *_ = of_a_projection("bfloat16", "bfloat16")
+    assert off(twice, wanted) > 1.2 * off(once, wanted)
+
+
+def test_adapters_hear_their_gradient_in_float32_and_a_frozen_base_has_no_way_for_one():
+    leaf = Lora(*(jnp.ones(shape, jnp.float32) for shape in (WEIGHT.shape, (EMBED, 2), (2, HEADS, SIZE))))
+    ready = at_work(leaf, WEIGHT, jnp.bfloat16)
+    assert [part.trained.dtype for part in (ready.a, ready.b)] == [jnp.float32] * 2
+    assert isinstance(ready.base, jax.Array) and ready.base.dtype == jnp.bfloat16
+
+
+@pytest.fixture(scope="module")
+def with_biases(cfg):
+    return replace(cfg, qkv_bias=True)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_no_gradient_of_a_layer_is_summed_in_bfloat16(with_biases, stored):
+    """Read from the program before any compiler sees it: what has fewer dims than tokens have was summed, and in f32."""
+    params = jax.tree.map(lambda x: x.astype(stored), random_params(with_biases))
+    tokens, sight = np.ones((4, 8), np.int32), decoder.whole(np.ones((4, 8), bool))
+
+    def loss(params):
+        return jnp.sum(decoder.forward(params, with_biases, tokens, sight, jnp.bfloat16).astype(jnp.float32))
+
+    sums = {}
+
+    def of_tokens(x) -> bool:
+        return x.shape[:2] == (4, 8) or x.shape[:1] == (32,)
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+            if equation.primitive.name in ("dot_general", "reduce_sum", "scatter-add"):
+                out = equation.outvars[0].aval
+                if any(of_tokens(v.aval) for v in equation.invars) and not of_tokens(out):
+                    sums.setdefault(equation.primitive.name, set()).add((str(out.dtype), out.shape))
+
+    look(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    assert set(sums) == {"dot_general", "reduce_sum", "scatter-add"}
+    wrong = [(name, found) for name, all_found in sums.items() for found in all_found if found[0] == "bfloat16"]
+    assert not wrong

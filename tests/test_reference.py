@@ -1,0 +1,120 @@
+"""The reference of the KL term is the policy that training starts from, however often the run is resumed."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_train import SHORT, lines, without_time
+
+from tunix_lite.commands.program import compose
+from tunix_lite.config import ConfigError
+from tunix_lite.models import decoder
+from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.source import Model
+from tunix_lite.models.weights import Lora, init_params
+from tunix_lite.prepare import prepare
+from tunix_lite.reference import Reference, find_reference, reference_of
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import train
+
+QUICK = [*SHORT, "evaluation.num_examples=0", "tracking.tensorboard=false", "tracking.samples_interval_steps=0",
+         "algorithm.kl_coef=0.1", "training.prompts_per_step=2", "optimizer.learning_rate=1e-2"]  # fmt: skip
+LORA = ["model.lora.rank=2", "model.lora.alpha=4"]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ([], "the weights of checkpoint 1 of "),
+        pytest.param(LORA, "the base with the adapters of", marks=pytest.mark.wide),
+    ],
+    ids=["all weights", "adapters"],
+)
+def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_earlier(more, words, tmp_path):
+    """Resumed itself, it has the same reference, though the other run is gone: it equals one that never stopped."""
+    first, second, again = tmp_path / "first", tmp_path / "second", tmp_path / "again"
+    train(compose([*QUICK, *more, "training.max_steps=1", "training.save_interval_steps=1"]), first)
+    assert abs(lines(first)[0]["train/kl"]) < 1e-6
+    on = [*QUICK, *more, "training.max_steps=3", "training.save_interval_steps=1"]
+    whole = train(compose([*on, f"resume={first}"]), second)
+    kl = {row["step"]: row["train/kl"] for row in lines(second)}
+    assert abs(kl[2]) < 1e-6 < 1e-4 < kl[3], "at its first update the policy is the reference"
+    assert words in (second / "train.log").read_text() and f"{first}" in (second / "train.log").read_text()
+    assert json.loads((second / "reference.json").read_text())["kept"] == 1
+
+    shutil.rmtree(first)
+    shutil.copytree(second, again)
+    shutil.rmtree(again / "checkpoints" / "3")
+    resumed = train(compose([*on, f"resume={first}"]), again)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    assert [without_time(row) for row in lines(again)] == [without_time(row) for row in lines(second)]
+
+    shutil.rmtree(again / "checkpoints" / "3")
+    shutil.rmtree(again / "reference")
+    with pytest.raises(ConfigError, match="resume: .*/again/reference/1 is gone, which held the reference of the run"):
+        prepare(compose(on), RunDir(again))
+    (again / "reference.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="resume: .*/reference.json cannot be read .* so the reference is not known"):
+        prepare(compose(on), RunDir(again))
+    (again / "reference.json").unlink()
+    with pytest.raises(ConfigError, match="resume: .*/again has no reference.json: the run had no KL term, or an earl"):
+        prepare(compose(on), RunDir(again))
+    assert prepare(compose([*on, "resume.force=true"]), RunDir(again)).reference.words in (
+        "the weights of bundled",
+        "the base",
+    )
+
+
+# ---- which one it is, and what is kept of it
+
+
+def asked(needs_reference=True, force=False, adapter=None):
+    lora = LoraConfig(adapter=adapter)
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(needs_reference=needs_reference),
+        resume=SimpleNamespace(force=force),
+        model=Model("bundled", lora=lora),
+    )
+
+
+ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))
+
+
+@pytest.mark.parametrize(
+    "run, model, found",
+    [
+        (asked(needs_reference=False), ADAPTED, None),
+        (asked(), SimpleNamespace(lora=None), Reference("the weights of bundled")),
+        (asked(), ADAPTED, Reference("the base")),
+        (asked(adapter="/my/sft"), ADAPTED, Reference("the base with the adapters of /my/sft", kept=0)),
+    ],
+)
+def test_the_reference_of_a_run_that_begins_is_what_its_model_names(run, model, found, tmp_path):
+    assert find_reference(run, model, RunDir(tmp_path), None) == found
+
+
+def test_adapters_that_training_starts_from_are_kept_with_the_run(cfg, params, tmp_path):
+    """The folder of the adapter may change, and what is loaded is deleted or trained further."""
+    lora = LoraConfig(rank=2)
+    model = SimpleNamespace(lora=lora, cfg=cfg)
+    table = adapter_weights(decoder.weights(cfg), lora)
+    started_from, others = (
+        jax.tree.map(lambda x: x + 0.5, init_params(table, jax.random.key(seed))) for seed in (0, 1)
+    )
+    wanted = jax.tree.map(np.array, started_from)
+    begins = Reference("the base with the adapters of /my/sft", kept=0)
+    folder = RunDir(tmp_path)
+    first = reference_of(folder, begins, model, jnp.float32, params, started_from)
+    jax.tree.map(lambda x: x.delete(), started_from)
+    goes_on = find_reference(asked(), model, folder, folder.checkpoints)
+    assert goes_on == replace(begins, is_new=False)
+    for found in (first, reference_of(folder, goes_on, model, jnp.float32, params, others)):
+        leaf = found["layers"]["q"]
+        assert isinstance(leaf, Lora) and leaf.base is params["layers"]["q"]
+        np.testing.assert_array_equal(leaf.a, wanted["layers"]["q"]["a"])
+        np.testing.assert_array_equal(leaf.b, wanted["layers"]["q"]["b"])

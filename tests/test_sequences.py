@@ -1,0 +1,119 @@
+"""Sums and means over a sequence, however sequences lie in rows, by explicit loops."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_docs import with_the_example  # noqa: F401
+from test_packing import layouts
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sequences import sequence_mean, sequence_sum
+from tunix_lite.algorithms.sft import SFT
+from tunix_lite.commands import program
+from tunix_lite.config import ConfigError, reduction_of
+from tunix_lite.types import Batch
+
+
+def padded(x_RW, fill=0):
+    """All rows in one shape, so that little is compiled."""
+    R, W = x_RW.shape
+    return np.pad(x_RW, ((0, 24 - R), (0, 48 - W)), constant_values=fill)
+
+
+def in_rows(layout, weight) -> Batch:
+    """What Rows.lay_out makes of the batch, as far as a loss looks at it."""
+    is_packed = (layout.source.reshape(-1) != np.arange(layout.source.size)).any()
+    return Batch(
+        tokens=None,
+        token_mask=None,
+        loss_weight=padded(layout.place(weight, 0.0)),
+        segment_ids=padded(layout.segment_ids),
+        branches=None if layout.branches is None else padded(layout.branches),
+        scored=np.zeros(1) if is_packed else None,
+    )
+
+
+@jax.jit
+def summed(x_RW, slope_RW, batch):
+    """Sum, mean and what the slopes of the sum make of x."""
+    total, pull = jax.vjp(lambda x: sequence_sum(x, batch), x_RW)
+    return total, sequence_mean(x_RW, batch), pull(slope_RW)[0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts(), st.integers(0, 10_000))
+def test_a_sum_over_a_sequence_and_its_slope_are_those_of_the_sequence_by_itself(made, seed):
+    (_, _, counts), layout, *_ = made
+    rng = np.random.default_rng(seed)
+    weight = np.where(counts, rng.uniform(0.5, 1.5, counts.shape), 0).astype(np.float32)
+    x, slope = rng.normal(size=(2, *counts.shape)).astype(np.float32)
+    x = np.where(counts, x, np.inf).astype(np.float32)  # what does not count never matters
+    batch = in_rows(layout, weight)
+    wanted, wanted_mean, pulled = (np.zeros(counts.shape) for _ in range(3))
+    for b, real in enumerate(counts):
+        if real.any():
+            wanted[b, real] = x[b, real].astype(np.float64).sum()
+            wanted_mean[b, real] = x[b, real].astype(np.float64).mean()
+            pulled[b, real] = slope[b, real].astype(np.float64).sum()
+    found = summed(padded(layout.place(x, np.inf)), padded(layout.place(slope, 7.0), 7.0), batch)
+    R, W = layout.source.shape
+    for got, right in zip(found, (wanted, wanted_mean, pulled)):
+        np.testing.assert_allclose(layout.back(got[:R, :W]), right, atol=1e-5)
+        assert not np.asarray(got)[batch.loss_weight == 0].any()
+
+
+# ---- an algorithm says how its loss adds up
+
+
+@dataclass(frozen=True)
+class LossOfItsOwn(GRPO):
+    """It inherits what GRPO says, which is about another loss."""
+
+    def loss(self, logprobs_BT, batch):
+        return jnp.mean(logprobs_BT.mean(axis=1) ** 2), {}
+
+
+@dataclass(frozen=True)
+class SaysSo(LossOfItsOwn):
+    reduces = "sequences"
+
+
+@dataclass(frozen=True)
+class OtherBatches(GRPO):
+    def collect(self, *arguments):
+        return super().collect(*arguments)
+
+
+def test_a_loss_says_itself_how_it_adds_up():
+    kinds = {GRPO: "tokens", SFT: "tokens", LossOfItsOwn: None, SaysSo: "sequences", OtherBatches: "tokens"}
+    assert {kind: reduction_of(kind()) for kind in kinds} == kinds
+
+
+@pytest.mark.parametrize("packing", ["sequences", "prefix"])
+def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
+    mine = "algorithm={_target_: test_sequences.LossOfItsOwn}"
+    assert program.compose(["~algorithm", f"+{mine}"]).training.packing == "none"
+    with pytest.raises(ConfigError) as error:
+        program.compose(["~algorithm", f"+{mine}", f"training.packing={packing}"])
+    said = str(error.value)
+    assert said.startswith(f"training.packing={packing}: a row then holds several completions, and LossOfItsOwn does")
+    assert 'reduces = "tokens"' in said and "sequence_mean" in said and "training.packing=none" in said
+    assert "\n" not in said
+    program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}", f"training.packing={packing}"])
+
+
+def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
+    monkeypatch.setattr(SaysSo, "reduces", "rows")
+    with pytest.raises(ConfigError, match="algorithm: SaysSo.reduces='rows'; it is reduces = \"tokens\" for a loss"):
+        program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
+
+
+@pytest.mark.parametrize("name", ["gspo", "best_of_group"])
+def test_the_algorithms_of_the_docs_may_be_packed(name, with_the_example):  # noqa: F811
+    run = program.compose([f"algorithm={name}", "training.packing=prefix"])
+    assert run.algorithm.num_generations == 8

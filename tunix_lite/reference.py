@@ -1,0 +1,131 @@
+"""The reference of the KL term: the policy that training starts from, the same however often the run is resumed.
+
+Where the settings of the model do not name all of it, as when training starts from an adapter or from another run's
+checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter may be overwritten, and another run goes
+on. `reference.json` says which one it is.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import RunConfig
+from tunix_lite.models import decoder
+from tunix_lite.models.lora import attach
+from tunix_lite.models.source import Source
+from tunix_lite.parallel.mesh import put
+from tunix_lite.parallel.sharing import from_all
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import Params, TrainState
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Which policy it is."""
+
+    words: str  # for people
+    kept: int | None = None  # the step in `reference/`; None: what the settings of the model give, adapters apart
+    checkpoints: Path | None = None  # of the run that training starts from
+    is_new: bool = True  # this start decides which it is; else an earlier one has
+
+
+def find_reference(run: RunConfig, model: Source, run_dir: RunDir, resume_from: Path | None) -> Reference | None:
+    """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it has no KL term.
+
+    Raises ValueError, with the remedy, if it was another one than can be had now, or is not known.
+    """
+    if not run.algorithm.needs_reference:
+        return None
+    if resume_from == run_dir.checkpoints:
+        if run_dir.reference.is_file():
+            return _read(run_dir)
+        if not run.resume.force:
+            named = _of_the_settings(run, model).words
+            raise ValueError(
+                f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term, or an earlier version made "
+                f"it. resume.force=true takes {named} as its reference; resume={run_dir.path} "
+                "with another hydra.run.dir takes the newest checkpoint"
+            )
+    elif resume_from is not None:
+        step = Checkpoints(resume_from).latest_step()
+        whose = f"checkpoint {step} of {resume_from.parent}"
+        words = f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
+        return Reference(words, step, resume_from)
+    return _of_the_settings(run, model)
+
+
+def _of_the_settings(run: RunConfig, model: Source) -> Reference:
+    if model.lora is None:
+        return Reference(f"the weights of {run.model.weights}")
+    if run.model.lora.adapter is None:
+        return Reference("the base")  # fresh adapters add nothing to it
+    return Reference(f"the base with the adapters of {run.model.lora.adapter}", kept=0)
+
+
+def _read(run_dir: RunDir) -> Reference:
+    file, folder = run_dir.reference, run_dir.kept_reference
+    begin = f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as the reference"
+    try:
+        said = json.loads(file.read_bytes())
+        words, kept = str(said["reference"]), None if said["kept"] is None else int(said["kept"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read ({error!r:.200}), so the reference is not known; {begin}") from error
+    if kept is not None and kept not in Checkpoints(folder).steps():
+        raise ValueError(f"{folder / str(kept)} is gone, which held the reference of the run ({words}); {begin}")
+    return Reference(words, kept, is_new=False)
+
+
+def reference_of(
+    run_dir: RunDir, found: Reference | None, model: Source, dtype, frozen: Params | None, params: Params
+) -> Params | None:
+    """The frozen params of the KL term, None without one. What is kept of a new one is on disk when it returns.
+
+    params: what the settings of the model give, as it was loaded; they may be deleted afterwards. Beside them and the
+    reference, another run's weights are on the devices for a moment. Raises ValueError and OSError as Checkpoints does.
+    """
+    if found is None:
+        return None
+    copied = _copied if model.lora else partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
+    if found.kept is None:
+        trained = None if model.lora else copied(params)
+    elif found.is_new:
+        if found.checkpoints is not None:
+            params = Checkpoints(found.checkpoints).restore_params(_shapes(params), found.kept)[1]
+        trained = copied(params)
+        _keep(run_dir, found.kept, trained)
+    else:
+        like = _placed(jax.eval_shape(copied, params), params)
+        trained = Checkpoints(run_dir.kept_reference).restore_params(like, found.kept)[1]
+    if found.is_new:
+        run_dir.write_json(run_dir.reference, {"reference": found.words, "kept": found.kept})
+    if frozen is None:
+        return trained
+    return frozen if trained is None else attach(frozen, trained, model.lora)
+
+
+def _copied(params: Params) -> Params:
+    return jax.tree.map(jnp.copy, params)
+
+
+def _shapes(params: Params) -> Params:
+    return _placed(params, params)
+
+
+def _placed(shapes: Params, params: Params) -> Params:
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, params)
+
+
+def _keep(run_dir: RunDir, step: int, params: Params) -> None:
+    if run_dir.is_first:
+        shutil.rmtree(run_dir.kept_reference, ignore_errors=True)  # of a start that made no checkpoint of its own
+    from_all(None)
+    kept = Checkpoints(run_dir.kept_reference)
+    kept.save(TrainState(put(np.int32(step)), params, {}))
+    kept.close()
