@@ -205,6 +205,16 @@ def test_splash_attends_as_xla_does():
         close(found, right, 1e-5)
 
 
+@pytest.mark.parametrize("queries, keys, tp", [(4, 1, 2), (4, 2, 4), (6, 3, 2)])
+def test_splash_attends_where_tp_does_not_divide_the_key_heads(queries, keys, tp):
+    """One key head for all, fewer than tp, and neither a multiple of the other."""
+    cfg = replace(SPLASH, num_heads=queries, num_kv_heads=keys)
+    problem = random_rows(cfg, 2, 128, False)
+    wanted = attended(attention.xla, cfg, True, *problem)
+    set_mesh(1, tp)
+    close(attended(splash, cfg, True, *problem), wanted, 1e-5)
+
+
 def test_splash_attends_where_no_layer_has_a_window():
     cfg = replace(SPLASH, pattern=("global",), window=None)
     problem = random_rows(cfg, 1, 128, False)
@@ -218,14 +228,14 @@ FITS = replace(SPLASH, attn_softcap=None)
 
 
 def test_auto_takes_the_one_made_for_the_platform():
-    assert choose("auto", FITS, "cpu", jnp.float32, 100, True, 1) == ("xla", "the one for cpu")
-    assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False, 2) == ("splash", "the one made for tpu")
-    assert choose("splash", SPLASH, "tpu", jnp.float32, 256, False, 2) == ("splash", "as training.attention says")
-    assert choose("xla", FITS, "tpu", jnp.float32, 256, False, 2) == ("xla", "as training.attention says")
+    assert choose("auto", FITS, "cpu", jnp.float32, 100, True) == ("xla", "the one for cpu")
+    assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "the one made for tpu")
+    assert choose("splash", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "as training.attention says")
+    assert choose("xla", FITS, "tpu", jnp.float32, 256, False) == ("xla", "as training.attention says")
 
 
 def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
-    args = "cuda", jnp.bfloat16, 100, True, 2  # rows of any width, and with branches
+    args = "cuda", jnp.bfloat16, 100, True  # rows of any width, and with branches
     name, why = choose("auto", FITS, *args)
     assert name == "xla" and why.startswith("not cudnn: a small one does not compile (")  # there is no GPU here
     monkeypatch.setattr(attention, "_cudnn_fails", lambda cfg, dtype: None)
@@ -234,23 +244,22 @@ def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, platform, changes, dtype, width, shares, tp, reason",
+    "name, platform, changes, dtype, width, shares, reason",
     [
-        ("cudnn", "gpu", {"attn_softcap": 50.0}, jnp.bfloat16, 64, False, 1, "no soft cap, and the model's attn_softcap is 50.0"),
-        ("cudnn", "gpu", {}, jnp.float32, 64, False, 1, "bfloat16 only; training.mixed_precision=bf16 would do"),
-        ("cudnn", "gpu", {"head_dim": 260}, jnp.bfloat16, 64, False, 1, "up to 256 in multiples of 8, and head_dim is 260"),
-        ("cudnn", "gpu", {"head_dim": 12}, jnp.bfloat16, 64, False, 1, "up to 256 in multiples of 8, and head_dim is 12"),
-        ("splash", "tpu", {}, jnp.bfloat16, 128, True, 1, "no branches, and training.packing=prefix makes some"),
-        ("splash", "tpu", {}, jnp.bfloat16, 200, False, 1, "multiples of 128 tokens, and they have 200"),
-        ("splash", "tpu", {"head_dim": 64}, jnp.bfloat16, 128, False, 1, "multiples of 128, and head_dim is 64"),
-        ("splash", "tpu", {}, jnp.bfloat16, 128, False, 4, "tp=4 divides the query heads and not the 2 key heads"),
-        ("splash", "gpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on gpu"),
-        ("cudnn", "tpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on tpu"),
-        ("cudnn", "cpu", {}, jnp.bfloat16, 128, False, 1, "it does not run on cpu"),
+        ("cudnn", "gpu", {"attn_softcap": 50.0}, jnp.bfloat16, 64, False, "no soft cap, and the model's attn_softcap is 50.0"),
+        ("cudnn", "gpu", {}, jnp.float32, 64, False, "bfloat16 only; training.mixed_precision=bf16 would do"),
+        ("cudnn", "gpu", {"head_dim": 260}, jnp.bfloat16, 64, False, "up to 256 in multiples of 8, and head_dim is 260"),
+        ("cudnn", "gpu", {"head_dim": 12}, jnp.bfloat16, 64, False, "up to 256 in multiples of 8, and head_dim is 12"),
+        ("splash", "tpu", {}, jnp.bfloat16, 128, True, "no branches, and training.packing=prefix makes some"),
+        ("splash", "tpu", {}, jnp.bfloat16, 200, False, "multiples of 128 tokens, and they have 200"),
+        ("splash", "tpu", {"head_dim": 64}, jnp.bfloat16, 128, False, "multiples of 128, and head_dim is 64"),
+        ("splash", "gpu", {}, jnp.bfloat16, 128, False, "it does not run on gpu"),
+        ("cudnn", "tpu", {}, jnp.bfloat16, 128, False, "it does not run on tpu"),
+        ("cudnn", "cpu", {}, jnp.bfloat16, 128, False, "it does not run on cpu"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, tp, reason):
-    args = replace(FITS, **changes), platform, dtype, width, shares, tp
+def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, reason):
+    args = replace(FITS, **changes), platform, dtype, width, shares
     assert obstacle(name, *args).endswith(reason) or reason in obstacle(name, *args)
     with pytest.raises(ValueError, match=rf"attention={name}: .*; auto or xla would do") as error:
         choose(name, *args)
@@ -258,7 +267,3 @@ def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, t
     chosen, why = choose("auto", *args)
     if attention.NATIVE.get(platform) == name:
         assert chosen == "xla" and why.startswith(f"not {name}: ") and reason in why
-
-
-def test_one_key_head_for_all_may_stand_on_every_device():
-    assert obstacle("splash", replace(FITS, num_kv_heads=1), "tpu", jnp.bfloat16, 128, False, 4) is None

@@ -109,7 +109,7 @@ def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[s
     width = row_width(run, rows)
     platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
     shares = rows.packing == "prefix"
-    return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares, mesh.shape["tp"])
+    return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares)
 
 
 def check_generation(run: RunConfig, model: Source) -> None:

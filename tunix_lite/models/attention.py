@@ -6,6 +6,7 @@ anywhere, `cudnn` on NVIDIA GPUs, `splash` (a Pallas kernel that comes with JAX)
 and why.
 """
 
+import math
 from functools import partial
 
 import flax.struct
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.parallel.mesh import constrain, parts_of, spec
+from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, profile, spec
 
 FAR_BELOW = -1e30  # a masked score: finite, so that a row which sees nothing stays finite
 SCORES_AT_ONCE = 2**24  # on a device, float32: 64 MiB; queries of longer rows are worked off in pieces
@@ -160,32 +161,93 @@ def _in_pieces(cfg, window, queries: Sight, keys: Sight, q_BTNH, k_BKSH, v_BKSH)
 def cudnn(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
     """cuDNN's flash attention."""
 
-    def flash(queries, keys, *qkv):
-        mask_BNTS = visible(window_of(cfg, is_local), queries, keys)[:, None]
-        scale = cfg.query_scale**-0.5
-        return jax.nn.dot_product_attention(*qkv, mask=mask_BNTS, scale=scale, implementation="cudnn")
+    def flash(queries, keys, q_BTNH, k_BSKH, v_BSKH):
+        mask_BTS = visible(window_of(cfg, is_local), queries, keys)
+        attend = flash_attention if current_rules()["batch"] else flash_of_shards
+        return attend(cfg.query_scale**-0.5, q_BTNH, for_every_shard(k_BSKH), for_every_shard(v_BSKH), mask_BTS)
 
     return by_lane(flash, sight, q_BTNH, k_BTKH, v_BTKH)
+
+
+def for_every_shard(x_BSKH):
+    """Keys or values with each head so often, side by side, that tp divides them: [B, S, K * copies, H].
+
+    The kernels want queries, keys and values divided alike. tp divides the query heads and they are a multiple of K,
+    so they are one of K * copies, too, and query head n still uses head n // (N / (K * copies)).
+    """
+    K, parts = x_BSKH.shape[2], parts_of("heads")
+    copies = parts // math.gcd(K, parts)
+    x_BSKH = jnp.repeat(x_BSKH, copies, axis=2) if copies > 1 else x_BSKH
+    return constrain(x_BSKH, "batch", "seq", "heads", "head_dim")
+
+
+def flash_attention(scale: float, q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    """cuDNN's kernel. Its rows and heads are divided over the mesh as those of q are."""
+    mask_BNTS = constrain(mask_BTS[:, None], "batch", "seq", "seq", "seq")
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BNTS, scale=scale, implementation="cudnn")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def flash_of_shards(scale: float, q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+    """The same where each shard of the batch is worked off apart (micro_batches), under a vmap over the shards.
+
+    JAX's batching rule of the kernel takes no mask that heads share, so the rows of all shards become those of one
+    call. Its backward pass runs the forward pass once more, as nothing that the kernel keeps can be passed on.
+    """
+    return rows_together(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+
+
+def _flash_slopes(scale: float, kept, slope_BTNH):
+    def slopes(q_BTNH, k_BSKH, v_BSKH, mask_BTS, slope_BTNH):
+        _, pull = jax.vjp(lambda *qkv: flash_attention(scale, *qkv, mask_BTS), q_BTNH, k_BSKH, v_BSKH)
+        return pull(slope_BTNH)
+
+    return *rows_together(slopes)(*kept, slope_BTNH), None
+
+
+flash_of_shards.defvjp(lambda scale, *arrays: (flash_of_shards(scale, *arrays), arrays), _flash_slopes)
+
+
+def rows_together(fn):
+    """fn of arrays [rows, ...]; under a vmap over shards of rows it is called once, with the rows of all shards."""
+    alone = jax.custom_batching.custom_vmap(fn)
+
+    @alone.def_vmap
+    def together(shards: int, are_divided, *arrays):
+        pairs = zip(arrays, are_divided, strict=True)
+        arrays = [x if is_divided else jnp.broadcast_to(x, (shards, *x.shape)) for x, is_divided in pairs]
+        with profile("train"):  # in which rows are divided over fsdp again
+            out = fn(*(_lying_as_rows(x.reshape(-1, *x.shape[2:])) for x in arrays))
+        out = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return alone
+
+
+def _lying_as_rows(x):
+    """q, k, v or what looks like them, [B, T, heads, H], or a mask [B, T, S]."""
+    return constrain(x, *("batch", "seq", "heads", "head_dim") if x.ndim == 4 else ("batch", "seq", "seq"))
 
 
 def splash(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH, interpret: bool = False):
     """The TPU kernel of jax.experimental.pallas: scores stay on the chip, what a mask hides is skipped."""
 
     def way(is_local: bool):
-        return _splash_program(cfg, is_local, q_BTNH.shape, k_BTKH.shape, interpret)
+        return _splash_program(cfg, is_local, q_BTNH.shape, interpret)
 
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
+    k_BTKH, v_BTKH = for_every_shard(k_BTKH), for_every_shard(v_BTKH)
     arrays = *(x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)), sight.segments
     if isinstance(is_local, bool):
         return way(is_local)(*arrays).swapaxes(1, 2)
     return jax.lax.cond(is_local, way(True), way(False), *arrays).swapaxes(1, 2)
 
 
-def _splash_program(cfg, is_local: bool, q_shape, k_shape, interpret: bool):
+def _splash_program(cfg, is_local: bool, q_shape, interpret: bool):
     """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H], each device on its own sequences and heads."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
-    (B, T, N, H), K, mesh = q_shape, k_shape[2], jax.sharding.get_abstract_mesh()
+    (B, T, N, H), mesh = q_shape, jax.sharding.get_abstract_mesh()
     one = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0) if is_local else kernels.CausalMask((T, T))
     block = next(size for size in (512, 256, LANES) if T % size == 0)
     kernel = kernels.make_splash_mha(
@@ -196,15 +258,14 @@ def _splash_program(cfg, is_local: bool, q_shape, k_shape, interpret: bool):
         attn_logits_soft_cap=cfg.attn_softcap,
         interpret=interpret,
     )
-    queries = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
-    keys = spec(("batch", "kv_heads", "seq", "head_dim"), (B, K, T, H), mesh)
+    lie = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)  # queries, and keys, too: for_every_shard
 
     def on_a_device(q_BNTH, k_BKTH, v_BKTH, segments_BT):
         alone = lambda q, k, v, segments: kernel(q, k, v, kernels.SegmentIds(segments, segments))  # noqa: E731
         return jax.vmap(alone)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
 
-    in_specs = queries, keys, keys, P(queries[0], None)
-    return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=queries, check_vma=False)
+    in_specs = lie, lie, lie, P(lie[0], None)
+    return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=lie, check_vma=False)
 
 
 BLOCKS = (
@@ -215,7 +276,7 @@ IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
 NATIVE = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}  # the one made for a platform
 
 
-def choose(asked: str, cfg, platform: str, dtype, width: int, shares_prompts: bool, tp: int) -> tuple[str, str]:
+def choose(asked: str, cfg, platform: str, dtype, width: int, shares_prompts: bool) -> tuple[str, str]:
     """The implementation for rows of `width` tokens, and in words why. ValueError if the one asked for cannot."""
     if asked == "xla":
         return "xla", "as training.attention says"
@@ -223,7 +284,7 @@ def choose(asked: str, cfg, platform: str, dtype, width: int, shares_prompts: bo
     if asked == "auto" and native is None:
         return "xla", f"the one for {platform}"
     name = native if asked == "auto" else asked
-    reason = obstacle(name, cfg, platform, dtype, width, shares_prompts, tp)
+    reason = obstacle(name, cfg, platform, dtype, width, shares_prompts)
     if asked != "auto":
         if reason:
             raise ValueError(f"attention={asked}: {reason}; auto or xla would do")
@@ -231,7 +292,7 @@ def choose(asked: str, cfg, platform: str, dtype, width: int, shares_prompts: bo
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 
 
-def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: bool, tp: int) -> str | None:
+def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: bool) -> str | None:
     """Why an implementation cannot do this; None: it can."""
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
@@ -251,8 +312,6 @@ def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: b
         return f"it takes rows in multiples of {LANES} tokens, and they have {width}"
     if cfg.head_dim % LANES:
         return f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}"
-    if cfg.num_kv_heads % tp and cfg.num_kv_heads > 1:
-        return f"tp={tp} divides the query heads and not the {cfg.num_kv_heads} key heads"
     return None
 
 

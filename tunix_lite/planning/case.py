@@ -111,7 +111,7 @@ def _choose_attention(case: Case, platform: str) -> str:
     """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed to work there."""
     width, shares = row_width(case.run, case.rows), case.rows.packing == "prefix"
     try:
-        return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares, case.sizes["tp"])[0]
+        return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares)[0]
     except ValueError as error:
         if (case.attention, platform) != ("cudnn", "cuda") or NOT_TRIED not in str(error):
             raise
@@ -121,7 +121,7 @@ def _choose_attention(case: Case, platform: str) -> str:
 def check_can_be_lowered(case: Case, platform: str) -> None:
     """Raises ConfigError for a kernel that only a machine which has its library can put into a program."""
     if (case.attention, platform) == ("cudnn", "cuda") and attention.obstacle(
-        "cudnn", case.cfg, platform, case.dtype, row_width(case.run, case.rows), False, case.sizes["tp"]
+        "cudnn", case.cfg, platform, case.dtype, row_width(case.run, case.rows), False
     ):
         raise ConfigError(
             "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is installed, and here it is "
