@@ -18,6 +18,7 @@ import numpy as np
 from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
+from tunix_lite.models.rounding import product, stored, wide
 from tunix_lite.parallel.mesh import gather, sharding, spec
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
@@ -126,7 +127,7 @@ def dense(weight, inputs: int = 1, dtype=jnp.float32):
         whole = dense(weight.base, inputs, jnp.promote_types(dtype, product.dtype))
         return (whole + weight.scale * product.reshape(whole.shape)).astype(dtype)
     if not is_quantized(weight):
-        return weight.astype(dtype)
+        return stored(weight, dtype)
     if isinstance(weight, Nf4):
         pairs = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1)
         values = jnp.asarray(NF4_LEVELS)[pairs.reshape(*pairs.shape[:-2], -1)]
@@ -152,12 +153,13 @@ def project(x, weight, inputs: int = 1):
     if isinstance(weight, Lora):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
         adapted = project(project(seen, weight.a, inputs), weight.b)
-        return project(x, weight.base, inputs) + jnp.asarray(weight.scale, x.dtype) * adapted
+        scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
+        return stored(wide(project(x, weight.base, inputs)) + wide(scaled), x.dtype)
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
-    product = checkpoint_name(rows @ weight.reshape(rows.shape[1], -1), "product")  # see decoder.REMAT
-    return product.reshape(*batch, *outputs)
+    outcome = checkpoint_name(product(jnp.matmul, rows, weight.reshape(rows.shape[1], -1)), "product")  # see decoder.REMAT
+    return outcome.reshape(*batch, *outputs)
 
 
 def at_work(leaf, weight: Weight, dtype):
@@ -171,7 +173,7 @@ def at_work(leaf, weight: Weight, dtype):
         return leaf.replace(base=base, a=at_work(leaf.a, a, dtype), b=at_work(leaf.b, b, dtype))
     if is_quantized(leaf):
         return leaf.replace(codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight)))
-    return gather(leaf.astype(dtype), weight.axes) if leaf.ndim > 1 else leaf
+    return gather(stored(leaf, dtype), weight.axes) if leaf.ndim > 1 else leaf
 
 
 def pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:
