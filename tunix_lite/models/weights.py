@@ -18,8 +18,8 @@ import numpy as np
 from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix_lite.models.rounding import product, stored, wide
-from tunix_lite.parallel.mesh import gather, sharding, spec
+from tunix_lite.models.rounding import added, by_rows, product, stored, wide
+from tunix_lite.parallel.mesh import gather, parts_of, sharding, spec
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -154,11 +154,13 @@ def project(x, weight, inputs: int = 1):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
         adapted = project(project(seen, weight.a, inputs), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
-        return stored(wide(project(x, weight.base, inputs)) + wide(scaled), x.dtype)
+        return added(project(x, weight.base, inputs), scaled)
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
-    outcome = checkpoint_name(product(jnp.matmul, rows, weight.reshape(rows.shape[1], -1)), "product")  # see decoder.REMAT
+    matrix = weight.reshape(rows.shape[1], -1)
+    outcome = by_rows(lambda rows: product(jnp.matmul, rows, matrix), rows, 0, parts_of("batch"))
+    outcome = checkpoint_name(outcome, "product")  # see decoder.REMAT
     return outcome.reshape(*batch, *outputs)
 
 
