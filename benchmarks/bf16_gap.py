@@ -63,7 +63,10 @@ def opinionated(cfg: ModelConfig, seed: int = 0):
 
 def bundled_prompts(model, count: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [model.tokenizer.prompt(f"What is {a} {'+-'[i % 2]} {b}?") for i, (a, b) in enumerate(rng.integers(0, 99, (count, 2)))]
+    return [
+        model.tokenizer.prompt(f"What is {a} {'+-'[i % 2]} {b}?")
+        for i, (a, b) in enumerate(rng.integers(0, 99, (count, 2)))
+    ]
 
 
 def random_prompts(cfg: ModelConfig, count: int) -> list[list[int]]:

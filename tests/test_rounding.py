@@ -5,17 +5,15 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import ragged_prompts, random_params, set_mesh
-from tunix_lite import language_model
-from tunix_lite.micro_batches import Rows
-from tunix_lite.models import decoder, rounding, weights
+from tests.conftest import ragged_prompts, random_params
+from tunix_lite.micro_batches import PACKING, Rows
+from tunix_lite.models import decoder, rounding, source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, sharding
@@ -35,27 +33,31 @@ SHAPES = {
     "qwen25": ModelConfig(128, 3, 64, 4, 2, 16, 96, qk_norm=False, qkv_bias=True, **PLAIN),
     "llama": ModelConfig(128, 3, 64, 4, 4, 16, 96, qk_norm=False, tied=False, **PLAIN),
 }
-ROWS = {  # for 4 prompts of up to 10 tokens x 4 generations of 14, in two micro-batches
-    "none": Rows("none", 2, 14),
-    "sequences": Rows("sequences", 2, None, RowShape(49), 5),
-    "prefix": Rows("prefix", 2, None, RowShape(14, 2, 11), 4),
-}
 CASES = [
-    *(("bundled", packing, slots) for packing in ROWS for slots in (1, 4, 16)),
-    *((name, packing, slots) for name in SHAPES for packing in ROWS for slots in (1, 4, 16)),
+    *(("bundled", packing, slots) for packing in PACKING for slots in (1, 4, 16)),
+    *((name, packing, slots) for name in SHAPES for packing in PACKING for slots in (1, 4, 16)),
 ]
 CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
+
+
+def rows_for(packing: str, width: int) -> Rows:
+    """Room for 4 prompts of up to `width` tokens with 4 completions of 14 each, in two micro-batches."""
+    if packing == "none":
+        return Rows("none", 2, 14)
+    if packing == "sequences":
+        return Rows("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
+    return Rows("prefix", 2, None, RowShape(14, 2, width), 4)
 
 
 def asked_of(name: str):
     """A model that has opinions, and prompts of several lengths for it."""
     if name == "bundled":
-        model = language_model.load("bundled", mesh_shape=((1, 1), ("fsdp", "tp")))
-        rows = [model.tokenizer.prompt(text)[-10:] for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
+        found = source.find(source.Model())
+        rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
         width = max(map(len, rows))
         mask = np.array([np.arange(width) >= width - len(row) for row in rows])
         tokens = np.array([[0] * (width - len(row)) + list(row) for row in rows], np.int32)
-        return model.cfg, model.params, Prompts(tokens, mask)
+        return found.cfg, source.load(found)[1], Prompts(tokens, mask)
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
 
 
@@ -66,7 +68,7 @@ def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     generate = make_generate(cfg, Generation(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
     drawn = generate(params, prompts, jax.random.key(3), 4)
     here = np.asarray(drawn.completion_mask)
-    rows = ROWS[packing]
+    rows = rows_for(packing, width)
     batch, layout = rows.lay_out(Batch(drawn.tokens, drawn.token_mask, here.astype(np.float32)))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=BF16)
     said = np.asarray(drawn.whole_logprobs)[here]
@@ -150,9 +152,10 @@ def test_a_product_is_rounded_once_and_its_slopes_are_those_of_the_plain_one():
 # ---- the programs
 
 
-def lowered(cfg: ModelConfig, dtype) -> dict:
-    """The trainer's scoring, and the sampler's decoding and reading of prompts, on the current mesh."""
-    params = weights.shapes(decoder.weights(cfg))
+def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
+    """The trainer's scoring, and the sampler's decoding and reading of prompts, on the current mesh; kept: the weights'
+    dtype."""
+    params = weights.shapes(decoder.weights(cfg), kept)
 
     def rows(shape, kind):
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding(("batch", "seq"), shape))
@@ -178,14 +181,48 @@ def test_in_float32_nothing_is_rounded_and_nothing_added(name):
         assert not re.search("reduce_precision|optimization_barrier", program.as_text())
 
 
-def roundings(cfg: ModelConfig, compiled: bool) -> dict:
-    """How many values of a layer each program rounds, by the difference that one layer more makes; a scan holds one."""
+def roundings(cfg: ModelConfig) -> dict:
+    """(program, layers) -> roundings that we wrote, and those that its compiler has left. For the current mesh."""
     found = {}
     for layers in (2, 4):
-        for name, program in lowered(replace(cfg, num_layers=layers, pattern=("global",), window=None), BF16).items():
-            text = program.compile().as_text() if compiled else program.as_text()
-            found[name, layers] = len(re.findall(r"reduce[-_]precision\(" if compiled else r"reduce_precision", text))
-    return SimpleNamespace(
-        of_layer={name: (found[name, 4] - found[name, 2]) / 2 for name in ("decode", "prefill")},
-        all={name: found[name, 2] for name in ("scoring", "decode", "prefill")},
-    )
+        shape = replace(cfg, num_layers=layers, pattern=("global",), window=None)
+        for name, program in lowered(shape, BF16, BF16).items():
+            written, left = program.as_text(), program.compile().as_text()
+            found[name, layers] = written.count("reduce_precision"), left.count(" reduce-precision(")
+    return found
+
+
+def check_roundings(name: str) -> None:
+    """A layer rounds as often in training's scan, which holds it once, as where prompts are read and where tokens are
+    decoded, layer by layer; and no compiler drops one. It may repeat one that several kernels read."""
+    found = roundings(SHAPES[name])
+    of_layer = (found["decode", 4][0] - found["decode", 2][0]) // 2
+    assert (
+        of_layer >= 16
+    )  # a Llama's: two norms, seven products, two ropes, scaled queries, probabilities, feed-forward, two sums
+    assert found["prefill", 4][0] - found["prefill", 2][0] == 2 * of_layer
+    around = found["decode", 2][0] - 2 * of_layer  # the final norm
+    assert found["scoring", 2][0] == found["scoring", 4][0] == of_layer + around
+    assert found["prefill", 2][0] == 2 * of_layer + around
+    assert all(left >= written for written, left in found.values()), found
+
+
+def test_a_layer_rounds_in_the_same_places_in_every_program():
+    check_roundings("qwen3")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", sorted(set(SHAPES) - {"qwen3"}))
+def test_a_layer_of_every_family_rounds_in_the_same_places_in_every_program(name):
+    check_roundings(name)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
+def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(target, name):
+    found = find_target(target)
+    if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
+        pytest.skip(f"the compiler for {target} is not installed")
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(found))):
+        check_roundings(name)
