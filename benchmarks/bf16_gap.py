@@ -5,9 +5,9 @@
 
 The sampler draws at temperature 1 and says log p of each token; the trainer scores the same tokens in whole rows. The
 gap is |difference|, in nats. outside: the share of ratios outside the clip range [0.8, 1.28], where nothing has been
-learnt yet and each should be 1. from_fp32: how far sampler and trainer are from the same model computed in float32, which
-is what bfloat16 costs. Models: the bundled one on arithmetic, and random ones with the shapes of a family, whose weights
-are large enough that they have opinions: Gemma 3 (gemma3), Qwen 2.5 (qwen25), Qwen 3 (qwen3) and Llama 3 (llama).
+learnt yet and each should be 1. from_fp32: how far sampler and trainer are from the same model computed in float32,
+which is what bfloat16 costs. Models: the bundled one on arithmetic, and random ones with the shapes of a family, whose
+weights are large enough that they have opinions: Gemma 3 (gemma3), Qwen 2.5 (qwen25), Qwen 3 (qwen3), Llama 3 (llama).
 """
 
 import argparse

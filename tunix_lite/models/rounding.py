@@ -1,23 +1,22 @@
-"""What is kept in bfloat16 and therefore rounded, and in which order sums are taken: decided here, not by the compiler.
+"""What is kept in bfloat16 and so is rounded, and in which order sums are taken: decided here, not by the compiler.
 
 The sampler and the trainer compute the same model in two programs: token by token on a cache, and whole rows in a scan
-over layers. XLA may drop a rounding to bfloat16 where a step back to float32 follows, and it does so wherever it fuses
-the two, which it does in other places in each program. `reduce_precision` is a rounding that it must keep. So each value
-between two steps of the model goes through `stored`, each product through `product`, and all that stands between two of
-them is computed in float32.
+over layers. XLA may drop a rounding to bfloat16 where a step back to float32 follows. It does so wherever it fuses the
+two, and it fuses differently in each program. `reduce_precision` is a rounding that it must keep. So each value between
+two steps of the model goes through `stored`, each product through `product`, and all that stands between two of them is
+computed in float32.
 
-What is left then are the last bits of float32: a sum taken in another order flips a rounding to bfloat16 about once in
-2^16 times, one flipped value flips its neighbours, and after a layer nothing is alike. A CPU's compiler chooses order and
-kernels by the number of rows, so on a CPU sums are made exact (`total`) and single rows are computed as two. Accelerators
-sum as their kernels do. In float32 and float64 nothing here changes a program.
+What is left are the last bits of float32. A sum taken in another order flips a rounding to bfloat16 about once in 2^16
+times; a flipped value flips its neighbours, and a few layers on nothing is alike. A CPU's compiler chooses kernels, and
+with them the order, by the number of rows. So on a CPU sums are exact (`total`) or in the order of the tokens
+(`one_by_one`), and a single row is computed as two. Accelerators sum as their kernels do. In float32 and float64 nothing
+here changes a program.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-
-from tunix_lite.parallel.mesh import parts_of
 
 
 def at_least_float32(dtype):
@@ -136,7 +135,7 @@ def _mean_square(x):
 
 @jax.custom_jvp
 def total(x):
-    """The sum of the last dim, which stays with size 1, of numbers from 0 to 1: the same bits in whatever order XLA adds.
+    """The sum of the last dim, which stays with size 1, of numbers from 0 to 1: the same bits in every order of adding.
 
     Each number is cut into parts on grids so coarse that a sum of them is exact in float32's 24 bits: of up to 4096
     numbers, 12 bits and 12 bits. What is cut off lies below 2^-24 of the whole, float32's own precision.

@@ -98,7 +98,7 @@ def positions_held(newest_B, columns: int):
 
 
 def by_position(kv: KV, seen_BC, newest_B) -> tuple[KV, jax.Array]:
-    """The columns of a ring, and who sees them, from the oldest position to the newest: what a sum over them follows."""
+    """The columns of a ring, and which are seen, from the oldest position to the newest: the order of a sum."""
     columns = kv.k.shape[2]
     index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
     take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
