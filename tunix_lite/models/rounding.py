@@ -9,8 +9,8 @@ computed in float32.
 What is left are the last bits of float32. A sum taken in another order flips a rounding to bfloat16 about once in 2^16
 times; a flipped value flips its neighbours, and a few layers on nothing is alike. A CPU's compiler chooses kernels, and
 with them the order, by the number of rows. So on a CPU sums are exact (`total`) or in the order of the tokens
-(`one_by_one`), and a single row is computed as two. Accelerators sum as their kernels do. In float32 and float64 nothing
-here changes a program.
+(`one_by_one`), and a single row is computed as two. Accelerators sum as their kernels do. In float32 and float64
+nothing here changes a program.
 """
 
 from functools import partial
