@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tunix_lite import packing
 from tunix_lite.packing import Layout, RowShape
 from tunix_lite.parallel.mesh import axis_size, constrain, profile, put
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Max
 
 PACKING = ("none", "sequences", "prefix")
 
@@ -112,7 +112,8 @@ def mapped(fn, batch: Batch, parts: int):
 
 
 def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
-    """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain sums.
+    """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain sums. A `Max` among
+    the metrics is the largest of the parts'.
 
     fn(part) -> (grads, metrics). used: how many parts hold something, a traced number; None: all. places: where each
     gradient lies (None: wherever the compiler likes). Gradients cross the mesh once in `every` parts.
@@ -125,17 +126,40 @@ def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
     else:
         batch = cut(batch, parts)
     like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], batch))
-    zeros = _settled(jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), like), places)
+    start = _settled(_nothing(like), places)
 
     def add(i, total):
         part = fn(jax.tree.map(lambda x: x[i], batch))
-        return jax.tree.map(jnp.add, total, _settled(part, places))
+        return _together(total, _settled(part, places))
 
-    return jax.lax.fori_loop(0, parts if used is None else used, add, zeros)
+    return jax.lax.fori_loop(0, parts if used is None else used, add, start)
 
 
-def _sum_dtype(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
+def _is_max(leaf) -> bool:
+    return isinstance(leaf, Max)
+
+
+def _nothing(like):
+    """What sums and maxima of these shapes start from."""
+
+    def of(x):
+        if _is_max(x):
+            return Max(jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    return jax.tree.map(of, like, is_leaf=_is_max)
+
+
+def _together(total, part):
+    def both(x, y):
+        return Max(jnp.maximum(x.value, y.value)) if _is_max(x) else x + y
+
+    return jax.tree.map(both, total, part, is_leaf=_is_max)
+
+
+def _over_shards(x):
+    """A gradient or a metric of each shard, [shards, ...], as that of all."""
+    return Max(jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
 
 
 def _settled(sums, places):
@@ -176,12 +200,12 @@ def _apart(fn, every: int, places):
 
     def together(parts):
         like = jax.eval_shape(of_shards, jax.tree.map(lambda x: x[0], parts))
-        zeros = lie_apart(jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), like))
+        start = lie_apart(_nothing(like))
 
         def add(i, total):
-            return jax.tree.map(jnp.add, total, lie_apart(of_shards(jax.tree.map(lambda x: x[i], parts))))
+            return _together(total, lie_apart(of_shards(jax.tree.map(lambda x: x[i], parts))))
 
-        total = jax.lax.fori_loop(0, every, add, zeros)
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), total)
+        total = jax.lax.fori_loop(0, every, add, start)
+        return jax.tree.map(_over_shards, total, is_leaf=_is_max)
 
     return together

@@ -27,6 +27,13 @@ class Prompts:
     token_mask: jax.Array  # [P, T] bool, True on real tokens
 
 
+@flax.struct.dataclass
+class Max:
+    """A metric of a loss that micro-batches and shards do not add up: the largest of their values is that of all."""
+
+    value: jax.Array  # a number
+
+
 FINISH = ("length", "eos", "stop")  # why a completion ended: no room left; end-of-sequence token; as settings say
 
 

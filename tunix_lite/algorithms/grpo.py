@@ -2,7 +2,8 @@
 
 loss = - sum_t w_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + kl_coef sum_t w_t KL_t
 rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting. Metrics are sums with
-the same weights: means over tokens where the weights sum to one, as those of per_token and per_sequence do.
+the same weights: means over tokens where the weights sum to one, as those of per_token and per_sequence do. One is a
+maximum (types.Max).
 """
 
 import inspect
@@ -16,7 +17,7 @@ import numpy as np
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.kept import advantages_of_kept, agreeing, weights_of_kept
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Max
 
 MAX_LOG_RATIO = 20.0  # beyond it a ratio is clipped anyway, and exp stays finite
 
@@ -85,7 +86,7 @@ class GRPO:
         return batch, metrics, judged
 
     def loss(self, logprobs_BT, batch: Batch):
-        """The loss and its metrics, every one of them a sum that micro-batches may add up."""
+        """The loss and its metrics: sums that micro-batches may add up, and a maximum."""
         counts_BT = batch.loss_weight > 0
         gap_BT = jnp.where(counts_BT, logprobs_BT - batch.old_logprobs, 0.0)
         ratio_BT = jnp.exp(jnp.clip(gap_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -94,9 +95,11 @@ class GRPO:
         loss = -jnp.sum(batch.loss_weight * gain_BT)
         bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages  # where clipping took the gradient
         metrics = {
+            "train/ratio_outside_clip": jnp.sum(batch.loss_weight * (ratio_BT != clipped_BT)),
             "train/clipped_low": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT < 1))),
             "train/clipped_high": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT > 1))),
             "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_BT)),
+            "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_BT)))),
         }
         if self.needs_reference:
             ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - logprobs_BT, 0.0)

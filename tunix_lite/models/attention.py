@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from tunix_lite.models.rounding import at_least_float32, by_rows, one_by_one, product, softmax, stored, wide
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, profile, spec
 
 FAR_BELOW = -1e30  # a masked score: finite, so that a row which sees nothing stays finite
@@ -59,21 +60,26 @@ def attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BK
     """
     B, T, N, H = q_BTNH.shape
     K, dtype = k_BKSH.shape[1], q_BTNH.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
     # Without a dim of size 1 while decoding: with it, XLA's GPU backend makes transposed copies of the cache.
     times, mask = ((T,), mask_BTS[:, None, :, None]) if T > 1 else ((), mask_BTS[:, :, None])
-    q = (q_BTNH * jnp.asarray(cfg.query_scale**-0.5, dtype)).reshape(B, *times, K, N // K, H)
-    # t, the dots, before q in the scores: the products then need no transposed copies (3x faster on a CPU)
-    scores = jnp.einsum("b...kqh,bksh->bk...qs", q, k_BKSH.astype(dtype), preferred_element_type=wide)
-    scores = checkpoint_name(scores, name)
-    if k_scales_BKS is not None:
-        scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
-    if cfg.attn_softcap is not None:
-        scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
-    probs = jax.nn.softmax(jnp.where(mask, scores, FAR_BELOW), axis=-1)
-    if v_scales_BKS is not None:
-        probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
-    return jnp.einsum("bk...qs,bksh->b...kqh", probs.astype(dtype), v_BKSH.astype(dtype)).reshape(B, T, N, H)
+    scaled = stored(wide(q_BTNH) * wide(jnp.asarray(cfg.query_scale**-0.5, dtype)), dtype)
+    q = scaled.reshape(B, *times, K, N // K, H)
+
+    def attended(q):
+        # t, the dots, before q in the scores: the products then need no transposed copies (3x faster on a CPU)
+        to_scores = partial(jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype))
+        scores = checkpoint_name(to_scores(q, k_BKSH.astype(dtype)), name)
+        if k_scales_BKS is not None:
+            scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
+        if cfg.attn_softcap is not None:
+            scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
+        probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
+        if v_scales_BKS is not None:
+            probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
+        sums = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
+        return product(sums, stored(probs, dtype), v_BKSH.astype(dtype), one_by_one)
+
+    return (by_rows(attended, q, 2) if T == 1 else attended(q)).reshape(B, T, N, H)
 
 
 def xla(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tunix_lite.models import attention
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.attention import whole as whole
+from tunix_lite.models.rounding import added, at_least_float32, mean_square, stored, wide
 from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_weight, ones, project, stacked, zeros
 from tunix_lite.parallel.mesh import constrain, divided, move
 
@@ -165,7 +166,7 @@ def per_layer(params, cfg: ModelConfig, dtype) -> dict:
     """
 
     def cast(leaf):
-        return leaf if is_quantized(leaf) or leaf.ndim < 2 else leaf.astype(dtype)
+        return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
@@ -264,9 +265,9 @@ def all_angles(cfg: ModelConfig, positions_BT) -> dict:
 
 
 def embed(params, cfg: ModelConfig, tokens_BT, dtype):
-    x_BTD = looked_up(params["embed"], tokens_BT).astype(dtype)
+    x_BTD = stored(looked_up(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
-        x_BTD = x_BTD * jnp.asarray(cfg.embed_dim**0.5, dtype)
+        x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
     return constrain(x_BTD, *WHOLE)
 
 
@@ -298,7 +299,7 @@ def output_table(params, cfg: ModelConfig):
 
 def logits(params, cfg: ModelConfig, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
-    table_VD = output_table(params, cfg).astype(hidden.dtype)
+    table_VD = stored(output_table(params, cfg), hidden.dtype)
     scores = jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
     return softcap(scores, cfg.final_softcap)
 
@@ -312,11 +313,11 @@ def block(x_BTD, w, cfg: ModelConfig, angles, see):
     attended_BTD, kept = attention_part(move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE), w, cfg, angles, see)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(x_BTD + attended_BTD, *RESIDUAL)
+    x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
     fed_BTD = gated_mlp(move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, WHOLE), w, cfg)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
-    return constrain(x_BTD + fed_BTD, *RESIDUAL), kept
+    return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
 def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
@@ -324,7 +325,7 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
             # Of all tokens, and rounded then: the gradient is summed over them as the bias is, not as x is.
-            x + jnp.broadcast_to(w[f"{name}_bias"], x.shape).astype(x.dtype)
+            added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if cfg.qk_norm:
@@ -340,22 +341,18 @@ ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.si
 
 
 def gated_mlp(x_BTD, w, cfg: ModelConfig):
-    gate_BTF = ACTIVATIONS[cfg.activation](project(x_BTD, w["gate"]))
-    hidden_BTF = constrain(gate_BTF * project(x_BTD, w["up"]), "batch", "seq", "mlp")
+    gate_BTF = ACTIVATIONS[cfg.activation](wide(project(x_BTD, w["gate"])))
+    hidden_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
+    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
     return constrain(project(hidden_BTF, w["down"]), *RESIDUAL)
 
 
 def norm(x, scale, cfg: ModelConfig):
     """x at a root mean square of 1, times its scale."""
-    wide = x.astype(at_least_float32(x.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + cfg.norm_eps)
-    scale = scale.astype(wide.dtype)
-    return (normed * (1 + scale if cfg.norm_plus_one else scale)).astype(x.dtype)
-
-
-def at_least_float32(dtype):
-    """The dtype of what must not be rounded to bfloat16: norms, softmax, rope and scores."""
-    return jnp.promote_types(dtype, jnp.float32)
+    whole = wide(x)
+    normed = whole * jax.lax.rsqrt(mean_square(x) + cfg.norm_eps)
+    scale = scale.astype(whole.dtype)
+    return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
 def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
@@ -381,5 +378,6 @@ def rescaled(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def rope(x_BTNH, angles):
     """Rotary positions: element i and i + H/2 of a head turn together."""
     sin, cos = angles
-    first, second = jnp.split(x_BTNH.astype(at_least_float32(x_BTNH.dtype)), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    first, second = jnp.split(wide(x_BTNH), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return stored(turned, x_BTNH.dtype)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from tunix_lite.models.rounding import stored
 from tunix_lite.parallel.mesh import constrain, divided, gather, parts_of
 
 SCORES_AT_ONCE = 2**24  # float32 scores on a device: 64 MiB
@@ -106,7 +107,7 @@ def _forward(settings, hidden_BMD, table_NPSD, targets_BM):
 
     def one_block(carry, numbered):
         (top, total, weighted, chosen), (index, block_PSD) = carry, numbered
-        scores = bent(settings, raw_scores(hidden_BMD, gather(block_PSD.astype(hidden_BMD.dtype), AXES)))
+        scores = bent(settings, raw_scores(hidden_BMD, gather(stored(block_PSD, hidden_BMD.dtype), AXES)))
         tokens_PS = tokens_of(settings, block_PSD, index)
         real = jnp.where(tokens_PS >= 0, scores, BELOW_ALL)
         higher = jnp.maximum(top, jnp.max(real, axis=-1))
@@ -149,7 +150,7 @@ def _slopes(settings, kept, slopes):
 
     def one_block(total, numbered):
         index, block_PSD = numbered
-        used_PSD = gather(block_PSD.astype(hidden_BMD.dtype), AXES)
+        used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
         scores, pull = jax.vjp(partial(bent, settings), raw_scores(hidden_BMD, used_PSD))
         tokens_PS = tokens_of(settings, block_PSD, index)
         logs = jnp.where(tokens_PS >= 0, scores - log_total, BELOW_ALL)

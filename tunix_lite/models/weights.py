@@ -18,7 +18,8 @@ import numpy as np
 from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix_lite.parallel.mesh import divided, gather, sharding, spec
+from tunix_lite.models.rounding import added, by_rows, product, stored, wide
+from tunix_lite.parallel.mesh import divided, gather, parts_of, sharding, spec
 
 Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -135,7 +136,7 @@ def dense(weight, inputs: int = 1, dtype=jnp.float32):
         whole = dense(weight.base, inputs, jnp.promote_types(dtype, product.dtype))
         return (whole + weight.scale * product.reshape(whole.shape)).astype(dtype)
     if not is_quantized(weight):
-        return weight.astype(dtype)
+        return stored(weight, dtype)
     if isinstance(weight, Nf4):
         pairs = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1)
         values = jnp.asarray(NF4_LEVELS)[pairs.reshape(*pairs.shape[:-2], -1)]
@@ -161,15 +162,18 @@ def project(x, weight, inputs: int = 1):
     if isinstance(weight, Lora):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
         adapted = project(project(seen, weight.a, inputs), weight.b)
-        return project(x, weight.base, inputs) + jnp.asarray(weight.scale, x.dtype) * adapted
+        scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
+        return added(project(x, weight.base, inputs), scaled)
     if isinstance(weight, AtWork):
         way = Way(weight.axes, inputs, weight.trained.dtype)
         return _with_slope_of(way, project(x, weight.used, inputs), x, weight.trained)
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
-    product = checkpoint_name(rows @ weight.reshape(rows.shape[1], -1), "product")  # see decoder.REMAT
-    return product.reshape(*batch, *outputs)
+    matrix = weight.reshape(rows.shape[1], -1)
+    outcome = by_rows(lambda rows: product(jnp.matmul, rows, matrix), rows, 0, parts_of("batch"))
+    outcome = checkpoint_name(outcome, "product")  # see decoder.REMAT
+    return outcome.reshape(*batch, *outputs)
 
 
 def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
@@ -187,11 +191,11 @@ def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
     if leaf.ndim == 1:
         return leaf
     if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
-        return gather(leaf.astype(dtype), weight.axes)
+        return gather(stored(leaf, dtype), weight.axes)
     trained = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
     if not weight.inputs:  # a bias: it is rounded where it is added (decoder.attention_part)
         return gather(trained, weight.axes)
-    return AtWork(gather(jax.lax.stop_gradient(leaf).astype(dtype), weight.axes), trained, weight.axes)
+    return AtWork(gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes), trained, weight.axes)
 
 
 class Way(NamedTuple):

@@ -1,0 +1,228 @@
+"""In bfloat16 the trainer says of a token what the sampler said: values are rounded in the same places of both programs."""
+
+import importlib.util
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import ragged_prompts, random_params
+from tunix_lite.micro_batches import PACKING, Rows
+from tunix_lite.models import decoder, rounding, source, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.packing import RowShape
+from tunix_lite.parallel.mesh import make_mesh, sharding
+from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.policy import batch_scores, scoring_program
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.types import Batch, Prompts
+
+BF16 = jnp.bfloat16
+PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
+PLAIN |= dict(activation="silu", query_scale=16)
+SHAPES = {
+    "gemma3": ModelConfig(128, 3, 64, 4, 1, 16, 96, pattern=("local", "local", "global"), window=9, query_scale=16),
+    "qwen3": ModelConfig(128, 3, 64, 4, 2, 16, 96, **PLAIN),
+    "qwen25": ModelConfig(128, 3, 64, 4, 2, 16, 96, qk_norm=False, qkv_bias=True, **PLAIN),
+    "llama": ModelConfig(128, 3, 64, 4, 4, 16, 96, qk_norm=False, tied=False, **PLAIN),
+}
+CASES = [
+    *(("bundled", packing, slots) for packing in PACKING for slots in (1, 4, 16)),
+    *((name, packing, slots) for name in SHAPES for packing in PACKING for slots in (1, 4, 16)),
+]
+CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
+
+
+def rows_for(packing: str, width: int) -> Rows:
+    """Room for 4 prompts of up to `width` tokens with 4 completions of 14 each, in two micro-batches."""
+    if packing == "none":
+        return Rows("none", 2, 14)
+    if packing == "sequences":
+        return Rows("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
+    return Rows("prefix", 2, None, RowShape(14, 2, width), 4)
+
+
+def asked_of(name: str):
+    """A model that has opinions, and prompts of several lengths for it."""
+    if name == "bundled":
+        found = source.find(source.Model())
+        rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
+        width = max(map(len, rows))
+        mask = np.array([np.arange(width) >= width - len(row) for row in rows])
+        tokens = np.array([[0] * (width - len(row)) + list(row) for row in rows], np.int32)
+        return found.cfg, source.load(found)[1], Prompts(tokens, mask)
+    return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
+
+
+def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
+    """|log p of the trainer - log p of the sampler| of each token drawn, in bfloat16."""
+    cfg, params, prompts = asked_of(name)
+    width = prompts.tokens.shape[1]
+    generate = make_generate(cfg, Generation(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
+    drawn = generate(params, prompts, jax.random.key(3), 4)
+    here = np.asarray(drawn.completion_mask)
+    rows = rows_for(packing, width)
+    batch, layout = rows.lay_out(Batch(drawn.tokens, drawn.token_mask, here.astype(np.float32)))
+    scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=BF16)
+    said = np.asarray(drawn.whole_logprobs)[here]
+    assert said.std() > 0.1, "a model without opinions shows nothing"
+    return np.abs(layout.back(scoring_program(scores, rows)(params, batch))[here] - said)
+
+
+@pytest.mark.parametrize(
+    "name, packing, slots",
+    [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.wide) for case in CASES],
+)
+def test_in_bfloat16_the_trainer_says_what_the_sampler_said(name, packing, slots):
+    """Nearly always to float32's last digits; a rounding that flips is rare, and worth less than a percent."""
+    gap = gap_of(name, packing, slots)
+    assert gap.mean() <= 1e-5
+    assert gap.max() <= 5e-3
+
+
+# ---- sums
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 4096, 5000])
+def test_a_total_has_the_same_bits_in_every_order_and_is_the_sum(count):
+    rng = np.random.default_rng(count)
+    x = np.exp(-rng.exponential(5, count)).astype(np.float32)
+    orders = [x, x[::-1], np.sort(x), np.concatenate([x[1:], x[:1]])]
+    totals = [float(jax.jit(rounding.total)(jnp.asarray(order))[0]) for order in orders]
+    assert len(set(totals)) == 1
+    assert totals[0] == pytest.approx(math.fsum(x.astype(np.float64)), rel=3e-7)
+    np.testing.assert_array_equal(jax.grad(lambda x: rounding.total(x)[0])(jnp.asarray(x)), np.ones(count))
+
+
+def test_zeros_anywhere_do_not_change_a_sum_of_values():
+    rng = np.random.default_rng(0)
+    probs, values = rng.random((2, 3, 5, 2, 30)), rng.normal(size=(2, 3, 30, 8))
+    probs, values = jnp.asarray(probs, BF16), jnp.asarray(values, BF16)
+    sums = jax.jit(partial(rounding.one_by_one, preferred_element_type=jnp.float32))
+    plain = jnp.einsum("bktqs,bksh->btkqh", probs.astype(jnp.float32), values.astype(jnp.float32))
+    np.testing.assert_allclose(sums(probs, values), plain, rtol=1e-5, atol=1e-5)
+    for before, after in ((1, 0), (2, 3), (7, 30)):
+        wider = jnp.pad(probs, ((0, 0),) * 4 + ((before, after),))
+        further = jnp.pad(values, ((0, 0), (0, 0), (before, after), (0, 0)), constant_values=3)
+        np.testing.assert_array_equal(sums(wider, further), sums(probs, values))
+    np.testing.assert_array_equal(sums(probs[:, :, 2], values), sums(probs, values)[:, 2])
+
+
+def test_softmax_and_mean_square_are_what_they_say_and_so_are_their_slopes():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(0, 3, (4, 33)).astype(np.float32)
+    scores[:, 20:] = -1e30
+    x = jnp.asarray(rng.normal(0, 3, (4, 33)), BF16)
+    exact = np.exp(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
+    exact /= exact.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(rounding.softmax(jnp.asarray(scores), BF16), exact, rtol=2e-6, atol=1e-9)
+    squares = np.mean(np.asarray(x, np.float64) ** 2, axis=1, keepdims=True)
+    np.testing.assert_allclose(rounding.mean_square(x), squares, rtol=1e-6)
+    slope = jax.grad(lambda s: jnp.sum(rounding.softmax(s, BF16)[:, 3]))(jnp.asarray(scores))
+    own = (np.arange(33) == 3) - exact
+    np.testing.assert_allclose(slope, exact[:, 3:4] * own, rtol=1e-4, atol=1e-7)
+    slope = jax.grad(lambda x: jnp.sum(rounding.mean_square(x)))(x)
+    np.testing.assert_allclose(np.asarray(slope, np.float32), 2 * np.asarray(x, np.float32) / 33, rtol=2**-7)
+    assert np.isfinite(rounding.mean_square(jnp.zeros((1, 8), BF16))).all()
+    assert np.isfinite(rounding.softmax(jnp.full((1, 8), -1e30), BF16)).all()
+
+
+def test_a_product_is_rounded_once_and_its_slopes_are_those_of_the_plain_one():
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(6, 40)), BF16), jnp.asarray(rng.normal(size=(40, 5)), BF16)
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    found = np.asarray(rounding.product(jnp.matmul, x, y), np.float64)
+    assert np.all(np.abs(found - exact) <= 2**-8 * np.abs(exact) + 1e-5)
+    ours, plain = (
+        jax.grad(lambda x, y, f=f: jnp.sum(f(x, y).astype(jnp.float32) ** 2), (0, 1))(x, y)
+        for f in (partial(rounding.product, jnp.matmul), jnp.matmul)
+    )
+    for one, other in zip(ours, plain):
+        assert one.dtype == BF16
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-6, atol=0.05)
+
+
+# ---- the programs
+
+
+def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
+    """The trainer's scoring, and the sampler's decoding and reading of prompts, on the current mesh; kept: the weights'
+    dtype."""
+    params = weights.shapes(decoder.weights(cfg), kept)
+
+    def rows(shape, kind):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding(("batch", "seq"), shape))
+
+    floats = {"loss_weight": rows((8, 24), jnp.float32)}
+    ints = {name: rows((8, 24), jnp.int32) for name in ("tokens", "segment_ids", "positions")}
+    batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
+    scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
+    programs = make_programs(cfg, Generation(10, 14), (1,), 0, dtype, 4, False)
+    layered = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
+    slots, shelf = (jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_shelf))
+    read = (shelf, layered, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
+    return {
+        "scoring": scoring_program(scores, Rows("none", 1, 14)).lower(params, batch),
+        "decode": programs.decode.lower(slots, layered, jax.ShapeDtypeStruct((), jnp.float32)),
+        "prefill": programs.prefill.lower(*read, jax.ShapeDtypeStruct((), jnp.int32)),
+    }
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_in_float32_nothing_is_rounded_and_nothing_added(name):
+    for program in lowered(SHAPES[name], jnp.float32).values():
+        assert not re.search("reduce_precision|optimization_barrier", program.as_text())
+
+
+def roundings(cfg: ModelConfig) -> dict:
+    """(program, layers) -> roundings that we wrote, and those that its compiler has left. For the current mesh."""
+    found = {}
+    for layers in (2, 4):
+        shape = replace(cfg, num_layers=layers, pattern=("global",), window=None)
+        for name, program in lowered(shape, BF16, BF16).items():
+            written, left = program.as_text(), program.compile().as_text()
+            found[name, layers] = written.count("reduce_precision"), left.count(" reduce-precision(")
+    return found
+
+
+def check_roundings(name: str) -> None:
+    """A layer rounds as often in training's scan, which holds it once, as where prompts are read and where tokens are
+    decoded, layer by layer; and no compiler drops one. It may repeat one that several kernels read."""
+    found = roundings(SHAPES[name])
+    of_layer = (found["decode", 4][0] - found["decode", 2][0]) // 2
+    assert (
+        of_layer >= 16
+    )  # a Llama's: two norms, seven products, two ropes, scaled queries, probabilities, feed-forward, two sums
+    assert found["prefill", 4][0] - found["prefill", 2][0] == 2 * of_layer
+    around = found["decode", 2][0] - 2 * of_layer  # the final norm
+    assert found["scoring", 2][0] == found["scoring", 4][0] == of_layer + around
+    assert found["prefill", 2][0] == 2 * of_layer + around
+    assert all(left >= written for written, left in found.values()), found
+
+
+def test_a_layer_rounds_in_the_same_places_in_every_program():
+    check_roundings("qwen3")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", sorted(set(SHAPES) - {"qwen3"}))
+def test_a_layer_of_every_family_rounds_in_the_same_places_in_every_program(name):
+    check_roundings(name)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
+def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(target, name):
+    found = find_target(target)
+    if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
+        pytest.skip(f"the compiler for {target} is not installed")
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(found))):
+        check_roundings(name)
