@@ -560,6 +560,14 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
 
 
+def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer(pre_tokenizer=split)(folder)
+    made = Tokenizer.load(folder)
+    is_refused(lambda: made.encode("a" * 40 + "!"), f"{folder}/tokenizer.json fails (")
+
+
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
     made = ChatTemplate.compile("{{ n }} is said", "x")
     assert made.render(n="é\ud7ff") == "é\ud7ff is said"

@@ -1,7 +1,8 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens written out in it are recognised, none is added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _panics_named(self.folder / "tokenizer.json"):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens, special tokens left out unless they are asked for."""
@@ -173,6 +175,17 @@ def _of_the_library(act: Callable[[], Any], file: Path):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{file} cannot be read ({escaped(str(error).replace(chr(10), ' '))})") from error
+
+
+@contextlib.contextmanager
+def _panics_named(file: Path) -> Iterator[None]:
+    """Raises ValueError, with the file, where the library panics: a regular expression in it that goes on for ever."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file} fails ({escaped(str(error))})") from error
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
