@@ -231,8 +231,14 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
     sys.modules.pop("noisy", None)
     for key in ("model.weights", "model.mesh_shape", "training.max_steps", "training.micro_batch_size",
                 "model.lora.targets", "seed", "project_name", "sharding.train.embed"):  # fmt: skip
+        values = composed([])
+        *groups, name = key.split(".")
+        place = values
+        for group in groups:
+            place = place[group]
+        place[name] = {"_target_": "noisy.Popen"}
         with pytest.raises(ConfigError, match=f"^{key}._target_: no class or function stands here"):
-            compose([f"{key}={{_target_: noisy.Popen}}"])
+            build(RunConfig, values)
     assert "noisy" not in sys.modules and not (tmp_path / "CANARY").exists()
     for key, wanted in {
         "model.lora": "LoraConfig",

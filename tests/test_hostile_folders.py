@@ -23,6 +23,7 @@ import pytest
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite import export as exporting
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
 from tunix_lite.config import ConfigError, Resume, RunConfig, build
@@ -503,6 +504,21 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
         assert within_two_seconds(lambda: loaded(folder)).cfg == CFG
 
 
+def test_a_head_that_is_not_the_tied_embedding_is_taken_if_the_user_says_so(good, tmp_path):
+    """And what is exported then says the same to whoever reads it: its config.json ties nothing."""
+    folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), ((4, 1), ("fsdp", "tp"))
+    head((512, 16), 0.25)(folder)
+    is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head", "model.untie_head=true")
+    untied = load(Model(weights=str(folder), mesh_shape=meshed, untie_head=True))
+    np.testing.assert_array_equal(untied.params["head"], np.full((512, 16), 0.25, np.float32))
+    exporting.export(untied, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    again = load(tmp_path / "out", mesh_shape=meshed)
+    jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
+    with pytest.raises(ValueError, match="untie_head=true is of a folder's weights"):
+        Model(weights="random", architecture=CFG, untie_head=True)
+
+
 # ---- chat templates
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -542,6 +558,14 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
         lambda: Tokenizer.load(folder).prompt("hi"), f"the chat template in {folder}/tokenizer_config.json ", words
     )
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
+
+
+def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer(pre_tokenizer=split)(folder)
+    made = Tokenizer.load(folder)
+    is_refused(lambda: made.encode("a" * 40 + "!"), f"{folder}/tokenizer.json fails (")
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):

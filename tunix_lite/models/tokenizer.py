@@ -1,8 +1,9 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
+import contextlib
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,7 +86,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens written out in it are recognised, none is added."""
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids
+            with _panics_named(self.folder / "tokenizer.json"):
+                return self.backend.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeError) as error:
             raise ValueError(f"{shortened(text)} holds half of a character (a lone surrogate): no text") from error
 
@@ -281,6 +283,17 @@ def _of_the_library(act: Callable[[], Any], file: Path):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{file} cannot be read ({escaped(str(error).replace(chr(10), ' '))})") from error
+
+
+@contextlib.contextmanager
+def _panics_named(file: Path) -> Iterator[None]:
+    """Raises ValueError, with the file, where the library panics: a regular expression in it that goes on for ever."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file} fails ({escaped(str(error))})") from error
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
