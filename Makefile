@@ -1,4 +1,4 @@
-# make train | test | docs | lint | bench | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | test | test-all | docs | lint | bench | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -25,11 +25,13 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test docs lint bench soak
+.PHONY: help install train test wide test-all docs lint bench soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
-	@echo 'make test     run the tests'
+	@echo 'make test     run the tests: every claim once'
+	@echo 'make wide     run the rest: wide products of settings, and comparisons with transformers and PEFT'
+	@echo 'make test-all run both'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make bench    time one GRPO step'
@@ -46,6 +48,11 @@ train: $(STAMP) $(DEVICE)
 
 test: $(STAMP)-test $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+wide: $(STAMP)-test $(STAMP)-parity $(DEVICE)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'wide or parity' $(ARGS)
+
+test-all: test wide
 
 docs: $(STAMP)-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.wide  # three minutes; test_mesh, test_step and test_packing have four devices
 def test_what_wants_eight_devices_passes_on_them():
     environment = os.environ | {"TUNIX_LITE_TEST_DEVICES": "8", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", str(HERE / "eight_devices")]

@@ -17,7 +17,13 @@ def fits():
     return module
 
 
-@pytest.mark.parametrize("model, way", [("gemma3_1b", "all"), ("gemma3_27b", "LoRA"), ("llama3.3_70b", "all")])
+@pytest.mark.parametrize(
+    "model, way",
+    [
+        ("gemma3_1b", "all"),
+        *(pytest.param(*row, marks=pytest.mark.wide) for row in [("gemma3_27b", "LoRA"), ("llama3.3_70b", "all")]),
+    ],
+)
 def test_rows_are_current(fits, model, way):
     """If this fails, `python benchmarks/fits.py` writes the table anew."""
     known = json.loads(fits.COMPILED.read_text()) if fits.COMPILED.exists() else {}

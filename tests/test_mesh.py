@@ -67,7 +67,7 @@ def alone():
     return run(1, 1)
 
 
-@pytest.mark.parametrize("fsdp, tp", [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("fsdp, tp", [(2, 2), *(pytest.param(*m, marks=pytest.mark.wide) for m in [(4, 1), (1, 4)])])
 def test_sharded_equals_unsharded(alone, fsdp, tp):
     tokens, seen, state = run(fsdp, tp)
     for step in range(STEPS):

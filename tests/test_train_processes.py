@@ -28,7 +28,11 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "count, mesh", [IN_CI, *(pytest.param(*c, marks=pytest.mark.long) for c in GRID if c != IN_CI)]
+    "count, mesh",
+    [
+        pytest.param(*IN_CI, marks=pytest.mark.wide),
+        *(pytest.param(*c, marks=pytest.mark.long) for c in GRID if c != IN_CI),
+    ],
 )
 def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path):
     together, (folder, params) = tmp_path / "together", alone

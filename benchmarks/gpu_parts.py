@@ -1,0 +1,602 @@
+"""The parts of benchmarks/gpu.py, one a process: each prints its results as lines of JSON, as they come.
+
+    python benchmarks/gpu_parts.py bf16 [--tiny] [--seconds 60] [--out FOLDER]
+
+A line with `ok` is a check: a figure and the bound that it must keep. A line without is a measurement.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from tunix_lite.parallel.host import keep_freed_memory, take_gpu_memory
+
+keep_freed_memory()
+take_gpu_memory()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.commands.program import compose
+from tunix_lite.micro_batches import Rows
+from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.quantize import init_stored
+from tunix_lite.models.source import Model
+from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.packing import RowShape, rows_needed_at_most
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.planning import flops
+from tunix_lite.planning.hardware import Hardware, of_device
+from tunix_lite.planning.throughput import peak_bytes
+from tunix_lite.policy import make_policy
+from tunix_lite.rollout.engine import make_generate, make_sampler
+from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.step import make_train_step
+from tunix_lite.train import train
+from tunix_lite.types import Batch, Prompts, TrainState
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATIONS = 8
+NO_END = -1  # a token that is never drawn: completions take as many tokens as they are allowed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts are told."""
+
+    tiny: bool
+    out: Path
+    ends: float  # time.monotonic() at which the process is stopped
+
+    def has(self, seconds: float) -> bool:
+        """Whether so many seconds are left."""
+        return time.monotonic() + seconds < self.ends
+
+
+def check(name: str, value: float, bound: float, **more: object) -> dict:
+    """A figure that must not be above its bound."""
+    return {"name": name, "value": float(f"{value:.3g}"), "bound": bound, "ok": bool(value <= bound)} | more
+
+
+def on_device(device=None) -> jax.sharding.Mesh:
+    """Makes a mesh of one device the current one: the first that jax sees, or the one given."""
+    mesh = make_mesh(((1, 1), ("fsdp", "tp")), [jax.devices()[0] if device is None else device])
+    jax.set_mesh(mesh)
+    return mesh
+
+
+def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """Of a call that blocks, after one that compiles and warms up."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+# ---- device: what it is, and how fast it is without us
+
+
+def device(setting: Setting) -> Iterator[dict]:
+    first = jax.devices()[0]
+    stats = first.memory_stats() or {}
+    yield {
+        "device": first.device_kind,
+        "platform": first.platform,
+        "driver": driver(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "GiB for programs": round(stats.get("bytes_limit", 0) / 2**30, 1),
+        "cores": os.cpu_count(),
+    }
+    size = 512 if setting.tiny else 8192
+    hardware = of_device(first)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        rate = matmul_rate(size, dtype)
+        line = {"name": f"product of {size} x {size}, {jnp.dtype(dtype).name}", "TFLOP/s": round(rate / 1e12, 2)}
+        if hardware is not None and dtype == jnp.bfloat16:
+            line["of the peak"] = round(rate / hardware.peak_flops, 3)
+        yield line
+    with jax.default_matmul_precision("highest"):
+        rate = matmul_rate(size, jnp.float32)
+    yield {"name": f"product of {size} x {size}, float32 at precision highest", "TFLOP/s": round(rate / 1e12, 2)}
+    bandwidth = copy_bandwidth(setting)
+    line = {"name": "copy, read and written", "GB/s": round(bandwidth / 1e9)}
+    yield line if hardware is None else line | {"of the peak": round(bandwidth / hardware.memory_bandwidth, 3)}
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; "none" where there is no nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    return "none"
+
+
+def matmul_rate(size: int, dtype) -> float:
+    """FLOP/s of ten products, one behind the other, of random numbers (zeros are faster on a GPU)."""
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+
+    @jax.jit
+    def products(x):
+        return jax.lax.fori_loop(0, 10, lambda _, y: (y @ x) / jnp.asarray(size**0.5, dtype), x)
+
+    return 10 * 2 * size**3 / median_seconds(lambda: products(x).block_until_ready())
+
+
+def copy_bandwidth(setting: Setting) -> float:
+    """Bytes per second of adding one to a large array, read and written."""
+    x = jnp.ones((16 if setting.tiny else 512) << 20)
+    copy = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / median_seconds(lambda: copy(x).block_until_ready())
+
+
+# ---- made-up models and batches
+
+SIZES = {"vocab_size": 64, "num_layers": 3, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+SIZES |= {"mlp_dim": 96, "window": 6, "pattern": ("local", "global"), "query_scale": 32}
+QWEN = {"activation": "silu", "embed_scale": False, "norm_plus_one": False, "post_norms": False, "pattern": ("global",)}
+FAMILIES = {  # one small model of the shape of each
+    "gemma3": ModelConfig(**SIZES),
+    "gemma2": ModelConfig(**SIZES | {"qk_norm": False, "attn_softcap": 20.0, "final_softcap": 10.0}),
+    "llama3": ModelConfig(**SIZES | QWEN | {"qk_norm": False, "tied": False, "window": None}),
+    "qwen2": ModelConfig(**SIZES | QWEN | {"qk_norm": False, "qkv_bias": True, "window": None}),
+    "qwen3": ModelConfig(**SIZES | QWEN | {"window": None, "tied": False}),
+}
+
+
+def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> dict:
+    """Weights large enough that the model has opinions, the same numbers on every device."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes),
+        decoder.weights(cfg),
+        is_leaf=weights.is_weight,
+    )
+
+
+def made_up_batch(cfg: ModelConfig, sequences: int, prompt: int, new: int, ragged: bool = True) -> Batch:
+    """Groups that share a prompt; completions are full or, ragged, of any length from one to that."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (sequences, prompt + new)).astype(np.int32)
+    group = min(GENERATIONS, sequences)
+    tokens[:, :prompt] = tokens[np.arange(sequences) // group * group, :prompt]
+    lengths = rng.integers(1, new + 1, sequences) if ragged else np.full(sequences, new)
+    mask = np.arange(prompt + new) < prompt + lengths[:, None]
+    counts = mask & (np.arange(prompt + new) >= prompt)
+    noise = rng.normal(size=tokens.shape).astype(np.float32)
+    weight = (counts / counts.sum()).astype(np.float32)
+    return Batch(tokens, mask, weight, advantages=noise, old_logprobs=noise * 0.1 - np.log(cfg.vocab_size))
+
+
+def rows_for(packing: str, sequences: int, prompt: int, new: int) -> Rows:
+    """All sequences at once: one a row, side by side, or a prompt and its group's completions in lanes."""
+    if packing == "none":
+        return Rows("none", 1, new)
+    if packing == "sequences":
+        width = prompt + new + (prompt + new) % 2
+        return Rows(packing, 1, None, RowShape(width), rows_needed_at_most(sequences, prompt + new, width))
+    group = min(GENERATIONS, sequences)
+    shape = RowShape(new + new % 2, group, prompt + prompt % 2)
+    return Rows(packing, 1, None, shape, -(-sequences // group))
+
+
+def loss_and_gradient(cfg: ModelConfig, params, batch: Batch, rows: Rows, dtype=jnp.float32, **scoring):
+    """(loss, log-probabilities [R, W], gradient) of GRPO's loss, as arrays of the host."""
+    policy = make_policy(cfg, None, 1.0, dtype, rows=rows, **scoring)
+    laid_out, layout = rows.lay_out(batch)
+
+    def objective(params, batch):
+        scores = policy.scores(params, batch.replace(num_parts=None))
+        return GRPO(num_generations=GENERATIONS).loss(scores.logprobs, batch)[0], scores.logprobs
+
+    (loss, logprobs), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, laid_out)
+    return float(loss), layout.back(np.asarray(logprobs)), jax.device_get(grads)
+
+
+def relative(theirs, ours) -> float:
+    """|ours - theirs| / |theirs| over all leaves, in float64."""
+    pairs = list(zip(jax.tree.leaves(theirs), jax.tree.leaves(ours)))
+    off = sum(np.sum((np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2) for a, b in pairs)
+    return float(np.sqrt(off / sum(np.sum(np.asarray(a, np.float64) ** 2) for a, _ in pairs)))
+
+
+# ---- exactness: float32 on this device and on the CPU
+
+
+def exactness(setting: Setting) -> Iterator[dict]:
+    """Log-probabilities, loss, gradient and greedy tokens of a small model of each family, against the CPU's."""
+    families = list(FAMILIES.items())[: 1 if setting.tiny else None]
+    for name, cfg in families:
+        batch = made_up_batch(cfg, 16, 9, 14)
+        found = {}
+        for where, chosen in (("cpu", jax.devices("cpu")[0]), ("here", jax.devices()[0])):
+            on_device(chosen)
+            params = random_params(cfg)
+            with jax.default_matmul_precision("highest"):
+                found[where] = [
+                    loss_and_gradient(cfg, params, batch, rows_for(packing, 16, 9, 14))
+                    for packing in ("none", "prefix")
+                ]
+                found[where].append(greedy(cfg, params))
+            if where == "here":
+                found["default"] = loss_and_gradient(cfg, params, batch, rows_for("none", 16, 9, 14))
+        for packing, theirs, ours in zip(("none", "prefix"), found["cpu"], found["here"]):
+            counts = batch.loss_weight != 0
+            gap = np.abs(theirs[1] - ours[1])[counts].max()
+            yield check(f"{name}, packing={packing}: log-probabilities, highest precision", gap, 3e-5)
+            yield check(f"{name}, packing={packing}: gradient", relative(theirs[2], ours[2]), 2e-5)
+        same = int((found["cpu"][2] != found["here"][2]).any(axis=1).sum())
+        yield check(f"{name}: greedy completions of 8 that are not the same", same, 0)
+        gap = np.abs(found["cpu"][0][1] - found["default"][1])[batch.loss_weight != 0].max()
+        off = relative(found["cpu"][0][2], found["default"][2])
+        yield {"name": f"{name}: jax's default precision", "log-probabilities": f"{gap:.1e}", "gradient": f"{off:.1e}"}
+
+
+def greedy(cfg: ModelConfig, params) -> np.ndarray:
+    """Greedy completions [8, 12] of eight prompts, in four slots."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, 10, 8)
+    mask = np.arange(9) >= 9 - lengths[:, None]
+    prompts = Prompts(np.where(mask, rng.integers(0, cfg.vocab_size, (8, 9)), 0).astype(np.int32), mask)
+    generate = make_generate(cfg, Generation(9, 12), (NO_END,), 0, jnp.float32, RolloutConfig(4, 4))
+    return np.asarray(generate(params, prompts, jax.random.key(0), temperature=0.0).tokens)[:, 9:]
+
+
+# ---- attention: cuDNN's kernel against plain products
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One kind of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    packing: str
+    remat: str
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        heads = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
+        return f"{heads}{window}, packing={self.packing}, remat={self.remat}"
+
+
+SHAPES = (  # each value of each setting at least once; heads of Gemma 3 1B and 4B, Llama and Qwen
+    Shape(4, 1, 256, "none", "none", 64),
+    Shape(8, 4, 256, "prefix", "block", 64),
+    Shape(8, 8, 64, "sequences", "dots"),
+    Shape(16, 8, 128, "prefix", "save_qkv_out"),
+    Shape(4, 1, 256, "prefix", "none", 64),
+    Shape(14, 2, 64, "none", "block"),
+    Shape(32, 8, 64, "sequences", "none"),
+)
+
+
+def attention_kernels(setting: Setting) -> Iterator[dict]:
+    """cuDNN in bfloat16: as near to float32 as plain products in bfloat16 are, values and gradients."""
+    prompt, new, sequences = (8, 24, 8) if setting.tiny else (64, 192, 16)
+    for shape in SHAPES:
+        if not setting.has(12):
+            yield {"name": str(shape), "skipped": "no time was left"}
+            continue
+        cfg = replace(
+            FAMILIES["gemma3"] if shape.window else FAMILIES["qwen3"],
+            **{"num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
+            **{"query_scale": shape.head_dim, "window": shape.window, "num_layers": 2},
+        )
+        yield from one_kernel(cfg, shape, made_up_batch(cfg, sequences, prompt, new), prompt, new)
+
+
+def one_kernel(cfg: ModelConfig, shape: Shape, batch: Batch, prompt: int, new: int) -> Iterator[dict]:
+    mesh = on_device()
+    rows = rows_for(shape.packing, len(batch.tokens), prompt, new)
+    width, shares = rows.width or prompt + new, shape.packing == "prefix"
+    where = mesh.devices.flat[0].platform
+    chosen, why = attention.choose("auto", cfg, where, jnp.bfloat16, width, shares, 1)
+    if chosen != "cudnn":
+        # A GPU on which the kernel is not chosen for these shapes is a finding; a CPU is not.
+        line = {"name": str(shape), "skipped": f"{chosen}: {why}"}
+        yield line | ({"ok": False} if where in ("gpu", "cuda") else {})
+        return
+    params = random_params(cfg, scale=0.1)
+    true = loss_and_gradient(cfg, params, batch, rows)
+    counts, gaps = batch.loss_weight != 0, {}
+    for name in ("xla", "cudnn"):
+        attend = attention.IMPLEMENTATIONS[name]
+        found = loss_and_gradient(cfg, params, batch, rows, jnp.bfloat16, remat=shape.remat, attend=attend)
+        gaps[name] = np.abs(found[1] - true[1])[counts].mean(), relative(true[2], found[2])
+    for index, what in enumerate(("log-probabilities, mean gap to float32", "gradient, gap to float32")):
+        yield check(f"{shape}: {what}", gaps["cudnn"][index], round(1.5 * gaps["xla"][index] + 1e-4, 5))
+
+
+# ---- bf16: what the sampler says against what the trainer says
+
+
+def bf16(setting: Setting) -> Iterator[dict]:
+    """The gap of log-probabilities in bfloat16 between sampler and trainer, by attention, packing and slots."""
+    on_device()
+    bundled = source.fetch(source.find(Model()))
+    _, params = source.load(bundled)
+    cfg, tokenizer = bundled.cfg, bundled.tokenizer
+    questions = [f"What is {a} + {b} - {a + b - 7}?" for a in range(3, 7) for b in (8, 15)]
+    prompts = [tokenizer.prompt(question) for question in questions[: 4 if setting.tiny else 8]]
+    ends = tokenizer.eos_ids
+    width, new = max(map(len, prompts)), 16 if setting.tiny else 48
+    kernels = ["xla"]
+    if attention.obstacle("cudnn", cfg, jax.default_backend(), jnp.bfloat16, width + new, False, 1) is None:
+        kernels.append("cudnn")
+    for slots in (1, 4, 16):
+        if slots == 1 and setting.tiny:
+            continue
+        generate = make_generate(
+            cfg, Generation(width, new), ends, tokenizer.pad_id, jnp.bfloat16, RolloutConfig(slots)
+        )
+        asked = prompts[:1] if slots == 1 else prompts
+        rollout = generate(params, padded(asked, width), jax.random.key(slots), GENERATIONS)
+        for kernel in kernels:
+            for packing in ("none", "prefix"):
+                if not setting.has(8):
+                    yield {"name": f"slots={slots}, {kernel}, packing={packing}", "skipped": "no time was left"}
+                    continue
+                gap = sampler_gap(cfg, params, rollout, packing, width, new, kernel)
+                name = f"slots={slots}, {kernel}, packing={packing}"
+                yield check(f"{name}: mean gap in nats", gap.mean(), 1e-5 if kernel == "xla" else 2e-2)
+                yield check(f"{name}: largest gap", gap.max(), 5e-3 if kernel == "xla" else 1.0, tokens=gap.size)
+
+
+def padded(prompts: list[list[int]], width: int) -> Prompts:
+    """Left-padded prompts [P, width]."""
+    tokens = np.zeros((len(prompts), width), np.int32)
+    mask = np.zeros((len(prompts), width), bool)
+    for i, prompt in enumerate(prompts):
+        tokens[i, width - len(prompt) :], mask[i, width - len(prompt) :] = prompt, True
+    return Prompts(tokens, mask)
+
+
+def sampler_gap(cfg: ModelConfig, params, rollout, packing: str, width: int, new: int, kernel: str) -> np.ndarray:
+    """|sampler's - trainer's log-probability| of every sampled token."""
+    mask = np.asarray(rollout.completion_mask)
+    batch = Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32))
+    rows = rows_for(packing, len(mask), width, new)
+    attend = attention.IMPLEMENTATIONS[kernel]
+    policy = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, attend=attend)
+    return np.abs(np.asarray(policy.ref_logprobs(batch)) - rollout.whole_logprobs)[mask]
+
+
+# ---- resume: stopping and going on equals never stopping
+
+RUN = ["generation.max_new_tokens=16", "training.prompts_per_step=4", "evaluation.num_examples=8"]
+RUN += ["tracking.tensorboard=false", "training.max_steps=4", "training.save_interval_steps=2"]
+RUN += ["training.keep_checkpoints=3", "algorithm.kl_coef=0.04", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
+
+
+def resume(setting: Setting) -> Iterator[dict]:
+    """Four steps, and the last two of them once more from the checkpoint between, in fp32 and in bf16."""
+    for precision in ["fp32"] if setting.tiny else ["fp32", "bf16"]:
+        whole = setting.out / f"resume-{precision}"
+        shutil.rmtree(whole, ignore_errors=True)
+        asked = compose([*RUN, f"training.mixed_precision={precision}"])
+        never_stopped = jax.device_get(train(asked, whole))
+        again = whole.with_name(f"{whole.name}-again")
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / "checkpoints" / "4")
+        resumed = jax.device_get(train(asked, again))
+        off = max(
+            float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
+            for a, b in zip(jax.tree.leaves(never_stopped), jax.tree.leaves(resumed))
+        )
+        yield check(f"{precision}: largest difference of a weight or a moment", off, 0.0)
+
+
+# ---- memory: what the plan says against what the device says
+
+
+def memory(setting: Setting) -> Iterator[dict]:
+    """The peak of a run against its plan's, where the device tells; a GPU does, a CPU tells of the process only."""
+    folder = setting.out / "memory"
+    shutil.rmtree(folder, ignore_errors=True)
+    run = [*RUN, "algorithm.kl_coef=0", "training.max_steps=2", "training.save_interval_steps=0"]
+    run += ["model=random", *(["generation.max_new_tokens=8"] if setting.tiny else LARGE)]
+    train(compose(run), folder)
+    planned = json.loads((folder / "plan.json").read_text())["plans"][0]["peak_bytes"]
+    line = {"planned GB": round(planned / 1e9, 3), "seen GB": round(peak_bytes() / 1e9, 3)}
+    if jax.devices()[0].memory_stats() is None:
+        yield {"name": "peak of a run (of the process: this device does not tell)"} | line
+        return
+    yield check("peak of a run: seen / planned", peak_bytes() / planned, 1.05) | line
+    yield check("peak of a run: planned / seen", planned / peak_bytes(), 1.35)
+
+
+LARGE = [  # some 200 million parameters in eight layers, so that what is resident and what is temporary both count
+    *("model.architecture.num_layers=8", "model.architecture.embed_dim=1024", "model.architecture.num_heads=8"),
+    *("model.architecture.num_kv_heads=2", "model.architecture.head_dim=128", "model.architecture.mlp_dim=6144"),
+    *("model.architecture.query_scale=128", "generation.max_new_tokens=224", "training.prompts_per_step=8"),
+    *("training.mixed_precision=bf16", "training.remat=block", "evaluation.num_examples=0"),
+]
+
+
+# ---- quickstart: the command of the README
+
+
+def quickstart(setting: Setting) -> Iterator[dict]:
+    folder = setting.out / "quickstart"
+    shutil.rmtree(folder, ignore_errors=True)
+    asked = ["training.max_steps=3", "evaluation.num_examples=16"] if setting.tiny else []
+    command = [sys.executable, str(ROOT / "run_training.py"), f"hydra.run.dir={folder}", *asked]
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=setting.out, stdout=sys.stderr)
+    took = time.perf_counter() - began
+    if done.returncode:
+        yield {"name": "run_training.py", "failed": f"exit code {done.returncode}"}
+        return
+    status = json.loads((folder / "status.json").read_text())
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().split("\n") if line]
+    first, last = (status["eval"][when]["accuracy"] for when in ("first", "last"))
+    line = {
+        "name": "run_training.py",
+        "steps": status["steps"],
+        "seconds": round(took, 1),
+        "first": first,
+        "last": last,
+    }
+    yield line | ({} if setting.tiny else {"bound": 0.9, "ok": last >= 0.9})
+    for name in ("time/step", "time/rollout", "time/update"):
+        values = [step[name] for step in steps if name in step][1:]
+        yield {"name": f"{name}, median", "seconds": round(statistics.median(values), 4)}
+
+
+# ---- models of real sizes with random weights: the update, scoring, decoding
+
+
+def real_model(option: str, setting: Setting) -> Iterator[dict]:
+    """MFU of update and scoring, and how near decoding comes to the bandwidth of the memory."""
+    cfg = compose([f"model={option}"]).model.architecture
+    sequences, prompt, new = 8, 512, 512
+    if setting.tiny:
+        sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": 96, "head_dim": 32, "vocab_size": 512}
+        cfg = dataclasses.replace(cfg, **sizes, num_kv_heads=min(4, cfg.num_kv_heads), query_scale=32)
+        sequences, prompt, new = 8, 16, 16
+    mesh = on_device()
+    hardware = of_device(mesh.devices.flat[0])
+    yield {"name": "parameters", "millions": round(weights.num_params(decoder.weights(cfg)) / 1e6, 1)}
+    yield from decoding(cfg, setting, hardware)
+    yield from updating(cfg, setting, hardware, mesh, sequences, prompt, new)
+
+
+def decoding(cfg: ModelConfig, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
+    """Milliseconds a token of all slots, against reading all weights and the cache in use once."""
+    params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
+    prompt, chunk, chunks = (16, 4, 4) if setting.tiny else (512, 32, 6)
+    bandwidth = copy_bandwidth(setting) if hardware is None else hardware.memory_bandwidth
+    arms = ((4, 1.0), (4, 0.95)) if setting.tiny else ((64, 1.0), (1, 1.0), (256, 1.0), (16, 1.0), (64, 0.95))
+    for slots, top_p in arms:
+        name = f"decode, {slots} slots" + ("" if top_p == 1 else f", top_p={top_p}")
+        if not setting.has(25):
+            yield {"name": name, "skipped": "no time was left"}
+            continue
+        new = chunk * chunks
+        asked = np.random.default_rng(0).integers(0, cfg.vocab_size, (slots, prompt)).tolist()
+        generation = Generation(prompt, new, top_p=top_p)
+        sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, RolloutConfig(slots, chunk))
+        for _ in range(2):  # the first one compiles
+            arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
+        seconds = statistics.median(np.diff(arrivals)) / chunk
+        least = flops.decode_bytes(cfg, [prompt + new // 2] * slots) / bandwidth
+        yield {
+            "name": name,
+            "ms a token": round(1e3 * seconds, 3),
+            "tokens/s": round(slots / seconds),
+            "share of the bandwidth floor": round(least / seconds, 3),
+        }
+    del params
+
+
+def updating(
+    cfg: ModelConfig, setting: Setting, hardware: Hardware | None, mesh, sequences: int, prompt: int, new: int
+) -> Iterator[dict]:
+    """Seconds of an update and of a scoring pass in bf16_params, full sequences, one micro-batch."""
+    batch = made_up_batch(cfg, sequences, prompt, new, ragged=False)
+    rows, optimizer = rows_for("none", sequences, prompt, new), make_optimizer(OptimizerConfig(), 100)
+    where = mesh.devices.flat[0].platform
+    tokens, scored = sequences * (prompt + new), sequences * new
+    pairs = flops.attention_flops(cfg, [prompt + new] * sequences)
+    kernels = dict.fromkeys((attention.choose("auto", cfg, where, jnp.bfloat16, prompt + new, False, 1)[0], "xla"))
+    arms = [("block", kernel) for kernel in kernels] + [("none", next(iter(kernels)))]
+    for remat, kernel in arms[: 1 if setting.tiny else None]:
+        if not setting.has(30):
+            yield {"name": f"update, {kernel}, remat={remat}", "skipped": "no time was left"}
+            continue
+        attend = attention.IMPLEMENTATIONS[kernel]
+        policy = make_policy(cfg, None, 1.0, jnp.bfloat16, None, rows, remat=remat, attend=attend)
+        step = make_train_step(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
+        params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
+        state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+        laid_out, _ = rows.lay_out(batch)
+        if remat == "block" and kernel == next(iter(kernels)):
+            scoring = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, remat=remat, attend=attend)
+            compiled = scoring.ref_logprobs.compiled(laid_out)
+            seconds = median_seconds(partial(block, compiled, params, laid_out))
+            done = flops.forward_flops(cfg, tokens, scored, pairs)
+            yield {"name": f"scoring, {kernel}"} | rates(seconds, tokens, done, hardware)
+        began = time.perf_counter()
+        planned = step.compiled(state, None, laid_out).memory_analysis()
+        compile_seconds = time.perf_counter() - began
+        box = [state]
+        del state, params
+
+        def update(box=box, step=step, laid_out=laid_out):
+            box[0], _ = jax.block_until_ready(step(box[0], None, laid_out))
+
+        seconds = median_seconds(update)
+        size = planned.argument_size_in_bytes + planned.temp_size_in_bytes
+        size += planned.output_size_in_bytes - planned.alias_size_in_bytes
+        done = flops.update_flops(cfg, tokens, scored, pairs)
+        yield {
+            "name": f"update, {kernel}, remat={remat}",
+            **rates(seconds, tokens, done, hardware),
+            "compiled in s": round(compile_seconds, 1),
+            "planned GB": round(size / 1e9, 2),
+        }
+        box.clear()
+
+
+def block(compiled: Callable, *args) -> None:
+    jax.block_until_ready(compiled(*args))
+
+
+def rates(seconds: float, tokens: int, done: float, hardware: Hardware | None) -> dict:
+    found = {"ms": round(1e3 * seconds, 2), "tokens/s": round(tokens / seconds)}
+    mfu = flops.mfu(done, seconds, hardware, 1)
+    return found | {"TFLOP/s": round(done / seconds / 1e12, 3)} | ({} if mfu is None else {"MFU": round(mfu, 3)})
+
+
+PARTS = {
+    "device": device,
+    "gemma3_1b": partial(real_model, "gemma3_1b"),
+    "qwen3_0.6b": partial(real_model, "qwen3_0.6b"),
+    "exactness": exactness,
+    "attention": attention_kernels,
+    "bf16": bf16,
+    "resume": resume,
+    "memory": memory,
+    "quickstart": quickstart,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu" / "by-hand")
+    args = parser.parse_args()
+    if jax.devices()[0].platform == "cpu" and not args.tiny:
+        sys.exit("jax sees no GPU here; `python benchmarks/gpu.py --tiny` runs every part at toy sizes on a CPU")
+    args.out.mkdir(parents=True, exist_ok=True)
+    setting = Setting(args.tiny, args.out.absolute(), time.monotonic() + args.seconds - 5)
+    for line in PARTS[args.part](setting):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
