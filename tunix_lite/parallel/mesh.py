@@ -113,11 +113,14 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
 
 
-def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int, takes_all: bool = False) -> dict[str, int]:
+def resolve_mesh_shape(
+    mesh_shape: MeshShape, num_devices: int, takes_all: bool = False, could_pretend: bool = False
+) -> dict[str, int]:
     """Sizes by axis name, both axes present and -1 filled in, so that all devices are taken. Without a -1 the mesh may
     be smaller than `num_devices`, unless it takes_all.
 
-    Raises ValueError, naming both numbers and a mesh that would fit, if it needs more of them, or another number.
+    Raises ValueError, naming both numbers and a mesh that would fit, if it needs more of them, or another number; where
+    the program could_pretend that there are more, also how.
     """
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
@@ -126,10 +129,11 @@ def resolve_mesh_shape(mesh_shape: MeshShape, num_devices: int, takes_all: bool 
     is_smaller = -1 not in sizes.values() and known < num_devices
     if np.prod(list(resolved.values())) != num_devices and (takes_all or not is_smaller):
         tp = next(t for t in range(min(abs(sizes["tp"]), num_devices), 0, -1) if num_devices % t == 0)
+        pretend = f"; {PRETEND}={known} before the command pretends that many"
         raise ValueError(
             f"{as_text(mesh_shape)} needs {'a multiple of ' if -1 in sizes.values() else ''}{known} devices, but jax "
             f"sees {num_devices}; [[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and [[-1,1],[fsdp,tp]] always does"
-            + (f"; {PRETEND}={known} before the command pretends that many" if known > num_devices else "")
+            + (pretend if could_pretend and known > num_devices else "")
         )
     return resolved
 
@@ -145,7 +149,7 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
     if len(devices) > 1 and devices[0].platform == "cpu":
         compile_afresh()
     has_peers = len({device.process_index for device in devices}) > 1
-    sizes = resolve_mesh_shape(mesh_shape, len(devices), takes_all=has_peers)
+    sizes = resolve_mesh_shape(mesh_shape, len(devices), takes_all=has_peers, could_pretend=not has_peers)
     tp, devices = sizes["tp"], devices[: sizes["fsdp"] * sizes["tp"]]
     nodes = nodes_of(devices)
     sizes = [len(node) for node in nodes]
