@@ -21,7 +21,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "addresses.py": set(),
     "plain_text.py": set(),
     "seeds.py": set(),
-    "strangers.py": set(),
+    "strangers.py": {"plain_text"},
     "rewards": {"rewards", "guard"},
     "parallel": {"parallel"},
     "launch.py": {"parallel.place", "supervisor", "addresses"},  # starts at once: nothing of jax

@@ -21,11 +21,12 @@ from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.parallel.mesh import Rules
 from tunix_lite.parallel.place import Launch
+from tunix_lite.plain_text import shown
 from tunix_lite.policy import DTYPES
 from tunix_lite.rewards.pool import Rewards, check_portable
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.seeds import check_seed
-from tunix_lite.strangers import TARGET, shown
+from tunix_lite.strangers import TARGET
 from tunix_lite.tasks.task import TaskConfig
 
 

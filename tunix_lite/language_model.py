@@ -23,6 +23,7 @@ from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
 from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
+from tunix_lite.plain_text import shown
 from tunix_lite.policy import DTYPES, token_logprobs
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import in_shards, make_sampler
@@ -30,7 +31,7 @@ from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
-from tunix_lite.strangers import as_path, check_settings, shown
+from tunix_lite.strangers import as_path, check_settings
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 

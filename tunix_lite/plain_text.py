@@ -30,5 +30,19 @@ def shortened(value: Any) -> str:
     return f"{visible(said[:SHOWN])}… ({len(value) if is_text else len(said):,} characters)"
 
 
+def shown(value: Any, most: int = 120) -> str:
+    """A value as a message shows it: `repr`, in one line, cut."""
+    return _cut(repr(value), most)
+
+
+def escaped(text: str, most: int = 120) -> str:
+    """A text as a message shows it: in one line, cut, and with nothing in it that acts on a terminal."""
+    return _cut("".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1]), most)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def _escaped(found: re.Match) -> str:
     return found.group().encode("unicode_escape").decode()

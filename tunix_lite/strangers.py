@@ -10,9 +10,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from tunix_lite.plain_text import escaped, shown
+
 MOST_BYTES = 16 * 2**20  # of a file: the index of a model of a trillion parameters has 9 MB
 MOST_DEPTH = 64  # lists and objects in one another
-SHOWN = 120  # characters of a value in a message
 
 TARGET = "_target_"  # in settings of the user's own it names what to call
 
@@ -87,20 +88,6 @@ def check_settings(values: Any, file: Path, where: str = "") -> None:
             left += [(f"{place}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, str) and not value.isprintable():
             raise ValueError(f"{file}: {place}={shown(value)}; a text of one line is expected")
-
-
-def shown(value: Any, most: int = SHOWN) -> str:
-    """A value as a message shows it: `repr`, on one line, cut."""
-    return _cut(repr(value), most)
-
-
-def escaped(text: str, most: int = SHOWN) -> str:
-    """A text as a message shows it: on one line, cut, and with nothing in it that acts on a terminal."""
-    return _cut("".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1]), most)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _reason(error: Exception) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tunix_lite.models import confined
 from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
-from tunix_lite.strangers import escaped, shown
+from tunix_lite.plain_text import escaped, shown
 
 MOST = 2**20  # characters of a template; published ones have up to 20,000
 OURS = Path(__file__).parent / "bundled" / "chat_template.jinja"

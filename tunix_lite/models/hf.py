@@ -24,7 +24,8 @@ from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored
 from tunix_lite.models.weights import Weight, dense, flat, is_quantized, is_weight, shardings, unstacked
 from tunix_lite.parallel.mesh import sharding
-from tunix_lite.strangers import escaped, read_object, shown
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.strangers import read_object
 from tunix_lite.types import Params
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

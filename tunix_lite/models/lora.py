@@ -18,7 +18,7 @@ from tunix_lite.models import confined
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, pair, stacked, unstacked
-from tunix_lite.strangers import shown
+from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights

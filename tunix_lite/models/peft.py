@@ -13,7 +13,8 @@ from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import unstacked
 from tunix_lite.parallel.mesh import put
-from tunix_lite.strangers import as_path, escaped, read_object, shown
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.strangers import as_path, read_object
 from tunix_lite.types import Params
 
 MOST_RANK = 2**16  # wider than any matrix that an adapter could stand in for

@@ -19,7 +19,8 @@ from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
-from tunix_lite.strangers import as_path, shown
+from tunix_lite.plain_text import shown
+from tunix_lite.strangers import as_path
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"

@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
-from tunix_lite.plain_text import shortened
-from tunix_lite.strangers import escaped, read_object, read_text, shown
+from tunix_lite.plain_text import escaped, shortened, shown
+from tunix_lite.strangers import read_object, read_text
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix_lite.plain_text import encodable, visible
-from tunix_lite.strangers import read_object, shown
+from tunix_lite.plain_text import encodable, shown, visible
+from tunix_lite.strangers import read_object
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
 from tunix_lite.tracking.rows import rows_until
