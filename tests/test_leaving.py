@@ -3,10 +3,7 @@
 import contextlib
 import json
 import math
-import os
-import pty
-import select
-import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -208,24 +205,28 @@ def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the
     assert "stopped by SIGTERM" in (tmp_path / "run" / "train.log").read_text()
 
 
+ON_A_TERMINAL = """
+import os, pty, select, signal, sys
+how, metrics, *call = sys.argv[1:]
+pid, terminal = pty.fork()
+if pid == 0:  # it has the terminal, and gets SIGHUP when that is closed
+    if how == "nohup": signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.execv(call[0], call)
+while not os.path.exists(metrics) or open(metrics).read().count(chr(10)) < 2:
+    if select.select([terminal], [], [], 0.05)[0]: os.read(terminal, 65536)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("how", ["closed", "nohup"])
 def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told_not_to_mind(how, tmp_path):
     folder = tmp_path / "run"
     steps = 200 if how == "closed" else 6
     settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
-    pid, terminal = pty.fork()
-    if pid == 0:  # the child has the terminal, and gets SIGHUP when it is closed
-        if how == "nohup":
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.execv(sys.executable, [sys.executable, str(ROOT / "run_training.py"), *settings])
-    until = time.monotonic() + 300
-    while not (folder / "metrics.jsonl").is_file() or len(lines(folder)) < 2:
-        assert time.monotonic() < until
-        if select.select([terminal], [], [], 0.05)[0]:
-            os.read(terminal, 1 << 16)
-    os.close(terminal)
-    _, code = os.waitpid(pid, 0)
+    call = [sys.executable, "-c", ON_A_TERMINAL, how, str(folder / "metrics.jsonl"), sys.executable]
+    code = subprocess.run([*call, str(ROOT / "run_training.py"), *settings], timeout=300).returncode
     status = json.loads((folder / "status.json").read_text())
     (last,) = Checkpoints(folder / "checkpoints").steps()
     assert code == 0 and last == status["steps"] == lines(folder)[-1]["step"]
