@@ -283,9 +283,9 @@ second; prefill and decode for each family, tp, `rollout.weights` and `rollout.c
 took the program that training would run (jax {jax}, libtpu {libtpu}; no device was there, and that cuDNN is was
 pretended: the compiler divides its calls over the mesh, and whether cuDNN itself takes them only a GPU can say).
 *refused*: training says in words, before anything is compiled, that it cannot be; `training.attention=auto` then takes
-`xla`. *failed*: training would have chosen it, and the compiler did not take it. *not asked*: for want of time; among
-the cells that were asked every three settings meet, of a target with more than 400 of them.
-`benchmarks/accelerators.py` writes this page.
+`xla`. *failed*: training would have chosen it, and the compiler did not take it. *not asked*: for want of time;
+`benchmarks/accelerators.py`, which writes this page, asks first about the 150 cells of a target in which every three
+settings that can meet do, and goes on with the rest when it is called again.
 
 Heads of queries and keys are 8 and 4 (Gemma 2), 8 and 1 (Gemma 3), 8 and 8 (Llama 3), 8 and 2 (Qwen 2.5), 24 and 12
 (Qwen 3), so that tp divides the key heads, is a multiple of them, or neither.
