@@ -20,10 +20,12 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -57,7 +59,8 @@ UPDATES = {
 }
 SAMPLING = {"weights": ("gathered", "sharded"), "cache": ("compute", "int8")}
 FOLDER = Path(__file__).parents[1] / "docs" / "references"
-PAGE = FOLDER / "accelerators.md"
+PAGE, COUNTS = FOLDER / "accelerators.md", FOLDER / "accelerators.json"
+VERDICTS = ("compiled", "refused", "failed", "not asked")
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,10 @@ def options_of(target: str, out: Path) -> dict:
 
 
 def in_order(asked: list[Cell]) -> list[Cell]:
-    """First few in which every two settings meet that meet at all, then every three, then the rest."""
-    return list(dict.fromkeys([*covering(asked, 2), *covering(asked, 3), *asked]))
+    """First few in which every two settings meet that meet at all, then every three, then kernels, then the rest."""
+    rest = random.Random(0).sample(asked, len(asked))  # of every setting some, wherever it is stopped
+    rest.sort(key=lambda cell: cell.attention in (None, "xla"))
+    return list(dict.fromkeys([*covering(asked, 2), *covering(asked, 3), *rest]))
 
 
 def covering(asked: list[Cell], strength: int) -> list[Cell]:
@@ -240,16 +245,67 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def counted(out: Path) -> dict:
+    """Verdicts by target and by group of cells: program, family and attention."""
+    counts = {"jax": jax.__version__, "libtpu": version("libtpu")}
+    for target in TARGETS:
+        known = {line["cell"]: line["verdict"] for line in read(out / f"{target}.jsonl")}
+        groups = {}
+        for cell in cells(target):
+            of_group = groups.setdefault(" ".join(filter(None, (cell.program, cell.attention, cell.family))), Counter())
+            of_group[known.get(cell.name, "not asked")] += 1
+        counts[target] = {group: dict(sorted(found.items())) for group, found in sorted(groups.items())}
+    return counts
+
+
+def totals(counts: dict, target: str) -> dict[str, int]:
+    """Cells of a target by verdict."""
+    return {verdict: sum(found.get(verdict, 0) for found in counts[target].values()) for verdict in VERDICTS}
+
+
+def page(counts: dict) -> str:
+    """docs/references/accelerators.md."""
+    lines = [HEAD.format(**counts), f"| |{'|'.join(VERDICTS)}|cells|", "|---|" + "---|" * 5]
+    for target in TARGETS:
+        of_all = totals(counts, target).values()
+        lines.append(f"|**{target}**|{'|'.join(f'**{number:,}**' for number in of_all)}|**{sum(of_all):,}**|")
+        for group, found in counts[target].items():
+            numbers = [found.get(verdict, 0) for verdict in VERDICTS]
+            lines.append(f"|{group}|{'|'.join(str(number or '') for number in numbers)}|{sum(numbers)}|")
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# What compiles for accelerators
+
+Cells are programs of a run at tiny shapes: an update for each family, attention, tp (1, 2, 4, 8; fsdp is the rest of
+eight devices), `sync_gradients_every` (1, 2), `packing` and `remat`; the reference's scoring without the last and the
+second; prefill and decode for each family, tp, `rollout.weights` and `rollout.cache`. *compiled*: the target's compiler
+took the program that training would run (jax {jax}, libtpu {libtpu}; no device was there, and that cuDNN is was
+pretended: the compiler divides its calls over the mesh, and whether cuDNN itself takes them only a GPU can say).
+*refused*: training says in words, before anything is compiled, that it cannot be; `training.attention=auto` then takes
+`xla`. *failed*: training would have chosen it, and the compiler did not take it. *not asked*: for want of time;
+`benchmarks/accelerators.py`, which writes this page, asks first about the 150 cells of a target in which every three
+settings that can meet do, and goes on with the rest when it is called again.
+
+Heads of queries and keys are 8 and 4 (Gemma 2), 8 and 1 (Gemma 3), 8 and 8 (Llama 3), 8 and 2 (Qwen 2.5), 24 and 12
+(Qwen 3), so that tp divides the key heads, is a multiple of them, or neither.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=TARGETS, action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("outputs/accelerators"), help="where verdicts are kept")
     parser.add_argument("--only", default="", help="words that must all be in a cell's name: 'update gemma3 cudnn'")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the next call goes on")
+    parser.add_argument("--page", action="store_true", help="write the page from all verdicts so far")
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
     for target in arguments.target:
         work(target, arguments.out, arguments.only, until)
+    if arguments.page:
+        COUNTS.write_text(json.dumps(counted(arguments.out), indent=1) + "\n")
+        PAGE.write_text(page(json.loads(COUNTS.read_text())))
 
 
 if __name__ == "__main__":

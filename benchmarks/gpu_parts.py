@@ -311,7 +311,7 @@ def one_kernel(cfg: ModelConfig, shape: Shape, batch: Batch, prompt: int, new: i
     rows = rows_for(shape.packing, len(batch.tokens), prompt, new)
     width, shares = rows.width or prompt + new, shape.packing == "prefix"
     where = mesh.devices.flat[0].platform
-    chosen, why = attention.choose("auto", cfg, where, jnp.bfloat16, width, shares, 1)
+    chosen, why = attention.choose("auto", cfg, where, jnp.bfloat16, width, shares)
     if chosen != "cudnn":
         # A GPU on which the kernel is not chosen for these shapes is a finding; a CPU is not.
         line = {"name": str(shape), "skipped": f"{chosen}: {why}"}
@@ -342,7 +342,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
     ends = tokenizer.eos_ids
     width, new = max(map(len, prompts)), 16 if setting.tiny else 48
     kernels = ["xla"]
-    if attention.obstacle("cudnn", cfg, jax.default_backend(), jnp.bfloat16, width + new, False, 1) is None:
+    if attention.obstacle("cudnn", cfg, jax.default_backend(), jnp.bfloat16, width + new, False) is None:
         kernels.append("cudnn")
     for slots in (1, 4, 16):
         if slots == 1 and setting.tiny:
@@ -520,7 +520,7 @@ def updating(
     where = mesh.devices.flat[0].platform
     tokens, scored = sequences * (prompt + new), sequences * new
     pairs = flops.attention_flops(cfg, [prompt + new] * sequences)
-    kernels = dict.fromkeys((attention.choose("auto", cfg, where, jnp.bfloat16, prompt + new, False, 1)[0], "xla"))
+    kernels = dict.fromkeys((attention.choose("auto", cfg, where, jnp.bfloat16, prompt + new, False)[0], "xla"))
     arms = [("block", kernel) for kernel in kernels] + [("none", next(iter(kernels)))]
     for remat, kernel in arms[: 1 if setting.tiny else None]:
         if not setting.has(30):

@@ -65,7 +65,7 @@ class Arm:
             most = rows_needed_at_most(len(batch.tokens), width, width)
             rows = Rows(packing, -(-most // shards), width=width, rows_per_part=1)
         platform, dtype = mesh.devices.flat[0].platform, DTYPES[precision]
-        chosen = attention.choose(asked, cfg, platform, dtype, width, packing == "prefix", mesh.shape["tp"])
+        chosen = attention.choose(asked, cfg, platform, dtype, width, packing == "prefix")
         self.attention = ": ".join(chosen)
         policy = make_policy(cfg, None, 1.0, dtype, remat=remat, attend=attention.IMPLEMENTATIONS[chosen[0]])
         optimizer = make_optimizer(OptimizerConfig(), 100)

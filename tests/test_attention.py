@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import strict_kernel
 from conftest import set_mesh
 
 from tunix_lite.models import attention
 from tunix_lite.models.attention import Sight, choose, obstacle, visible
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import put
+from tunix_lite.parallel.mesh import axis_size, profile, put
 
 CFG = ModelConfig(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
 
@@ -219,6 +220,44 @@ def test_splash_attends_where_no_layer_has_a_window():
     cfg = replace(SPLASH, pattern=("global",), window=None)
     problem = random_rows(cfg, 1, 128, False)
     close(attended(splash, cfg, False, *problem), attended(attention.xla, cfg, False, *problem), 1e-5)
+
+
+# ---- cudnn, with a kernel of the tests in its place
+
+
+HEADS = [
+    (4, 1, 2),
+    (4, 2, 4),
+    (4, 4, 2),
+    (12, 6, 4),
+]  # of queries, of keys, and tp; in the last, neither of 6 and 4 divides the other
+
+
+@pytest.mark.parametrize("queries, keys, tp", HEADS)
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "shards_apart"])
+def test_cudnn_attends_as_xla_does_whatever_tp_divides(queries, keys, tp, apart, monkeypatch):
+    """Values and gradients; apart: under the vmap over shards that training.sync_gradients_every makes."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", strict_kernel.dot_product_attention)
+    cfg = replace(CFG, num_heads=queries, num_kv_heads=keys)
+    qkv, slope, rows = random_rows(cfg, 4, 16, True)
+    wanted = attended(attention.xla, cfg, True, qkv, slope, rows)
+    set_mesh(4 // tp, tp)
+    way = attended_apart if apart else attended
+    close(way(attention.cudnn, cfg, True, qkv, slope, rows), wanted)
+
+
+def attended_apart(way, cfg, is_local, qkv, slope, rows):
+    """As `attended`, each shard of the rows by itself, as micro_batches._apart has it."""
+
+    def alone(qkv, slope, rows):
+        with profile("train", batch=None):
+            out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *attention.keep_heads(*qkv)), *qkv)
+            return jnp.where(rows.segments[..., None, None] > 0, out, 0), *pull(slope)
+
+    shards = axis_size("fsdp")
+    cut = lambda x: x.reshape(shards, -1, *x.shape[1:])  # noqa: E731
+    found = jax.jit(jax.vmap(alone, spmd_axis_name="fsdp"))(*jax.tree.map(cut, (qkv, slope, rows)))
+    return [x.reshape(-1, *x.shape[2:]) for x in found]
 
 
 # ---- the choice
