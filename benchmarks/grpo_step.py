@@ -1,10 +1,11 @@
 """One GRPO step on a fixed workload, on one device: rollout, reference pass, update. Prints one JSON line.
 
-    python benchmarks/grpo_step.py [--repeats 7] [--packing none|prefix] [--remat none|dots|...]
+    python benchmarks/grpo_step.py [--repeats 7] [--packing none|prefix] [--remat none|dots|...] [--dtype fp32|bf16]
 
-6 layers, embed 256, 4 heads, 1 key/value head, head dim 64, mlp 1024, vocabulary 512, float32; 8 prompts x 8
-generations, prompts of 32 tokens, exactly 64 new ones; KL 0.04 against a reference; one update with AdamW. Without
-sharing the prompts of a group the step needs 361 GFLOP. The matmul peak of the machine is measured in the same run.
+6 layers, embed 256, 4 heads, 1 key/value head, head dim 64, mlp 1024, vocabulary 512, computed in float32 by default; 8
+prompts x 8 generations, prompts of 32 tokens, exactly 64 new ones; KL 0.04 against a reference; one update with AdamW.
+Without sharing the prompts of a group the step needs 361 GFLOP. The matmul peak of the machine is measured in the same
+run.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.policy import make_policy
+from tunix_lite.policy import DTYPES, make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
 from tunix_lite.step import make_train_step
@@ -65,15 +66,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--packing", choices=ROWS, default="none")
     parser.add_argument("--remat", choices=decoder.REMAT, default="none")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")  # of the computation
     args = parser.parse_args()
     repeats = args.repeats
 
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
     rng = np.random.default_rng(0)
     params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
-    generate = make_generate(CFG, Generation(PROMPT_LENGTH, NEW_TOKENS), eos_ids=(CFG.vocab_size,), pad_id=0)
+    generation, dtype = Generation(PROMPT_LENGTH, NEW_TOKENS), DTYPES[args.dtype]
+    generate = make_generate(CFG, generation, eos_ids=(CFG.vocab_size,), pad_id=0, dtype=dtype)
     rows = ROWS[args.packing]
-    policy = make_policy(CFG, generate, 1.0, reference=jax.tree.map(jnp.copy, params), rows=rows, remat=args.remat)
+    policy = make_policy(CFG, generate, 1.0, dtype, jax.tree.map(jnp.copy, params), rows, remat=args.remat)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
@@ -121,6 +124,7 @@ def main() -> None:
                 "benchmark": "grpo_step",
                 "packing": args.packing,
                 "remat": args.remat,
+                "dtype": args.dtype,
                 "seconds": medians,
                 "repeats": repeats,
                 "matmul_peak_gflops": round(matmul_peak()),

@@ -77,6 +77,9 @@ def test_the_grpo_loss_and_its_gradient_equal_float64_numpy(batch):
     assert (plain > clipped)[w > 0].any(), "nothing was clipped; this test shows nothing"
     np.testing.assert_allclose(metrics["train/clipped_high"], w[(A > 0) & (ratio > 1.28)].sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics["train/clipped_low"], w[(A < 0) & (ratio < 0.8)].sum(), rtol=1e-5)
+    outside = (ratio < 0.8) | (ratio > 1.28)  # whatever the advantage
+    np.testing.assert_allclose(metrics["train/ratio_outside_clip"], w[outside].sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["train/sampler_gap_max"].value, np.abs(new - old)[w > 0].max(), rtol=1e-5)
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient(batch):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.conftest import set_mesh
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.micro_batches import Rows, summed
@@ -17,7 +18,7 @@ from tunix_lite.optim import num_updates
 from tunix_lite.parallel.mesh import put
 from tunix_lite.policy import Policy, token_logprobs
 from tunix_lite.step import make_train_step
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.types import Batch, Max, TrainState
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
@@ -60,6 +61,20 @@ def test_micro_batches_do_not_change_the_gradient(cfg, params, rollout):
         assert relative_difference(summed_up, whole) < 1e-5
         for name in metrics:
             np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shards, every", [(1, 1), (2, 1), (2, 2)])
+def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, every):
+    """The largest stands in the last micro-batch of one shard, and everything is below zero."""
+    set_mesh(shards, 1)
+    x = put(-np.arange(8.0, 0.0, -1.0, dtype=np.float32).reshape(8, 1), "batch", "seq")
+
+    def of_part(x):
+        return {"w": jnp.sum(x)}, {"train/most": Max(jnp.max(x)), "train/sum": jnp.sum(x)}
+
+    places = {"w": put(np.float32(0)).sharding}
+    grads, metrics = jax.jit(lambda x: summed(of_part, x, 4, None, places, every))(x)
+    assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
 
 def test_micro_batches_do_not_change_the_gradient_in_float64(cfg, params, rollout):

@@ -113,7 +113,7 @@ def mapped(fn, batch: Batch, parts: int):
 
 def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
     """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain sums. A `Max` among
-    the metrics is the largest of the parts'.
+    the metrics comes out as the largest of the parts'.
 
     fn(part) -> (grads, metrics). used: how many parts hold something, a traced number; None: all. places: where each
     gradient lies (None: wherever the compiler likes). Gradients cross the mesh once in `every` parts.
@@ -122,7 +122,7 @@ def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
         fn, parts, used = _apart(fn, every, places), parts // every, None if used is None else -(-used // every)
         batch = jax.tree.map(lambda x: _by_shard(x, parts, every), batch)
     elif parts == 1:
-        return _settled(fn(batch), places)
+        return _plain(_settled(fn(batch), places))
     else:
         batch = cut(batch, parts)
     like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], batch))
@@ -132,7 +132,7 @@ def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
         part = fn(jax.tree.map(lambda x: x[i], batch))
         return _together(total, _settled(part, places))
 
-    return jax.lax.fori_loop(0, parts if used is None else used, add, start)
+    return _plain(jax.lax.fori_loop(0, parts if used is None else used, add, start))
 
 
 def _is_max(leaf) -> bool:
@@ -155,6 +155,11 @@ def _together(total, part):
         return Max(jnp.maximum(x.value, y.value)) if _is_max(x) else x + y
 
     return jax.tree.map(both, total, part, is_leaf=_is_max)
+
+
+def _plain(sums):
+    """The same with numbers for maxima."""
+    return jax.tree.map(lambda x: x.value if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
 def _over_shards(x):

@@ -10,7 +10,6 @@ from tunix_lite.micro_batches import summed
 from tunix_lite.models.lora import LoraConfig, attached
 from tunix_lite.optim import updated
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.types import Max
 
 DROPOUT = 0xD0  # folded into the seed, so that dropout and sampling share no numbers
 
@@ -48,7 +47,6 @@ def make_train_step(
         used, batch = batch.num_parts, batch.replace(num_parts=None)
         of_part = partial(gradient, state.params, frozen)
         grads, metrics = summed(of_part, (batch, keys_R), num_micro_batches, used, places, sync_every)
-        metrics = {name: x.value if isinstance(x, Max) else x for name, x in metrics.items()}
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         norm = optax.tree.norm(wide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])

@@ -117,12 +117,12 @@ def positions_held(newest_B, columns: int):
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
-def by_position(kv: KV, seen_BC, newest_B) -> tuple[KV, jax.Array]:
+def by_position(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
     """The columns of a ring, and which are seen, from the oldest position to the newest: the order of a sum."""
     columns = kv.k.shape[2]
     index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
     take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
-    return jax.tree.map(lambda x: take(x, index_BC), kv), jnp.take_along_axis(seen_BC, index_BC, axis=1)
+    return jax.tree.map(lambda x: take(x, index_BC), kv), jnp.take_along_axis(mask_B1C, index_BC[:, None], axis=2)
 
 
 def visible(cfg: ModelConfig, kind: str, newest_B, columns: int):

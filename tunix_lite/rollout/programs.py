@@ -215,17 +215,17 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
         is_live_B, newest_B = slots.running, slots.lengths
         token_B = jnp.where(is_live_B, token_B, pad_id)
         num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
-        columns_seen = {kind: kv_cache.visible(cfg, kind, newest_B, columns) for kind, columns in num_columns.items()}
+        masks = {kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None] for kind, columns in num_columns.items()}
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
             kind = cfg.kinds[layer]
             kv = kv_cache.write(slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B)
-            of, seen_BC = kv, columns_seen[kind]
+            seen, mask_B1C = kv, masks[kind]
             is_ring = kind == "local" and num_columns[kind] == cfg.window
-            if is_ring and rounding.is_rounded(dtype):  # in the order in which the trainer adds: see rounding.py
-                ring = kv, seen_BC, newest_B
-                of, seen_BC = jax.lax.platform_dependent(*ring, cpu=kv_cache.by_position, default=lambda *x: x[:2])
-            return attention.attend(cfg, q_BTNH, of.k, of.v, seen_BC[:, None], of.k_scales, of.v_scales), kv
+            if is_ring and rounding.is_rounded(dtype):  # summed in the order in which the trainer sums: see rounding.py
+                ring = kv, mask_B1C, newest_B
+                seen, mask_B1C = jax.lax.platform_dependent(*ring, cpu=kv_cache.by_position, default=lambda *x: x[:2])
+            return attention.attend(cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales), kv
 
         hidden_B1D, cache = decoder.forward_by_layer(layered, cfg, token_B[:, None], newest_B[:, None], see)
         drawn_B = slots.drawn + is_live_B
