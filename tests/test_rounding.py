@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ragged_prompts, random_params
 from tunix_lite.micro_batches import PACKING, Rows
-from tunix_lite.models import decoder, rounding, source, weights
+from tunix_lite.models import attention, decoder, rounding, source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, sharding
@@ -226,3 +226,21 @@ def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(targ
         pytest.skip(f"the compiler for {target} is not installed")
     with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(found))):
         check_roundings(name)
+
+
+def test_the_forward_pass_within_an_update_is_that_of_scoring_bit_for_bit():
+    """At a size at which XLA fuses the two differently: a norm's rsqrt once was a bit off in one of them."""
+    cfg = ModelConfig(512, 1, 256, 4, 1, 64, 1024, query_scale=64)
+    params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
+    tokens_BT = jax.random.randint(jax.random.key(1), (64, 96), 0, cfg.vocab_size)
+    sight = attention.whole(jnp.ones(tokens_BT.shape, bool))
+
+    def hidden(params):
+        return decoder.forward(params, cfg, tokens_BT, sight, jnp.bfloat16).astype(jnp.float32)
+
+    def learning(params):
+        hidden_BTD = hidden(params)
+        return jnp.sum(hidden_BTD**2), hidden_BTD
+
+    (_, learnt_BTD), _ = jax.jit(jax.value_and_grad(learning, has_aux=True))(params)
+    np.testing.assert_array_equal(jax.jit(hidden)(params), learnt_BTD)

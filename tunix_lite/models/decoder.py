@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tunix_lite.models import attention
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.attention import whole as whole
-from tunix_lite.models.rounding import added, at_least_float32, mean_square, stored, wide
+from tunix_lite.models.rounding import added, at_least_float32, inverse_root, mean_square, stored, wide
 from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_weight, ones, project, stacked, zeros
 from tunix_lite.parallel.mesh import constrain, divided, move
 
@@ -350,7 +350,7 @@ def gated_mlp(x_BTD, w, cfg: ModelConfig):
 def norm(x, scale, cfg: ModelConfig):
     """x at a root mean square of 1, times its scale."""
     whole = wide(x)
-    normed = whole * jax.lax.rsqrt(mean_square(x) + cfg.norm_eps)
+    normed = whole * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
     scale = scale.astype(whole.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 

@@ -99,6 +99,13 @@ def mean_square(x):
     )
 
 
+def inverse_root(x, dtype):
+    """1 / sqrt(x) of float32 numbers, for a computation in `dtype`."""
+    if not is_rounded(dtype):
+        return jax.lax.rsqrt(x)
+    return jax.lax.platform_dependent(x, cpu=_inverse_root, default=jax.lax.rsqrt)
+
+
 # ---- on a CPU. Barriers, so that exp and its like are always those of one compiler and never those of a kernel that
 # takes them in with a sum where there are many rows.
 
@@ -124,6 +131,11 @@ def _softmax(scores):
     top = jax.lax.optimization_barrier(jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     exps = jax.lax.optimization_barrier(jnp.exp(scores - top))
     return exps / jax.lax.optimization_barrier(total(exps))
+
+
+def _inverse_root(x):
+    """A CPU's rsqrt differs by a bit between a loop that is vectorised and one that is not; these two steps do not."""
+    return jnp.sqrt(1 / x)
 
 
 def _mean_square(x):
