@@ -260,7 +260,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
 
 
 def check_make(words: list[str]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for word in words:
         name, is_variable, value = word.partition("=")
         assert name in (MAKE_VARIABLES if is_variable else targets), f"make has no {name}"

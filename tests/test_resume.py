@@ -72,7 +72,7 @@ def begun(run, folder):
     parts = prepare(run, RunDir(folder))
     jax.set_mesh(parts.mesh)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    state, frozen, policy, *_ = train_module.initial_state(run, parts, optimizer, Quiet())
+    state, frozen, policy, *_ = train_module.initial_state(run, parts, RunDir(folder), optimizer, Quiet())
     return parts, state, frozen, policy
 
 

@@ -11,6 +11,16 @@ import pytest
 from tunix_lite.parallel import stopping
 
 
+@pytest.fixture(autouse=True)
+def usual_signals():
+    """As in a shell's foreground: what runs in its background, or under nohup, begins with some of them ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The seconds that have passed, settable."""

@@ -95,9 +95,9 @@ def _check_arrays(batch: Batch) -> None:
     """Raises ValueError unless all arrays are numbers and of one shape, [B, T]."""
     arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     for name, value in arrays.items():
-        if value is not None and (
-            value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf"
-        ):
+        if value is None or type(value) is int:  # not in the file
+            continue
+        if value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf":
             raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are")
     if batch.tokens.dtype.kind not in "iu" or not batch.tokens.size:
         raise ValueError(f"tokens are {batch.tokens.dtype} {list(batch.tokens.shape)}; they are whole numbers")

@@ -84,8 +84,8 @@ class _Worker:
         os.set_blocking(self._process.stdin.fileno(), False)
 
     def is_ours(self) -> bool:
-        """Whether we may ask it: a fork of ours has the same pipes."""
-        return self._owner == os.getpid()
+        """Whether we may ask it: a fork of ours has the same pipes, and they may have been closed."""
+        return self._owner == os.getpid() and not self._process.stdin.closed
 
     def ask(self, request: bytes) -> str:
         until = time.monotonic() + WAITED
@@ -135,12 +135,13 @@ class _Worker:
         return _Gone(how, overran=False)
 
     def close(self) -> None:
-        if self.is_ours():
+        is_ours = self.is_ours()
+        if is_ours:
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
-        if self.is_ours():
+        if is_ours:
             self._process.wait()
 
 
