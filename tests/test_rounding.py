@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ragged_prompts, random_params
 from tunix_lite.micro_batches import PACKING, Rows
-from tunix_lite.models import attention, decoder, rounding, source, weights
+from tunix_lite.models import attention, decoder, quantize, rounding, source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, sharding
@@ -179,6 +179,13 @@ def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
 def test_in_float32_nothing_is_rounded_and_nothing_added(name):
     for program in lowered(SHAPES[name], jnp.float32).values():
         assert not re.search("reduce_precision|optimization_barrier", program.as_text())
+
+
+@pytest.mark.parametrize("storage", ["fp32", "int8", "nf4"])
+def test_a_weight_is_rounded_before_it_is_multiplied_however_it_is_stored(storage):
+    weight = quantize.init_stored({"w": weights.Weight((64, 32), ("embed", "mlp"))}, jax.random.key(0), storage)["w"]
+    program = jax.jit(weights.project).lower(jnp.ones((4, 64), BF16), weight).as_text()
+    assert program.count("reduce_precision") == 2  # and the product
 
 
 def roundings(cfg: ModelConfig) -> dict:

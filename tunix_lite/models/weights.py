@@ -142,9 +142,8 @@ def dense(weight, inputs: int = 1, dtype=jnp.float32):
         values = jnp.asarray(NF4_LEVELS)[pairs.reshape(*pairs.shape[:-2], -1)]
     else:
         values = weight.codes.astype(jnp.float32)
-    return (in_blocks(values, weight.scales.shape, inputs) * jnp.expand_dims(weight.scales, inputs)).reshape(
-        values.shape
-    ).astype(dtype)  # fmt: skip
+    scaled = in_blocks(values, weight.scales.shape, inputs) * jnp.expand_dims(weight.scales, inputs)
+    return stored(scaled.reshape(values.shape), dtype)
 
 
 def in_blocks(values, scales_shape: tuple[int, ...], inputs: int):

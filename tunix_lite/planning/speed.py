@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.models.rounding import at_least_float32
 from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.case import Case, shelf
@@ -108,9 +109,13 @@ def gradient_bytes(case: Case) -> int:
     return sum(of(w) for w in jax.tree.leaves(sizes.tables(case).trained, is_leaf=is_weight))
 
 
-def _streams(case: Case, tokens: float) -> float:
-    """Bytes of what tp sums in one forward of so many tokens on a device: two residual streams a layer."""
-    return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(case.dtype).itemsize
+def _streams(case: Case, tokens: float, is_forward: bool = True) -> float:
+    """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a layer.
+
+    Forward they are summed in float32 and rounded then (models.rounding.product), backward in the compute dtype.
+    """
+    dtype = at_least_float32(case.dtype) if is_forward else case.dtype
+    return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(dtype).itemsize
 
 
 def _prefill(case: Case, compiled) -> Work:
@@ -174,7 +179,8 @@ def _update(case: Case, compiled) -> Work:
     turns, gradients = parts(case), gradient_bytes(case)
     syncs = -(-turns // case.run.training.sync_gradients_every)
     gathered = 2 * turns * weight_bytes(case) + syncs * gradients
-    estimated = _ring(case, gathered, 2 * _streams(case, tokens / case.sizes["fsdp"]))
+    here = tokens / case.sizes["fsdp"]
+    estimated = _ring(case, gathered, _streams(case, here) + _streams(case, here, is_forward=False))
     state = 2 * sum(size for name, size in estimate.resident(case).items() if name in ("parameters", "optimizer"))
     sent = _sent(compiled.get("update"), 1, estimated, syncs)
     done = flops.update_flops(case.cfg, tokens, scored, attention, lora_params)
