@@ -258,6 +258,22 @@ def test_with_force_it_goes_on_and_nothing_is_lost(folder):
     assert not (folder / "metrics.damaged-2.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "train.log", "fingerprint.json"])
+def test_a_pipe_in_the_place_of_a_file_of_the_run_is_refused(name, folder):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=f"{folder / name} is not a file, and the run keeps a file of that name"):
+        prepared(folder)
+
+
+def test_what_a_fingerprint_has_otherwise_is_shown_in_part(folder):
+    said = json.loads((folder / "fingerprint.json").read_text())
+    (folder / "fingerprint.json").write_text(json.dumps(said | {"seed": "x" * 10**6, "\x1b[2J": 1}))
+    with pytest.raises(ConfigError, match="seed: 0 here, 'xxx") as refused:
+        prepared(folder)
+    assert len(str(refused.value)) < 2000 and str(refused.value).isprintable()
+
+
 # ---- checkpoints
 
 

@@ -88,7 +88,7 @@ def arrays() -> dict[str, np.ndarray]:
     """A batch, as a skipped update leaves it."""
     tokens = np.ones((2, 4), np.int32)
     floats = {name: np.ones((2, 4), np.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
-    return {"tokens": tokens, "token_mask": tokens > 0, "completion_mask": tokens > 0} | floats
+    return {"tokens": tokens, "token_mask": tokens > 0} | floats
 
 
 @pytest.fixture
@@ -417,6 +417,9 @@ def tokenizer(**values):
     return lambda folder: change_json(folder / "tokenizer.json", **values)
 
 
+TEN = {"type": "Replace", "pattern": {"String": "x"}, "content": "x" * 10}
+GROWS = {"type": "Sequence", "normalizers": [TEN] * 9}  # a letter becomes a thousand million
+
 MODELS = {  # what is done to the folder, and words of the refusal; none: it is taken, as data
     "auto_map": (config(auto_map={"AutoModel": "hostile_plug.Plug"}, trust_remote_code=True), ()),
     "a target in config.json": (config(_target_="hostile_plug.Plug", rope_scaling=None), ()),
@@ -454,6 +457,7 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "a tokenizer that is none": (lambda f: (f / "tokenizer.json").write_text(DEEP), ("tokenizer.json cannot be read",)),
     "a tokenizer that is a folder": (lambda f: put_in(f, "tokenizer.json", "a folder"), ("has no tokenizer.json",)),
     "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
+    "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
     "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
     "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("model.safetensors", "bytes")),
@@ -684,6 +688,8 @@ BATCHES = {
     "tokens with a fraction": packed(tokens=np.ones((2, 4), np.float32)),
     "nothing in it": packed(**{name: x[:0] for name, x in arrays().items()}),
     "another name": packed(hostile=np.ones(2)),
+    "a name of packed rows": packed(lead=np.ones((2, 4))),
+    "a mask of numbers": packed(token_mask=np.ones((2, 4), np.float32)),
     "a shape of 10^15": with_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1000000, 1000000000), }"),
     "a header that is code": with_header("__import__('os').system('touch CANARY')"),
     "a type that is an object": with_header("{'descr': '|O', 'fortran_order': False, 'shape': (2, 4), }"),
@@ -701,6 +707,12 @@ def test_a_strangers_batch_is_numbers(name, tmp_path, canary, monkeypatch):
     BATCHES[name](tmp_path / "skipped" / "step_000002.npz")
     settings = replay.Replay(str(tmp_path), skipped=2)
     is_refused(lambda: replay.read(RunDir(tmp_path), settings), "step_000002.npz cannot be read (")
+
+
+def test_a_batch_in_which_nothing_is_wrong_is_read(good):
+    """Else every one of those above could be refused for one reason that has nothing to do with it."""
+    batch = replay.read(RunDir(good / "run"), replay.Replay(str(good / "run"), skipped=2))
+    np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
 
 
 # ---- resume, and checkpoints
@@ -754,6 +766,38 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
             act()
         except Exception as error:
             assert "hostile_plug" not in sys.modules, error
+
+
+def digests_name(place: str):
+    """digests.json with one more file in it, of no bytes."""
+
+    def change(step: Path) -> None:
+        said = json.loads((step / "digests.json").read_text())
+        said["files"][place] = {"bytes": 0, "sha256": "0"}
+        (step / "digests.json").write_text(json.dumps(said))
+
+    return change
+
+
+WAITING = {  # what would be read for ever
+    "digests that are a pipe": lambda step: put_in(step, "digests.json", "a pipe"),
+    "digests without an end": lambda step: put_in(step, "digests.json", "a link to /dev/zero"),
+    "digests of a device": digests_name("/dev/zero"),
+    "digests of a device, by dots": digests_name("../" * 30 + "dev/zero"),
+    "digests of a pipe": lambda step: (digests_name("pipe")(step), os.mkfifo(step / "pipe")),
+    "a pipe in the place of what orbax reads": lambda step: put_in(step, "_CHECKPOINT_METADATA", "a pipe"),
+    "a tree that is a pipe": lambda step: ((step / "digests.json").unlink(), put_in(step / "default", "_METADATA", "a pipe")),
+    "a folder that is a link": lambda step: (step / "more").symlink_to("/dev"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_checkpoint_is_read_from_files_only(name, good, tmp_path):
+    folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
+    WAITING[name](folder / "1")
+    like = random_params(CFG)
+    is_refused(lambda: Checkpoints(folder).restore_params(like), "step 1 cannot be read (", "remove ")
+    assert Checkpoints(folder).whole_steps() in ([], [1])
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,14 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
 
 
+def test_a_run_that_stops_before_its_first_step_promises_nothing(tmp_path):
+    status = Status(RunDir(tmp_path))
+    status.start(0)
+    status.stopped = "SIGHUP"
+    _, (stopped, _) = status.last_words("hydra.run.dir=/run")
+    assert stopped == "stopped by SIGHUP; the same command begins anew, as no step was made"
+
+
 def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
     (tmp_path / "status.json").write_text("")
     status = Status(RunDir(tmp_path), {})

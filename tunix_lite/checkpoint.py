@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from tunix_lite import digests
 from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.parallel.sharing import from_all
+from tunix_lite.strangers import check_only_files
 from tunix_lite.types import Params, TrainState
 
 
@@ -131,6 +132,7 @@ class Checkpoints:
         """
         folder, found = self.folder / str(step), []
         try:
+            check_only_files(folder)
             kept = digests.read(folder) or {}
             by_size = sorted(kept, key=lambda name: kept[name][0])
             found = digests.changed(folder, kept, by_size[jax.process_index() :: jax.process_count()])

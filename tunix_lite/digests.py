@@ -5,11 +5,15 @@ import json
 import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from tunix_lite.plain_text import escaped
+from tunix_lite.strangers import read_object
 
 NAME = "digests.json"
 ALGORITHM = "sha256"  # `sha256sum` says the same
 MOST_THREADS = 8
+MOST_BYTES = 2**28  # of digests.json: some 200 for each file
 
 
 def write(folder: Path, but: Collection[str] = ()) -> None:
@@ -33,13 +37,21 @@ def write(folder: Path, but: Collection[str] = ()) -> None:
 
 def read(folder: Path) -> dict[str, tuple[int, str]] | None:
     """(size, digest) by the name of the file; None where no digests are kept. Raises ValueError if they are damaged."""
-    try:
-        files = json.loads((folder / NAME).read_bytes())["files"]
-        return {name: (file["bytes"], file[ALGORITHM]) for name, file in files.items()}
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.lexists(folder / NAME):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    try:
+        files = read_object(folder / NAME, MOST_BYTES)["files"]
+        kept = {name: (file["bytes"], file[ALGORITHM]) for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME} is damaged") from error
+    if not all(map(_is_below, kept)):
+        raise ValueError(f"{NAME} is damaged")
+    return kept
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name leads to a place in the folder, and to no other."""
+    return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
 def changed(folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]) -> list[str]:
@@ -50,13 +62,13 @@ def changed(folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]
         try:
             there = (folder / name).stat().st_size
             if there != size:
-                return f"{name} has {there:,} bytes, and had {size:,} when it was written"
+                return f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
             if _digest(folder / name)[1] != digest:
-                return f"{name} has other bytes than when it was written, by the {ALGORITHM} in {NAME}"
+                return f"{escaped(name)} has other bytes than when it was written, by the {ALGORITHM} in {NAME}"
         except FileNotFoundError:
-            return f"{name} is gone"
-        except OSError as error:
-            return f"{name}: {error.strerror or error}"
+            return f"{escaped(name)} is gone"
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            return f"{escaped(name)}: {getattr(error, 'strerror', None) or error}"
 
     with ThreadPoolExecutor(MOST_THREADS) as threads:
         return [found for found in threads.map(look, names) if found]

@@ -17,9 +17,12 @@ from tunix_lite import __version__
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.models import source
 from tunix_lite.models.source import Source
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.strangers import read_text
 from tunix_lite.tasks.sources import digest_of_data
 
 SHOWN = 8  # differences in a message
+LONGEST = 400  # characters of a value in it
 
 
 def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
@@ -63,7 +66,7 @@ def read(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
     try:
-        said = dict(json.loads(file.read_text(encoding="utf-8")))
+        said = dict(json.loads(read_text(file)))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error}), {unknown}") from error
     if "model" not in said:
@@ -74,11 +77,11 @@ def read(file: Path) -> dict:
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
-        name, here, there = f"{where}{key}", ours.get(key), theirs.get(key)
+        name, here, there = f"{where}{escaped(key)}", ours.get(key), theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
             yield from differences(here, there, f"{name}.")
         elif here != there:
-            yield name, f"{here!r} here, {there!r} there"
+            yield name, f"{shown(here, LONGEST)} here, {shown(there, LONGEST)} there"
 
 
 def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:

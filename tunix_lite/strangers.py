@@ -57,6 +57,22 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
         raise ValueError(f"{file} is not UTF-8 ({error})") from error
 
 
+def check_only_files(folder: Path) -> None:
+    """Raises ValueError, with the place, if anything below a folder is neither a file nor a folder.
+
+    Whoever reads a pipe or a device may wait for ever. Links to folders are refused, too, as they may lead anywhere.
+    """
+    for place, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(place, name)
+            try:
+                kind = path.stat().st_mode
+            except OSError:  # gone since, or a link to nowhere: whoever reads it says so
+                continue
+            if not stat.S_ISREG(kind) and (path.is_symlink() or not stat.S_ISDIR(kind)):
+                raise ValueError(f"{escaped(str(path.relative_to(folder)))} is not a file")
+
+
 def as_path(name: str | Path) -> Path:
     """The path that a setting says. Raises ValueError for one that cannot be: no such user, or too long."""
     try:

@@ -254,7 +254,7 @@ def _as_long_as_read(action: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-GOES_ON = "; the same command with hydra.run.dir=FOLDER goes on from its checkpoint"
+GOES_ON = "; if a checkpoint was saved, the same command with hydra.run.dir=FOLDER goes on from it"
 
 
 def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, interrupted: str = GOES_ON) -> None:

@@ -1,6 +1,5 @@
 """`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by sequence."""
 
-import dataclasses
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch
 
 SHOWN = 80  # characters of a text
+ARRAYS = ("tokens", "token_mask", "loss_weight", "advantages", "old_logprobs", "ref_logprobs")  # of a batch, unpacked
 MOST_BYTES = 2**32  # of a batch, unpacked: a small file can hold very many zeros
 
 
@@ -53,6 +53,8 @@ def replay(run: RunConfig, settings: Replay) -> None:
     others = "" if saw(folder, settings.skipped, step) else " (not those that saw them, which are not kept)"
     seed = program.run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
+    if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
+        raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
     logprobs_BT = scored(model, batch, run.learning_temperature, settings.batch_size)
     losses_B, found = judged(run.algorithm, batch, logprobs_BT)
     finite_B = np.isfinite(losses_B)
@@ -78,7 +80,10 @@ def read(folder: RunDir, settings: Replay) -> Batch:
             if (size := sum(entry.file_size for entry in packed.infolist())) > MOST_BYTES:
                 raise ValueError(f"it holds {size:,} bytes, and {MOST_BYTES:,} are the most that are read")
         with np.load(file) as arrays:  # no pickles: numpy refuses them unless it is asked for them
-            batch = Batch(**arrays)
+            found = {name: arrays[name] for name in arrays}
+        if unknown := sorted(found.keys() - ARRAYS):
+            raise ValueError(f"a batch has no {unknown[0]}")
+        batch = Batch(**found)
         _check_arrays(batch)
         return batch
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
@@ -93,14 +98,16 @@ def _in_words(error: Exception) -> str:
 
 def _check_arrays(batch: Batch) -> None:
     """Raises ValueError unless all arrays are numbers and of one shape, [B, T]."""
-    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    for name, value in arrays.items():
-        if value is None or type(value) is int:  # not in the file
-            continue
-        if value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf":
+    for name in ARRAYS:
+        value = getattr(batch, name)
+        if value is not None and (
+            value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf"
+        ):
             raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are")
     if batch.tokens.dtype.kind not in "iu" or not batch.tokens.size:
         raise ValueError(f"tokens are {batch.tokens.dtype} {list(batch.tokens.shape)}; they are whole numbers")
+    if batch.token_mask.dtype != bool:
+        raise ValueError(f"token_mask is {batch.token_mask.dtype}; it is true or false")
 
 
 def saw(folder: RunDir, skipped: int, step: int) -> bool:

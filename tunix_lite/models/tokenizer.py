@@ -1,6 +1,7 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
 import contextlib
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,7 @@ FILES = (
 )
 
 
+MOST_GROWTH = 1000  # of a text, by what tokenizer.json replaces in it; ten replacements by ten letters: 10^10
 PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing: no template and no tokenizer knows them
 
 
@@ -272,7 +274,23 @@ class TextStream:
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
-    return _of_the_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+    backend = _of_the_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+    for kind in ("normalizer", "decoder"):
+        part = getattr(backend, kind)
+        if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+            raise ValueError(f"{file}: the replacements of its {kind} can make a text {MOST_GROWTH:,} times as long")
+    return backend
+
+
+def _growth(part: dict) -> int:
+    """How many times as long a normalizer or a decoder, as the library writes it, can make a text by replacing."""
+    growth = 1
+    for inner in part.get("normalizers") or part.get("decoders") or ():
+        growth *= _growth(inner)
+    if part.get("type") == "Replace":
+        matches_nothing = not part["pattern"].get("String")  # an empty text, or a regular expression that takes one
+        growth *= max(1, len(part["content"]) + matches_nothing)
+    return growth
 
 
 def _of_the_library(act: Callable[[], Any], file: Path):

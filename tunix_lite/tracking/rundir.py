@@ -73,6 +73,8 @@ class RunDir:
         for file in (self.log, self.metrics, self.status, self.fingerprint, self.path / self.MODEL):
             if file.is_dir():
                 raise ValueError(f"{file} is a folder, and the run keeps a file of that name: move the folder away")
+            if file.exists() and not file.is_file():  # a pipe or a device: whoever reads it waits
+                raise ValueError(f"{file} is not a file, and the run keeps a file of that name: move it away")
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
                 raise ValueError(f"{folder} is a file, and the run keeps a folder of that name: move the file away")
@@ -205,7 +207,8 @@ class Status:
             said.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
         said.append((f"{self.steps} steps in {minutes(self.seconds)}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
-            said.append((f"stopped by {self.stopped}; the same command with {goes_on} goes on", ""))
+            what = f"with {goes_on} goes on" if self.steps else "begins anew, as no step was made"
+            said.append((f"stopped by {self.stopped}; the same command {what}", ""))
         return said
 
 
