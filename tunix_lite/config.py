@@ -64,7 +64,7 @@ class Training:
     mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
-    reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded before
+    reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
     sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
     memory_check: str = "stop"  # a run that does not fit into memory by its plan: stop, or warn and start all the same
     profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps

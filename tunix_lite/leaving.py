@@ -43,8 +43,9 @@ class Unfinished:
     def kept(self, stopping: Stopping) -> Iterator[None]:
         """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing has changed since.
 
-        A Leave goes on with the state it leaves and why. Any other error goes on as it is: nothing is saved after one
-        of the devices or of the disk, where saving may hang or fail, nor where other processes may not know of it.
+        Leave is raised again with the state and the reason attached; any other error is raised as it is. Nothing is
+        saved after an error of the devices or of the disk, where saving may hang or fail, nor after one that other
+        processes may not know of.
         """
         try:
             yield

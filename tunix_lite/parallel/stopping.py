@@ -93,8 +93,8 @@ class Stopping:
         self._said, self._heard = signal.Signals(number).name, time.monotonic()
 
     def _is_echo(self, number: int) -> bool:
-        """Whether a second signal is the first one once more: who ends a whole job signals us, and whoever started us,
-        who hands it on. Two Ctrl-C are those of a person, but from a launcher, which would kill instead."""
+        """Whether a second signal is the first one once more: a scheduler signals every process of a job, and
+        the launcher hands its signal on. Two Ctrl-C come from a person; a launcher that means it kills instead."""
         name, machines = signal.Signals(number).name, OF_MACHINES
         from_a_machine = name in machines or HEARTBEAT in os.environ
         is_same = name == self._said or (name in machines and self._said in machines)
