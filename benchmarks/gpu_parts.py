@@ -359,8 +359,12 @@ def bf16(setting: Setting) -> Iterator[dict]:
                     continue
                 gap = sampler_gap(cfg, params, rollout, packing, width, new, kernel)
                 name = f"slots={slots}, {kernel}, packing={packing}"
-                yield check(f"{name}: mean gap in nats", gap.mean(), 1e-5 if kernel == "xla" else 2e-2)
-                yield check(f"{name}: largest gap", gap.max(), 5e-3 if kernel == "xla" else 1.0, tokens=gap.size)
+                most = BF16_GAP.get(jax.default_backend(), (2e-2, 1.0))
+                yield check(f"{name}: mean gap in nats", gap.mean(), most[0])
+                yield check(f"{name}: largest gap", gap.max(), most[1], tokens=gap.size)
+
+
+BF16_GAP = {"cpu": (1e-5, 5e-3)}  # mean and maximum; elsewhere kernels sum in orders of their own (models/rounding.py)
 
 
 def padded(prompts: list[list[int]], width: int) -> Prompts:
