@@ -73,7 +73,7 @@ class RunDir:
         for file in (self.log, self.metrics, self.status, self.fingerprint, self.path / self.MODEL):
             if file.is_dir():
                 raise ValueError(f"{file} is a folder, and the run keeps a file of that name: move the folder away")
-            if file.exists() and not file.is_file():  # a pipe or a device: whoever reads it waits
+            if file.is_fifo() or file.is_socket():  # whoever reads it waits
                 raise ValueError(f"{file} is not a file, and the run keeps a file of that name: move it away")
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
