@@ -29,6 +29,7 @@ take_gpu_memory()
 import jax
 import jax.numpy as jnp
 import numpy as np
+from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
@@ -38,7 +39,6 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import Model
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.packing import RowShape, rows_needed_at_most
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
@@ -51,7 +51,6 @@ from tunix_lite.train import train
 from tunix_lite.types import Batch, Prompts, TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATIONS = 8
 NO_END = -1  # a token that is never drawn: completions take as many tokens as they are allowed
 
 
@@ -170,32 +169,6 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> dict:
         decoder.weights(cfg),
         is_leaf=weights.is_weight,
     )
-
-
-def made_up_batch(cfg: ModelConfig, sequences: int, prompt: int, new: int, ragged: bool = True) -> Batch:
-    """Groups that share a prompt; completions are full or, ragged, of any length from one to that."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, cfg.vocab_size, (sequences, prompt + new)).astype(np.int32)
-    group = min(GENERATIONS, sequences)
-    tokens[:, :prompt] = tokens[np.arange(sequences) // group * group, :prompt]
-    lengths = rng.integers(1, new + 1, sequences) if ragged else np.full(sequences, new)
-    mask = np.arange(prompt + new) < prompt + lengths[:, None]
-    counts = mask & (np.arange(prompt + new) >= prompt)
-    noise = rng.normal(size=tokens.shape).astype(np.float32)
-    weight = (counts / counts.sum()).astype(np.float32)
-    return Batch(tokens, mask, weight, advantages=noise, old_logprobs=noise * 0.1 - np.log(cfg.vocab_size))
-
-
-def rows_for(packing: str, sequences: int, prompt: int, new: int) -> Rows:
-    """All sequences at once: one a row, side by side, or a prompt and its group's completions in lanes."""
-    if packing == "none":
-        return Rows("none", 1, new)
-    if packing == "sequences":
-        width = prompt + new + (prompt + new) % 2
-        return Rows(packing, 1, None, RowShape(width), rows_needed_at_most(sequences, prompt + new, width))
-    group = min(GENERATIONS, sequences)
-    shape = RowShape(new + new % 2, group, prompt + prompt % 2)
-    return Rows(packing, 1, None, shape, -(-sequences // group))
 
 
 def loss_and_gradient(cfg: ModelConfig, params, batch: Batch, rows: Rows, dtype=jnp.float32, **scoring):

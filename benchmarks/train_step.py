@@ -21,6 +21,7 @@ keep_freed_memory()
 
 import jax
 import numpy as np
+from made_up import GENERATIONS, made_up_batch, packed_rows
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
@@ -29,7 +30,6 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.packing import rows_needed_at_most
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.throughput import Throughput
 from tunix_lite.policy import DTYPES, STORED, make_policy
@@ -37,33 +37,20 @@ from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 SMALL = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
-GENERATIONS = 8
-
-
-def made_up_batch(cfg: ModelConfig, sequences: int, prompt: int, new: int, ragged: bool) -> Batch:
-    """Groups of a prompt; completions are full, or of any length from one to that."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, cfg.vocab_size, (sequences, prompt + new)).astype(np.int32)
-    tokens[:, :prompt] = tokens[np.arange(sequences) // GENERATIONS * GENERATIONS, :prompt]
-    lengths = rng.integers(1, new + 1, sequences) if ragged else np.full(sequences, new)
-    mask = np.arange(prompt + new) < prompt + lengths[:, None]
-    counts = mask & (np.arange(prompt + new) >= prompt)
-    noise = rng.normal(size=tokens.shape).astype(np.float32)
-    weight = (counts / counts.sum()).astype(np.float32)
-    return Batch(tokens, mask, weight, advantages=noise, old_logprobs=noise * 0.1 - np.log(cfg.vocab_size))
 
 
 class Arm:
     """One way to do the update, compiled."""
 
-    def __init__(self, name: str, cfg: ModelConfig, batch: Batch, micro_batches: int, mesh):
+    def __init__(self, name: str, cfg: ModelConfig, batch: Batch, lengths: tuple[int, int], micro_batches: int, mesh):
+        """lengths: tokens of a prompt and of a completion, at most."""
         self.name = name
+        prompt, new = lengths
         precision, remat, asked, packing = [*name.split(":"), *("auto", "none")[len(name.split(":")) - 2 :]]
-        rows, width = Rows("none", micro_batches), batch.tokens.shape[1]
+        rows, width = Rows("none", micro_batches), prompt + new
         if packing != "none":
-            shards = mesh.shape["fsdp"]
-            most = rows_needed_at_most(len(batch.tokens), width, width)
-            rows = Rows(packing, -(-most // shards), width=width, rows_per_part=1)
+            shape, count = packed_rows(packing, len(batch.tokens), prompt, new)
+            rows, width = Rows(packing, -(-count // mesh.shape["fsdp"]), None, shape, 1), shape.width
         platform, dtype = mesh.devices.flat[0].platform, DTYPES[precision]
         chosen = attention.choose(asked, cfg, platform, dtype, width, packing == "prefix")
         self.attention = ": ".join(chosen)
@@ -103,7 +90,7 @@ def main() -> None:
     mesh = make_mesh(((args.fsdp, args.tp), ("fsdp", "tp")), jax.devices()[: args.fsdp * args.tp])
     jax.set_mesh(mesh)
     batch = made_up_batch(cfg, args.sequences, args.prompt, args.new, args.ragged)
-    arms = [Arm(name, cfg, batch, args.micro_batches, mesh) for name in args.arms]
+    arms = [Arm(name, cfg, batch, (args.prompt, args.new), args.micro_batches, mesh) for name in args.arms]
     for turn in range(args.repeats + 1):
         for arm in arms:
             arm.turn()

@@ -34,7 +34,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
     "tracking": {"plain_text", "strangers", "tracking", "types"},
     "packing.py": {"types"},
     "micro_batches.py": {"packing", "parallel", "types"},
-    "step.py": {"micro_batches", "models.lora", "optim", "parallel", "types"},
+    "step.py": {"micro_batches", "models.lora", "optim", "parallel"},
     "batching.py": {"config", "micro_batches", "packing"},
     "policy.py": {"micro_batches", "models", "parallel", "types"},
     "planning": {

@@ -87,8 +87,8 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
     with at("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
-    found = task, resume_from, reference, differs, data, damaged
-    return Parts(model, mesh, batch, rows, attention, *found)
+    found = {"reference": reference, "differs": differs, "data": data, "damaged": damaged}
+    return Parts(model, mesh, batch, rows, attention, task, resume_from, **found)
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
