@@ -1,5 +1,6 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
+import importlib.util
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -11,13 +12,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The second flag is one
-# that a later XLA may not know, and then it would not start.
+# that a later XLA may not know, and then it would not start; libtpu, which -m aot needs, does not know it.
+KNOWS_EMITTERS = version("jaxlib").startswith("0.10.") and importlib.util.find_spec("libtpu") is None
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={os.environ.get('TUNIX_LITE_TEST_DEVICES', 4)}",
         "--xla_backend_optimization_level=0",
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
+        *(["--xla_cpu_use_fusion_emitters=false"] if KNOWS_EMITTERS else []),
     ]
 )
 import jax

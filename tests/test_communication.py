@@ -27,7 +27,15 @@ LAYER = 2 * (512 * 8 * 128 * 2 + 512 * 4 * 128 * 2 + 3 * 512 * 2048)  # bytes of
 TABLE = 2 * 4096 * 512
 
 
-def compiled_for(target: str, fsdp: int, tp: int, remat: str, reduce_dtype: str = "float32", stored: str = "bfloat16"):
+def compiled_for(
+    target: str,
+    fsdp: int,
+    tp: int,
+    remat: str,
+    reduce_dtype: str = "float32",
+    stored: str = "bfloat16",
+    tp_reduce_dtype: str = "float32",
+):
     """The update in bfloat16, compiled for four devices that are not there: its collectives."""
     found = find_target(target)
     if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
@@ -47,6 +55,7 @@ def compiled_for(target: str, fsdp: int, tp: int, remat: str, reduce_dtype: str 
         ints = {name: rows(jnp.int32) for name in ("tokens", "segment_ids", "positions")}
         batch = Batch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
         scoring = {"rows": Rows(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
+        scoring["tp_reduce_dtype"] = jnp.dtype(tp_reduce_dtype)
         policy = make_policy(CFG, None, 1.0, jnp.bfloat16, **scoring)
         arguments = state, None, batch
         program = make_train_step(policy, GRPO(), optimizer).program(*arguments).lower(*arguments).compile()
@@ -94,14 +103,15 @@ def test_over_fsdp_each_weight_is_gathered_layer_by_layer_and_each_gradient_redu
 
 @pytest.mark.aot
 @pytest.mark.parametrize("target", ["v5e-4", "h100x4"])
-@pytest.mark.parametrize("remat, forward", [("dots", 2), ("block", 4)])
-def test_over_tp_a_layer_sums_twice_each_way(target, remat, forward):
-    """After attention and after the feed-forward, in float32, and in the backward pass before them, in bfloat16;
-    remat=block makes the forward pass again, with both of its sums. Nothing else in the loop over layers goes over
-    tp."""
-    update = compiled_for(target, 1, 4, remat)
+@pytest.mark.parametrize("tp_reduce_dtype, width", [("float32", 2), ("bfloat16", 1)])
+@pytest.mark.parametrize("remat, forward", [("dots", 1), ("block", 2)])
+def test_over_tp_a_layer_sums_twice_each_way(target, remat, forward, tp_reduce_dtype, width):
+    """After attention and after the feed-forward, in training.tp_reduce_dtype, and in the backward pass before them, in
+    bfloat16; remat=block makes the forward pass again, with both of its sums. Nothing else in the loop over layers goes
+    over tp."""
+    update = compiled_for(target, 1, 4, remat, tp_reduce_dtype=tp_reduce_dtype)
     residual = 2 * SEQUENCES * WIDTH * CFG.embed_dim  # bytes, in bfloat16
     summed = total(update.found, ("all-reduce",), "tp", in_loop=True)
     halves = total(update.found, ("reduce-scatter", "all-gather"), "tp", in_loop=True) / 2
-    assert summed + halves == (2 * forward + 2) * CFG.num_layers * residual
+    assert summed + halves == (2 * width * forward + 2) * CFG.num_layers * residual
     assert update.memory.alias_size_in_bytes > 0.95 * update.memory.output_size_in_bytes

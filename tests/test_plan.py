@@ -295,6 +295,9 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     assert speed.gradient_bytes(case_of(cfg, ["training.mixed_precision=bf16_params"])) == gradients
     narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
     assert speed.gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
+    rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
+    rounded = plan.put_together(machine(GiB, 4, hardware), replace(rounded, weights="gathered"), {}).phases[-1].bound
+    assert update.sent_bytes - rounded.sent_bytes == 2 * 3 * (88 * 16) * 2  # forward in bfloat16, too
     # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
     assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
     assert found.step_seconds == rollout.seconds + update.seconds

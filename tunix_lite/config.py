@@ -48,6 +48,7 @@ CHOICES = {  # settings of Training that name one of a few
     "attention": ("auto", *IMPLEMENTATIONS),
     "memory_check": ("stop", "warn"),
     "reduce_dtype": ("float32", "bfloat16"),
+    "tp_reduce_dtype": ("float32", "bfloat16"),
 }
 
 
@@ -65,6 +66,7 @@ class Training:
     remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
     reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
+    tp_reduce_dtype: str = "float32"  # what a layer's output is summed over tp in; bfloat16: half the bytes, less exact
     sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
     memory_check: str = "stop"  # a run that does not fit into memory by its plan: stop, or warn and start all the same
     profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
@@ -92,10 +94,12 @@ class Training:
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
                 "micro_batch_size or gradient_accumulation_steps"
             )
-        if self.reduce_dtype == "bfloat16" and self.mixed_precision == "fp32":
-            raise ValueError(
-                "reduce_dtype=bfloat16: mixed_precision=fp32 computes gradients in float32; take bf16 or leave it"
-            )
+        for name in ("reduce_dtype", "tp_reduce_dtype"):
+            if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
+                raise ValueError(
+                    f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set mixed_precision=bf16, or leave "
+                    f"{name} at float32"
+                )
         if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
             raise ValueError(
                 f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what a shard sums is "

@@ -55,9 +55,9 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
 
 
 def _reduced(run: RunConfig) -> dict:
-    """Only where it is not what a run has that says nothing: earlier versions had no such setting."""
-    chosen = run.training.reduce_dtype
-    return {} if chosen == "float32" else {"reduce_dtype": chosen}
+    """Only what differs from the default: earlier versions had no such settings."""
+    chosen = {name: getattr(run.training, name) for name in ("reduce_dtype", "tp_reduce_dtype")}
+    return {name: dtype for name, dtype in chosen.items() if dtype != "float32"}
 
 
 def read(file: Path) -> dict:

@@ -41,8 +41,8 @@ def make_policy(
 ) -> Policy:
     """A decoder as a Policy. `reference` are the frozen params of the KL term, or None.
 
-    rows: how sequences are laid out; scoring: `remat`, `attend` and `reduce_dtype` as decoder.forward takes
-    them.
+    rows: how sequences are laid out; scoring: `remat`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as
+    decoder.forward takes them.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     if reference is None:

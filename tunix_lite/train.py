@@ -262,9 +262,10 @@ def initial_state(
     console.say(f"sampling: {slots} slots, {why}")
     rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
     ends = tokenizer.eos_ids, tokenizer.pad_id
-    generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer)
+    tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
+    generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer, tp_reduce_dtype)
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
-    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
+    scoring |= {"reduce_dtype": jnp.dtype(run.training.reduce_dtype), "tp_reduce_dtype": tp_reduce_dtype}
     policy = make_policy(model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring)
     return state, frozen, policy, rollout, skipped
 

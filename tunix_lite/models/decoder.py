@@ -191,11 +191,13 @@ def forward(
     remat="none",
     attend=attention.xla,
     reduce_dtype=jnp.float32,
+    tp_reduce_dtype=jnp.float32,
 ):
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either side.
 
     remat: what the backward pass finds kept, a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype:
-    what the gradients of the layers are summed in over the mesh, as weights.at_work takes it.
+    what the gradients of the layers are summed in over the mesh, as weights.at_work takes it. tp_reduce_dtype: what
+    the two sums of a layer over tp are taken in, as weights.project takes it.
     """
     angles = all_angles(cfg, sight.positions)
     declared = layer_weights(cfg)
@@ -207,7 +209,7 @@ def forward(
         is_local = bool(are_local[0]) if of_one_kind else is_local  # known while compiling, where all are alike
         w = {name: at_work(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()}
         see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
-        return block(x_BTD, w, cfg, of_kind(angles, is_local), see)
+        return block(x_BTD, w, cfg, of_kind(angles, is_local), see, tp_reduce_dtype)
 
     # prevent_cse is for code outside of loops, where the compiler could undo the repetition
     layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
@@ -244,17 +246,19 @@ REMAT = {
 }
 
 
-def forward_by_layer(layered, cfg: ModelConfig, tokens_BT, positions_BT, see) -> tuple[jax.Array, list]:
+def forward_by_layer(
+    layered, cfg: ModelConfig, tokens_BT, positions_BT, see, tp_reduce_dtype=jnp.float32
+) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`: from `per_layer`.
 
     see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what the tokens see:
-    a cache of earlier keys and values is its business.
+    a cache of earlier keys and values is its business. tp_reduce_dtype: as `forward` takes it.
     """
     angles = all_angles(cfg, positions_BT)
     x_BTD = embed(layered, cfg, tokens_BT, layered["embed"].dtype)
     kept = []
     for layer, (w, kind) in enumerate(zip(layered["layers"], cfg.kinds)):
-        x_BTD, of_layer = block(x_BTD, w, cfg, angles[kind], partial(see, layer))
+        x_BTD, of_layer = block(x_BTD, w, cfg, angles[kind], partial(see, layer), tp_reduce_dtype)
         kept.append(of_layer)
     return norm(x_BTD, layered["final_norm"], cfg), kept
 
@@ -308,19 +312,21 @@ def softcap(scores, cap: float | None):
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def block(x_BTD, w, cfg: ModelConfig, angles, see):
+def block(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
     """One layer, and what `see(q, k, v)` keeps of it."""
-    attended_BTD, kept = attention_part(move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE), w, cfg, angles, see)
+    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE)
+    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, see, tp_reduce_dtype)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
-    fed_BTD = gated_mlp(move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, WHOLE), w, cfg)
+    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, WHOLE)
+    fed_BTD = gated_mlp(normed_BTD, w, cfg, tp_reduce_dtype)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
-def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
+def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -334,17 +340,17 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see):
     q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH)))
     out_BTNH, kept = see(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
-    return constrain(project(out_BTNH, w["o"], inputs=2), *RESIDUAL), kept
+    return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
 
 
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
 
 
-def gated_mlp(x_BTD, w, cfg: ModelConfig):
+def gated_mlp(x_BTD, w, cfg: ModelConfig, tp_reduce_dtype=jnp.float32):
     gate_BTF = ACTIVATIONS[cfg.activation](wide(project(x_BTD, w["gate"])))
     hidden_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    return constrain(project(hidden_BTF, w["down"]), *RESIDUAL)
+    return constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
 
 
 def norm(x, scale, cfg: ModelConfig):

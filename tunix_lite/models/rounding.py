@@ -47,27 +47,33 @@ def added(x, y):
     return stored(wide(x) + wide(y), x.dtype)
 
 
-def product(multiply, x, y, on_cpu=None):
+def product(multiply, x, y, on_cpu=None, sum_dtype=jnp.float32):
     """multiply(x, y) of two arrays of one dtype: summed in float32, and rounded once. multiply: matmul, or an einsum.
 
-    on_cpu: what computes the same there, if not multiply. The backward pass is that of multiply as it stands: what
-    rounds there has no counterpart to agree with.
+    on_cpu: what computes the same there, if not multiply. sum_dtype: bfloat16 rounds the part of each shard, too, so
+    that parts travel between devices in half the bytes. The backward pass is that of multiply as it stands: what rounds
+    there has no counterpart to agree with.
     """
-    return _product(multiply, on_cpu or multiply, x, y) if is_rounded(x.dtype) else multiply(x, y)
+    if not is_rounded(x.dtype):
+        return multiply(x, y)
+    return _product(multiply, on_cpu or multiply, jnp.promote_types(sum_dtype, x.dtype), x, y)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(multiply, on_cpu, x, y):
-    summed = partial(multiply, preferred_element_type=at_least_float32(x.dtype))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(multiply, on_cpu, sum_dtype, x, y):
+    summed = partial(multiply, preferred_element_type=sum_dtype)
+    if sum_dtype == x.dtype:
+        # Rounded here once more: where one device has the whole sum, XLA may drop the product's own rounding.
+        return stored(wide(summed(x, y)), x.dtype)
     if on_cpu is multiply:
         return stored(summed(x, y), x.dtype)
-    summed_on_cpu = partial(on_cpu, preferred_element_type=at_least_float32(x.dtype))
+    summed_on_cpu = partial(on_cpu, preferred_element_type=sum_dtype)
     return stored(jax.lax.platform_dependent(x, y, cpu=summed_on_cpu, default=summed), x.dtype)
 
 
 _product.defvjp(
-    lambda multiply, on_cpu, x, y: (_product(multiply, on_cpu, x, y), (x, y)),
-    lambda multiply, on_cpu, kept, slope: jax.vjp(multiply, *kept)[1](slope),
+    lambda multiply, on_cpu, sum_dtype, x, y: (_product(multiply, on_cpu, sum_dtype, x, y), (x, y)),
+    lambda multiply, on_cpu, sum_dtype, kept, slope: jax.vjp(multiply, *kept)[1](slope),
 )
 
 

@@ -152,25 +152,27 @@ def in_blocks(values, scales_shape: tuple[int, ...], inputs: int):
     return values.reshape(*values.shape[:dim], scales_shape[dim], -1, *values.shape[inputs:])
 
 
-def project(x, weight, inputs: int = 1):
+def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
     """Contract the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype.
 
+    sum_dtype: what the parts of shards that divide these dims are summed in, as rounding.product takes it.
     Written as a product of two matrices: of a contraction over more dims, XLA's CPU backend makes a gradient with
     transposed copies that takes twice as long.
     """
     if isinstance(weight, Lora):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
-        adapted = project(project(seen, weight.a, inputs), weight.b)
+        adapted = project(project(seen, weight.a, inputs, sum_dtype), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
-        return added(project(x, weight.base, inputs), scaled)
+        return added(project(x, weight.base, inputs, sum_dtype), scaled)
     if isinstance(weight, AtWork):
         way = Way(weight.axes, inputs, weight.trained.dtype)
-        return _with_slope_of(way, project(x, weight.used, inputs), x, weight.trained)
+        return _with_slope_of(way, project(x, weight.used, inputs, sum_dtype), x, weight.trained)
     weight = dense(weight, inputs, x.dtype)
     batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
     matrix = weight.reshape(rows.shape[1], -1)
-    outcome = by_rows(lambda rows: product(jnp.matmul, rows, matrix), rows, 0, parts_of("batch"))
+    multiplied = lambda rows: product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)  # noqa: E731
+    outcome = by_rows(multiplied, rows, 0, parts_of("batch"))
     outcome = checkpoint_name(outcome, "product")  # see decoder.REMAT
     return outcome.reshape(*batch, *outputs)
 

@@ -193,6 +193,7 @@ def policy_of(case: Case) -> Policy:
     run = case.run
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
     scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
+    scoring["tp_reduce_dtype"] = jnp.dtype(run.training.tp_reduce_dtype)
     return make_policy(case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring)
 
 
@@ -218,7 +219,8 @@ def _sampling(case: Case, shapes: Shapes):
     run = case.run
     chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
     int8 = run.rollout.cache == "int8"
-    programs = make_programs(case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8)
+    tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
+    programs = make_programs(case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype)
     acting = shapes.acting(case)
     places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered, places) if case.weights == "gathered" else places

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.rounding import at_least_float32
 from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.case import Case, shelf
@@ -112,9 +111,10 @@ def gradient_bytes(case: Case) -> int:
 def _streams(case: Case, tokens: float, is_forward: bool = True) -> float:
     """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a layer.
 
-    Forward they are summed in float32 and rounded then (models.rounding.product), backward in the compute dtype.
+    Forward they are summed in training.tp_reduce_dtype (models.rounding.product), backward in the compute dtype.
     """
-    dtype = at_least_float32(case.dtype) if is_forward else case.dtype
+    summed_in = jnp.promote_types(case.run.training.tp_reduce_dtype, case.dtype)
+    dtype = summed_in if is_forward else case.dtype
     return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(dtype).itemsize
 
 

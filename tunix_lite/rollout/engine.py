@@ -31,6 +31,7 @@ def make_sampler(
     pad_id: int,
     dtype=jnp.float32,
     rollout: RolloutConfig | None = None,
+    tp_reduce_dtype=jnp.float32,
 ) -> Callable:
     """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
     tokenizer=None).
@@ -39,13 +40,15 @@ def make_sampler(
     the end. prompts: token ids of each; limits: tokens of each completion, [P * G], up to max_new_tokens, the default.
     The same key, prompt index (of `indices`, or its place in the list), generation and position draw the same token,
     whatever the mesh, the number of slots, the chunk, or the order and number of other requests. `tokenizer` is needed
-    for generation.stop, and otherwise only makes messages readable.
+    for generation.stop, and otherwise only makes messages readable. tp_reduce_dtype: as decoder.forward takes it.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     chunk = min(rollout.chunk, generation.max_new_tokens)
     ends = {token: "stop" for token in generation.stop_token_ids} | {token: "eos" for token in eos_ids}
-    programs = make_programs(cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8")
+    programs = make_programs(
+        cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8", tp_reduce_dtype
+    )
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     widths = prompt_widths(generation.max_prompt_length)
 
@@ -89,6 +92,7 @@ def make_generate(
     dtype=jnp.float32,
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
+    tp_reduce_dtype=jnp.float32,
 ) -> Callable:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None, on_finished=None,
     between_chunks=None)
@@ -97,7 +101,7 @@ def make_generate(
     a completion has ended, while others still decode; between_chunks() after each chunk, of which all processes run
     the same: what it raises ends the rollout. The rest is as in `make_sampler`.
     """
-    sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout)
+    sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
     width, new = generation.max_prompt_length, generation.max_new_tokens
 
     def generate(

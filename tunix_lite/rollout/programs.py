@@ -103,8 +103,21 @@ def at_home(state, rows_axis: str):
     return placed
 
 
-def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int, dtype, chunk: int, int8: bool):
-    """The programs that sample from a decoder. `end_ids` end a completion and are part of it."""
+def make_programs(
+    cfg: ModelConfig,
+    generation: Generation,
+    end_ids,
+    pad_id: int,
+    dtype,
+    chunk: int,
+    int8: bool,
+    tp_reduce_dtype=jnp.float32,
+) -> Programs:
+    """The programs that sample from a decoder. `end_ids` end a completion and are part of it.
+
+    tp_reduce_dtype: as decoder.forward takes it.
+    """
+    forward = partial(decoder.forward_by_layer, tp_reduce_dtype=tp_reduce_dtype)
     prompt, length = generation.max_prompt_length, generation.max_prompt_length + generation.max_new_tokens
     penalises, vocabulary = generation.repetition_penalty != 1, np.arange(cfg.vocab_size)
     compiles = Counter()
@@ -159,7 +172,7 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
             kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
             return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
 
-        hidden_MTD, kept = decoder.forward_by_layer(layered, cfg, tokens_MT, sight.positions, see)
+        hidden_MTD, kept = forward(layered, cfg, tokens_MT, sight.positions, see)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
         if penalises:
             in_it_MV = jnp.zeros((M, cfg.vocab_size), bool).at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
@@ -227,7 +240,7 @@ def make_programs(cfg: ModelConfig, generation: Generation, end_ids, pad_id: int
                 seen, mask_B1C = jax.lax.platform_dependent(*ring, cpu=kv_cache.by_position, default=lambda *x: x[:2])
             return attention.attend(cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales), kv
 
-        hidden_B1D, cache = decoder.forward_by_layer(layered, cfg, token_B[:, None], newest_B[:, None], see)
+        hidden_B1D, cache = forward(layered, cfg, token_B[:, None], newest_B[:, None], see)
         drawn_B = slots.drawn + is_live_B
         is_last_B = jnp.isin(token_B, jnp.asarray(end_ids, jnp.int32)) | (drawn_B >= slots.limits)
         after = slots.replace(
