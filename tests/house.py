@@ -2,16 +2,17 @@
 
     python tests/house.py           this checkout
     python tests/house.py FOLDER    another one, such as an older state of the code
+    python tests/house.py --parts   also what each function of the two paths comes to, each unannotated parameter ...
 
 Everything is counted in the syntax tree and in Python's own tokens, so breaking a line or moving a function to another
 file improves none of the figures in tokens. The printed table shows beside today's figures those of the review of
 November 2026, which were counted in the same way. This file only measures: a limit belongs into test_architecture.py.
 """
 
+import argparse
 import ast
 import functools
 import io
-import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -342,11 +343,37 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     yield "honest path: files", "16", "<= 12", f"{honest.files}"
 
 
+def parts(root: Path) -> Iterator[str]:
+    """What the figures of the table are made of, in lines to print."""
+    for title, path in (("strict path", STRICT_PATH), ("the rest of the honest path", HONEST_PATH[len(STRICT_PATH) :])):
+        yield f"\n{title}: lines, tokens"
+        for file, name in path:
+            size = path_size([(file, name)], root)
+            yield f"{size.lines:6} {size.tokens:6,}  {file} {name}"
+    sources = package(root)
+    for title, places in (
+        ("tuple-packed assignments", packed_assignments(sources)[0]),
+        ("public parameters without a type", unannotated_parameters(sources)[0]),
+        (f"lines over {LONG_LINE} columns", long_lines(sources)[0]),
+    ):
+        yield f"\n{title}"
+        yield from (place.removeprefix(f"{root}/") for place in places)
+    yield "\npublic names with several homes"
+    for name, files in sorted(names_with_several_homes(sources).items()):
+        yield f"{name}: {', '.join(file.relative_to(root).as_posix() for file in files)}"
+
+
 def main() -> None:
-    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT, help="a checkout")
+    parser.add_argument("--parts", action="store_true", help="list what the figures are made of")
+    given = parser.parse_args()
+    root = given.folder.resolve()
     rows = [("measure", "review", "target", "now"), *table(root)]
     for measure, review, target, now in rows:
         print(f"{measure:34} {review:>8} {target:>9}  {now}")
+    if given.parts:
+        print("\n".join(parts(root)))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -104,7 +106,9 @@ MASKS = [
     (r"eta [^|]*\| ", ""),  # what is left, by the pace until now
     (r"\d+\.\d\d s/step", "<seconds> s/step"),
     (r"(\d+ steps?) in (\d+h ?)?(\d+m ?)?\d*(\.\d+)?s?;", r"\1 in <seconds>;"),  # the last line
-    (r"[\d,.]+ ([KMGT]i?B) (free|a device)", r"<bytes> \1 \2"),  # the memory of this machine
+    (r"[\d,.]+ ([KMGT]i?B) (free|a device|each)", r"<bytes> \1 \2"),  # the memory of this machine
+    (r" of [\d,.]+, \d+%", " of <bytes>, <share>"),  # the same in plan.md
+    (r"(?m)^(\| \w+ (\| [\d.]+ ){4}\| )\d+ \|$", r"\1<seconds> |"),  # plan.md: how long a program compiled
     (r"(?m)^.*is connected to \d+ peer ranks.*\n", ""),  # Gloo's, of any process in any log at any time
     (r"\(recorded_runs\.py, line \d+\)", "(recorded_runs.py, line <line>)"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:<port>"),
@@ -112,11 +116,12 @@ MASKS = [
     (r"(?m)^[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ", "<absl> "),  # lines of XLA: level, date, thread
 ]
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
-OF_THE_MACHINE = {"seconds", "capacity_bytes"}  # keys of the JSON files in a run folder
+OF_THE_MACHINE = {"seconds", "compile_seconds", "capacity_bytes"}  # keys of the JSON files in a run folder
 FILE_NAMES = [  # parts of file names that are another one each time
     (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
     (r"/d/[0-9a-f]{32}$", "/d/<hash>"),  # orbax
 ]
+READING = threading.Lock()  # orbax reads one checkpoint at a time
 NOT_READ = (".hydra/hydra.yaml", "digests.json")  # Hydra's own; digests of files that hold random names
 
 
@@ -245,7 +250,8 @@ def checkpoint_of(folder: Path) -> dict | None:
     if not steps:
         return None
     last = max(steps, key=lambda path: int(path.name))
-    arrays = read_arrays(last / "default")
+    with READING:
+        arrays = read_arrays(last / "default")
     parts = {}
     for name in arrays:
         part = re.match(r"\W*(\w+)", name)[1]
@@ -417,15 +423,20 @@ def different_results(one: dict, other: dict) -> Iterator[str]:
 # ---- the program
 
 
-def record(out: Path, only: list[str], keep: Path | None) -> int:
+def timed(name: str, folder: Path) -> dict:
+    """The record of a run. Prints how long it took."""
+    began = time.monotonic()
+    run = recorded(RUNS[name], folder)
+    print(f"{name}: exit codes {run['exit_codes']}, {time.monotonic() - began:.0f} s", flush=True)
+    return run
+
+
+def record(out: Path, only: list[str], keep: Path | None, jobs: int) -> int:
     """Makes the runs and writes the record. 1 if a run failed that should not, or the other way round."""
-    runs = {}
-    with tempfile.TemporaryDirectory() as temporary:
+    names = only or list(RUNS)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         place = (keep or Path(temporary)).resolve()
-        for name in only or RUNS:
-            began = time.monotonic()
-            runs[name] = recorded(RUNS[name], place / name / "run")
-            print(f"{name}: exit codes {runs[name]['exit_codes']}, {time.monotonic() - began:.0f} s", flush=True)
+        runs = dict(zip(names, pool.map(lambda name: timed(name, place / name / "run"), names), strict=True))
     made_with = {name: version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")}
     made_with |= {"python": platform.python_version(), "XLA_FLAGS": fixed_environment()["XLA_FLAGS"]}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -490,6 +501,7 @@ def main() -> int:
     recording.add_argument("--out", type=Path, required=True)
     recording.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME", help=", ".join(RUNS))
     recording.add_argument("--keep", type=Path, help="keep the run folders in this one, which must not exist")
+    recording.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     comparing = programs.add_parser("compare", help="print what differs between two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
@@ -504,7 +516,7 @@ def main() -> int:
     if given.program == "record":
         if given.keep and given.keep.exists():
             parser.error(f"--keep: {given.keep} exists")
-        return record(given.out, given.only, given.keep)
+        return record(given.out, given.only, given.keep, given.jobs)
     if given.program == "compare":
         return compare(given.before, given.after, {p for p in ("contents", "messages") if vars(given)[p] == "show"})
     return resume_old(given.folder.resolve(), given.twin.resolve())
