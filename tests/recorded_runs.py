@@ -448,16 +448,19 @@ def record(out: Path, only: list[str], keep: Path | None, jobs: int) -> int:
     return 1 if broken else 0
 
 
-def compare(before: Path, after: Path, show_only: set[str]) -> int:
-    """Prints what differs. 1 if anything does; what is in `show_only` is printed and does not count."""
+def compare(before: Path, after: Path, show_only: set[str], only: list[str]) -> int:
+    """Prints what differs. 1 if anything does; what is in `show_only` is printed and does not count.
+
+    only: the runs to compare; []: all, and then both records must have the same runs.
+    """
     one, other = (json.loads(path.read_text()) for path in (before, after))
     if one["made_with"] != other["made_with"]:
         print(f"warning: made with {one['made_with']}, now {other['made_with']}")
-    names = one["runs"].keys() | other["runs"].keys()
+    names = set(only) or one["runs"].keys() | other["runs"].keys()
     failed = False
     for name in [name for name in RUNS if name in names] + sorted(names - RUNS.keys()):
         if name not in one["runs"] or name not in other["runs"]:
-            print(f"{name}: is in {(before if name in one['runs'] else after).name} only")
+            print(f"{name}: is not in both records")
             failed = True
             continue
         found = differences(one["runs"][name], other["runs"][name])
@@ -505,6 +508,7 @@ def main() -> int:
     comparing = programs.add_parser("compare", help="print what differs between two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
+    comparing.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME")
     for part in ("contents", "messages"):
         text = f"show: differing {part} are listed and do not count"
         comparing.add_argument(f"--{part}", choices=["fail", "show"], default="fail", help=text)
@@ -518,7 +522,8 @@ def main() -> int:
             parser.error(f"--keep: {given.keep} exists")
         return record(given.out, given.only, given.keep, given.jobs)
     if given.program == "compare":
-        return compare(given.before, given.after, {p for p in ("contents", "messages") if vars(given)[p] == "show"})
+        show_only = {part for part in ("contents", "messages") if vars(given)[part] == "show"}
+        return compare(given.before, given.after, show_only, given.only)
     return resume_old(given.folder.resolve(), given.twin.resolve())
 
 

@@ -30,7 +30,7 @@ def changed(*path, to):
 def compared(tmp_path: Path, run: dict, shown: set[str] = frozenset()) -> int:
     for name, each in (("before", RUN), ("after", run)):
         (tmp_path / name).write_text(json.dumps({"made_with": {}, "runs": {"sft": each}}))
-    return recorded_runs.compare(tmp_path / "before", tmp_path / "after", shown)
+    return recorded_runs.compare(tmp_path / "before", tmp_path / "after", shown, [])
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,12 @@ def test_a_digest_sees_each_bit_the_type_and_the_name():
         {"c" if name == "b" else name: array for name, array in arrays.items()},
     ]
     assert digest not in [recorded_runs.digest_of(other) for other in others]
+
+
+def test_a_run_that_one_record_lacks_is_a_difference_unless_others_are_asked_for(tmp_path, capsys):
+    for name, runs in (("before", {"sft": RUN, "grpo_2x2": RUN}), ("after", {"sft": RUN})):
+        (tmp_path / name).write_text(json.dumps({"made_with": {}, "runs": runs}))
+    files = tmp_path / "before", tmp_path / "after"
+    assert recorded_runs.compare(*files, set(), []) == 1
+    assert "grpo_2x2: is not in both records" in capsys.readouterr().out
+    assert recorded_runs.compare(*files, set(), ["sft"]) == 0
