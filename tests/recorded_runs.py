@@ -1,0 +1,531 @@
+"""Records what whole training runs leave, so that two states of the code can be compared.
+
+    python tests/recorded_runs.py record --out before.json          all runs, some 5 minutes on two cores
+    python tests/recorded_runs.py record --out sft.json --only sft  some of them
+    python tests/recorded_runs.py compare before.json after.json    lists what differs, and then exits with 1
+    python tests/recorded_runs.py resume-old FOLDER TWIN            goes on from a checkpoint of older code
+
+Record before a change that must change nothing, record after it, and compare. Each run is a process of its own, started
+as a user starts it: `run_training.py` or the launcher. The script imports nothing of the package, so that modules may
+move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, a
+SHA-256 digest over the arrays of the last checkpoint, the names and the contents of the files in the run folder, and
+the messages. MASKS below says which parts of a text count as clock or machine.
+
+The checkpoint for `resume-old` is the folder `killed_and_resumed.killed` that `record --keep FOLDER` leaves: kill -9
+ended that run after step 4 of 6, with a checkpoint of step 3. TWIN is the folder of its undisturbed twin, `grpo_2x2`.
+"""
+
+import argparse
+import difflib
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HELD_FOLDER = "RECORDED_RUNS_HELD_FOLDER"  # environment variables that the two rewards below read
+FAILING_FOLDER = "RECORDED_RUNS_FAILING_FOLDER"
+LIMIT = 300  # seconds until a run must have ended
+DEVICES = 4  # of all processes of a run together
+STEPS = 6
+SAVED_BEFORE_KILL = 3  # the step of the checkpoint that a killed run goes on from
+DONE_BEFORE_KILL = 4  # the last step that it logs before it is killed
+
+BASE = (
+    f"training.max_steps={STEPS}",
+    f"training.save_interval_steps={SAVED_BEFORE_KILL}",
+    "training.prompts_per_step=4",
+    "algorithm.num_generations=4",
+    "generation.max_new_tokens=8",
+    "evaluation.num_examples=8",
+    "evaluation.interval_steps=3",
+    "tracking.samples_interval_steps=3",
+    "optimizer.learning_rate=1e-3",
+    "rewards.timeout=120",  # a loaded machine must not turn a slow call into a failed one
+    # Groups must disagree, or nothing would be learned.
+    "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",
+    "+task.rewards.held={fn: {_target_: recorded_runs.held}, weight: 0.0}",
+)
+MESH_4X1 = "model.mesh_shape=[[4,1],[fsdp,tp]]"
+MESH_2X2 = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+SFT = (*(setting for setting in BASE if not setting.startswith("algorithm.")), "generation.max_new_tokens=64")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run to record. `kill`: end it with kill -9 after DONE_BEFORE_KILL steps, then start the same command again."""
+
+    settings: tuple[str, ...]
+    processes: int = 1
+    kill: bool = False
+    fails: bool = False  # its exit code must not be 0
+
+
+RUNS = {
+    "grpo_4x1": Run((*BASE, MESH_4X1)),
+    "grpo_2x2": Run((*BASE, MESH_2X2)),
+    "sft": Run((*SFT, "algorithm=sft", MESH_2X2)),
+    "lora_nf4": Run((*BASE, "model.lora.rank=8", "model.lora.base=nf4", "algorithm.kl_coef=0.1", MESH_2X2)),
+    "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
+    "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
+    "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
+    "two_processes": Run((*BASE, MESH_2X2), processes=2),
+    "error_wrong_key": Run((*BASE, "training.max_step=4"), fails=True),
+    "error_batch": Run(
+        (*BASE, MESH_4X1, "training.micro_batch_size=3", "training.gradient_accumulation_steps=1"), fails=True
+    ),
+    "error_mesh": Run((*BASE, "model.mesh_shape=[[3,2],[fsdp,tp]]"), fails=True),
+    "error_reward": Run(
+        (*BASE, MESH_2X2, "+task.rewards.failing={fn: {_target_: recorded_runs.failing}, weight: 1.0}"), fails=True
+    ),
+    "error_resume": Run((*BASE, MESH_2X2, "resume=<folder>/../nowhere"), fails=True),
+    "settings_shown": Run(("--cfg", "job", *BASE, MESH_2X2)),
+}
+TWINS = [("killed_and_resumed", "grpo_2x2")]  # runs that must end with the same metrics and the same checkpoint
+
+# What depends on the clock, the machine or the place, and what stands there instead. In this order.
+MASKS = [
+    (r"\x1b\[[0-9;]*m", ""),  # colours
+    (r"(?m)^(\[\d+\] )?\d\d:\d\d:\d\d ", r"\1"),  # the clock of train.log
+    (r"\d{4}-\d\d-\d\d[T ]\d\d[:-]\d\d[:-]\d\d(\.\d+)?(Z|[+-]\d\d:?\d\d)?", "<date>"),
+    (r"eta [^|]*\| ", ""),  # what is left, by the pace until now
+    (r"\d+\.\d\d s/step", "<seconds> s/step"),
+    (r"(\d+ steps?) in (\d+h ?)?(\d+m ?)?\d*(\.\d+)?s?;", r"\1 in <seconds>;"),  # the last line
+    (r"[\d,.]+ ([KMGT]i?B) (free|a device|each)", r"<bytes> \1 \2"),  # the memory of this machine
+    (r" of [\d,.]+, \d+%", " of <bytes>, <share>"),  # the same in plan.md
+    (r"(?m)^(\| \w+ (\| [\d.]+ ){4}\| )\d+ \|$", r"\1<seconds> |"),  # plan.md: how long a program compiled
+    (r"(?m)^.*is connected to \d+ peer ranks.*\n", ""),  # Gloo's, of any process in any log at any time
+    (r"\(recorded_runs\.py, line \d+\)", "(recorded_runs.py, line <line>)"),
+    (r"127\.0\.0\.1:\d+", "127.0.0.1:<port>"),
+    (r"\bpid \d+", "pid <pid>"),
+    (r"(?m)^[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ", "<absl> "),  # lines of XLA: level, date, thread
+]
+ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
+OF_THE_MACHINE = {"seconds", "compile_seconds", "capacity_bytes"}  # keys of the JSON files in a run folder
+FILE_NAMES = [  # parts of file names that are another one each time
+    (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
+    (r"/d/[0-9a-f]{32}$", "/d/<hash>"),  # orbax
+]
+READING = threading.Lock()  # orbax reads one checkpoint at a time
+NOT_READ = (".hydra/hydra.yaml", "digests.json")  # Hydra's own; digests of files that hold random names
+
+
+# ---- rewards that the runs use
+
+
+def held(completion: str, example: dict) -> float:
+    """0; in the run that is to be killed, does not return once DONE_BEFORE_KILL steps are logged."""
+    folder = os.environ.get(HELD_FOLDER)
+    while folder and last_logged_step(Path(folder)) >= DONE_BEFORE_KILL:
+        time.sleep(0.1)
+    return 0.0
+
+
+def failing(completion: str, example: dict) -> float:
+    """Raises in step 2, and is 0 before."""
+    if last_logged_step(Path(os.environ[FAILING_FOLDER])) >= 1:
+        raise ValueError("this reward fails in step 2")
+    return 0.0
+
+
+def last_logged_step(folder: Path) -> int:
+    """The last step that metrics.jsonl has in full; -1 if there is none."""
+    file = folder / "metrics.jsonl"
+    whole_lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return json.loads(whole_lines[-1])["step"] if whole_lines else -1
+
+
+# ---- starting runs
+
+
+def environment(devices: int) -> dict[str, str]:
+    """Of every process: nothing of the caller's settings of JAX, XLA or a cluster, and no compilation cache."""
+    ours = ("JAX_", "XLA_", "TUNIX_LITE_", "SLURM_", "PYTHON", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "RECORDED_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | fixed_environment() | {"JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def fixed_environment() -> dict[str, str]:
+    flags = ["--xla_backend_optimization_level=0"]  # compiling takes most of the time
+    if version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": " ".join(flags),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONHASHSEED": "0",
+        "COLUMNS": "120",
+        "LC_ALL": "C.UTF-8",
+    }
+
+
+def command(settings: tuple[str, ...], processes: int, folder: Path) -> list[str]:
+    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
+    settings = [setting.replace("<folder>", str(folder)) for setting in settings]
+    return [sys.executable, *launcher, str(ROOT / "run_training.py"), *settings, f"hydra.run.dir={folder}"]
+
+
+def started(settings: tuple[str, ...], processes: int, folder: Path, **variables: str) -> subprocess.Popen:
+    """A run in `folder`. What it prints is added to FOLDER.out and FOLDER.err."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.out", "ab") as out, open(f"{folder}.err", "ab") as err:
+        return subprocess.Popen(
+            command(settings, processes, folder),
+            env=environment(DEVICES // processes) | variables,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def ended(process: subprocess.Popen) -> int:
+    """The exit code. A run that takes longer than LIMIT is killed, with what it started, and raises TimeoutExpired."""
+    try:
+        return process.wait(timeout=LIMIT)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+
+
+def killed(process: subprocess.Popen, folder: Path) -> int:
+    """The exit code of a run that is killed where `held` holds it, when its checkpoint is on disk."""
+    deadline = time.monotonic() + LIMIT
+    checkpoint = folder / "checkpoints" / str(SAVED_BEFORE_KILL)
+    while last_logged_step(folder) < DONE_BEFORE_KILL or not checkpoint.is_dir():
+        if process.poll() is not None:
+            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
+        if time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"the run in {folder} made no {DONE_BEFORE_KILL} steps in {LIMIT} seconds")
+        time.sleep(0.05)
+    time.sleep(1)  # until the main thread, too, waits for the reward
+    os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def run_all(run: Run, folder: Path) -> list[int]:
+    """The exit codes of the processes that were started, one after the other, for this run."""
+    variables = {FAILING_FOLDER: str(folder)}
+    codes = []
+    if run.kill:
+        first = started(run.settings, run.processes, folder, **variables, **{HELD_FOLDER: str(folder)})
+        codes.append(killed(first, folder))
+        shutil.copytree(folder, f"{folder}.killed")
+    codes.append(ended(started(run.settings, run.processes, folder, **variables)))
+    return codes
+
+
+# ---- reading what a run left
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what depends on the clock or the machine."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{key: value for key, value in row.items() if not key.startswith(ON_THE_CLOCK)} for row in rows]
+
+
+def checkpoint_of(folder: Path) -> dict | None:
+    """Of the last checkpoint: its step, the number of its arrays, and a digest of each part of the state."""
+    steps = [path for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        return None
+    last = max(steps, key=lambda path: int(path.name))
+    with READING:
+        arrays = read_arrays(last / "default")
+    parts = {}
+    for name in arrays:
+        part = re.match(r"\W*(\w+)", name)[1]
+        parts.setdefault(part, []).append(name)
+    digests = {part: digest_of({name: arrays[name] for name in names}) for part, names in sorted(parts.items())}
+    return {"step": int(last.name), "arrays": len(arrays), "sha256": digests}
+
+
+def read_arrays(checkpoint: Path) -> dict:
+    """{path: array} of what orbax wrote there, whatever mesh it was on."""
+    os.environ.update(JAX_PLATFORMS="cpu")
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax looks here for a file of the folder above, and says so
+    reader = ocp.PyTreeCheckpointer()
+    shapes = reader.metadata(checkpoint).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+    state = reader.restore(checkpoint, restore_args=as_numpy)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def digest_of(arrays: dict) -> str:
+    """SHA-256 over names, types, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def files_of(folder: Path) -> list[str]:
+    """The names of all files, each once, without those parts that are another one each time."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    for pattern, shown in FILE_NAMES:
+        names = [re.sub(pattern, shown, name) for name in names]
+    return sorted(set(names))
+
+
+def contents_of(folder: Path, mask: Callable[[str], str]) -> dict:
+    """What stands in the small files: JSON and YAML as it is, of samples a digest."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or name.endswith(NOT_READ):
+            continue
+        if name.startswith("samples/"):
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif name.endswith(".json"):
+            found[name] = json.loads(mask(json.dumps(without_machine(json.loads(path.read_text())))))
+        elif name.endswith((".yaml", ".md")):
+            found[name] = mask(path.read_text()).splitlines()
+    return found
+
+
+def without_machine(value: object) -> object:
+    """JSON without the keys in OF_THE_MACHINE, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_machine(inner) for key, inner in value.items() if key not in OF_THE_MACHINE}
+    if isinstance(value, list):
+        return [without_machine(inner) for inner in value]
+    return value
+
+
+def messages_of(folder: Path, processes: int, mask: Callable[[str], str]) -> dict[str, list[str]]:
+    """What the user sees, line by line: standard output, standard error, and the logs of all processes."""
+    files = {"stdout": Path(f"{folder}.out"), "stderr": Path(f"{folder}.err")}
+    files |= {path.name: path for path in sorted(folder.glob("train*.log"))}
+    found = {name: mask(path.read_text(errors="replace")).splitlines() for name, path in files.items()}
+    if processes > 1:  # their lines come in any order
+        found |= {name: sorted(found[name]) for name in ("stdout", "stderr")}
+    return found
+
+
+def masked(text: str, places: list[tuple[Path, str]]) -> str:
+    """The text without what depends on the clock, the machine or the place."""
+    for path, shown in places:
+        text = text.replace(str(path), shown)
+    for pattern, shown in MASKS:
+        text = re.sub(pattern, shown, text)
+    return text
+
+
+def recorded(run: Run, folder: Path) -> dict:
+    """Makes the run and says what it left."""
+    codes = run_all(run, folder)
+    places = [(folder, "<run>"), (folder.parent, "<runs>"), (ROOT, "<repository>"), (Path(sys.prefix), "<python>")]
+    mask = functools.partial(masked, places=places)
+    return {
+        "exit_codes": codes,
+        "metrics": metrics_of(folder),
+        "checkpoint": checkpoint_of(folder),
+        "files": files_of(folder),
+        "contents": contents_of(folder, mask),
+        "messages": messages_of(folder, run.processes, mask),
+    }
+
+
+# ---- comparing
+
+
+def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
+    """Compared as text: a NaN equals a NaN, and the order of the keys counts."""
+    if len(one) != len(other):
+        yield f"metrics: {len(one)} lines, now {len(other)}"
+    for before, after in zip(one, other, strict=False):
+        if json.dumps(before) == json.dumps(after):
+            continue
+        differing = [key for key in before | after if json.dumps(before.get(key)) != json.dumps(after.get(key))]
+        for key in differing:
+            yield f"metrics of step {before['step']}: {key} {before.get(key)}, now {after.get(key)}"
+        if not differing:
+            yield f"metrics of step {before['step']}: the keys are in another order"
+
+
+def different_lines(name: str, one: object, other: object) -> Iterator[str]:
+    if one == other:
+        return
+    yield f"{name}:"
+    lines = [as_lines(value) for value in (one, other)]
+    for line in list(difflib.unified_diff(*lines, lineterm="", n=1))[2:]:
+        yield f"    {line}"
+
+
+def as_lines(value: object) -> list[str]:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return value
+    return json.dumps(value, indent=1).splitlines()
+
+
+def differences(one: dict, other: dict) -> dict[str, list[str]]:
+    """What differs between two records of one run: {what must not differ, contents, messages: lines to print}."""
+    hard = []
+    for name in ("exit_codes", "checkpoint"):
+        if one[name] != other[name]:
+            hard.append(f"{name}: {one[name]}, now {other[name]}")
+    hard += different_metrics(one["metrics"], other["metrics"])
+    hard += different_lines("files", one["files"], other["files"])
+    soft = {}
+    for part in ("contents", "messages"):
+        soft[part] = []
+        for name in sorted(one[part].keys() | other[part].keys()):
+            soft[part] += different_lines(f"{part}, {name}", one[part].get(name), other[part].get(name))
+    return {"results": hard, **soft}
+
+
+def broken_claims(runs: dict[str, dict]) -> list[str]:
+    """What is wrong with a recording by itself: a run that failed, or one that is not like its twin."""
+    broken = []
+    for name, run in runs.items():
+        last = run["exit_codes"][-1]
+        if (last != 0) != RUNS[name].fails:
+            broken.append(f"{name}: exit code {last}")
+    for one, other in TWINS:
+        if one in runs and other in runs:
+            broken += [f"{one} is not as {other}: {line}" for line in different_results(runs[one], runs[other])]
+    return broken
+
+
+def different_results(one: dict, other: dict) -> Iterator[str]:
+    yield from different_metrics(other["metrics"], one["metrics"])
+    if one["checkpoint"] != other["checkpoint"]:
+        yield "the last checkpoint"
+
+
+# ---- the program
+
+
+def timed(name: str, folder: Path) -> dict:
+    """The record of a run. Prints how long it took."""
+    began = time.monotonic()
+    run = recorded(RUNS[name], folder)
+    print(f"{name}: exit codes {run['exit_codes']}, {time.monotonic() - began:.0f} s", flush=True)
+    return run
+
+
+def record(out: Path, only: list[str], keep: Path | None, jobs: int) -> int:
+    """Makes the runs and writes the record. 1 if a run failed that should not, or the other way round."""
+    names = only or list(RUNS)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        place = (keep or Path(temporary)).resolve()
+        runs = dict(zip(names, pool.map(lambda name: timed(name, place / name / "run"), names), strict=True))
+    made_with = {name: version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")}
+    made_with |= {"python": platform.python_version(), "XLA_FLAGS": fixed_environment()["XLA_FLAGS"]}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    out.write_text(
+        json.dumps({"commit": commit, "made_with": made_with, "runs": runs}, indent=1, ensure_ascii=False) + "\n"
+    )
+    broken = broken_claims(runs)
+    print("\n".join([*broken, f"{len(runs)} runs are recorded in {out}"]))
+    return 1 if broken else 0
+
+
+def compare(before: Path, after: Path, show_only: set[str], only: list[str]) -> int:
+    """Prints what differs. 1 if anything does; what is in `show_only` is printed and does not count.
+
+    only: the runs to compare; []: all, and then both records must have the same runs.
+    """
+    one, other = (json.loads(path.read_text()) for path in (before, after))
+    if one["made_with"] != other["made_with"]:
+        print(f"warning: made with {one['made_with']}, now {other['made_with']}")
+    names = set(only) or one["runs"].keys() | other["runs"].keys()
+    failed = False
+    for name in [name for name in RUNS if name in names] + sorted(names - RUNS.keys()):
+        if name not in one["runs"] or name not in other["runs"]:
+            print(f"{name}: is not in both records")
+            failed = True
+            continue
+        found = differences(one["runs"][name], other["runs"][name])
+        failed |= any(lines for part, lines in found.items() if part not in show_only)
+        for line in [line for lines in found.values() for line in lines]:
+            print(f"{name}: {line}")
+    print("they differ" if failed else f"{len(names)} runs are the same")
+    return 1 if failed else 0
+
+
+def resume_old(folder: Path, twin: Path) -> int:
+    """Resumes a copy of the run in `folder` with this code. 1 unless its metrics and its state become those of `twin`.
+
+    The settings are those that Hydra noted in the folder. `twin`: the folder of the run that was never stopped.
+    """
+    import yaml
+
+    settings = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
+    before = last_logged_step(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "run"
+        shutil.copytree(folder, copy)
+        code = ended(started(tuple(settings), 1, copy))
+        broken = [f"exit code {code}: {Path(f'{copy}.err').read_text()}"] if code else []
+        broken += different_metrics(metrics_of(twin), metrics_of(copy))
+        if (twin / "checkpoints").is_dir() and checkpoint_of(copy) != checkpoint_of(twin):
+            broken.append("the last checkpoint is another one")
+        if "resumed from step" not in (copy / "train.log").read_text():
+            broken.append("train.log does not say that the run resumed")
+        after = last_logged_step(copy)
+    if after <= before:
+        broken.append(f"it made no step: {before} were logged before, {after} after")
+    print("\n".join(broken) or f"resumed, from step {before} logged to step {after}: metrics and state are the twin's")
+    return 1 if broken else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    programs = parser.add_subparsers(dest="program", required=True)
+    recording = programs.add_parser("record", help="make the runs and write down what they leave")
+    recording.add_argument("--out", type=Path, required=True)
+    recording.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME", help=", ".join(RUNS))
+    recording.add_argument("--keep", type=Path, help="keep the run folders in this one, which must not exist")
+    recording.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    comparing = programs.add_parser("compare", help="print what differs between two records")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    comparing.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME")
+    for part in ("contents", "messages"):
+        text = f"show: differing {part} are listed and do not count"
+        comparing.add_argument(f"--{part}", choices=["fail", "show"], default="fail", help=text)
+    resuming = programs.add_parser("resume-old", help="go on from a checkpoint of older code")
+    resuming.add_argument("folder", type=Path)
+    resuming.add_argument("twin", type=Path)
+    given = parser.parse_args()
+
+    if given.program == "record":
+        if given.keep and given.keep.exists():
+            parser.error(f"--keep: {given.keep} exists")
+        return record(given.out, given.only, given.keep, given.jobs)
+    if given.program == "compare":
+        show_only = {part for part in ("contents", "messages") if vars(given)[part] == "show"}
+        return compare(given.before, given.after, show_only, given.only)
+    return resume_old(given.folder.resolve(), given.twin.resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
