@@ -5,6 +5,7 @@ would run leaves a file behind (the canary), and every test looks for it. See do
 """
 
 import json
+import math
 import os
 import pickle
 import shlex
@@ -16,6 +17,7 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,10 +26,12 @@ from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite import export as exporting
+from tunix_lite import leaving
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
 from tunix_lite.config import ConfigError, Resume, RunConfig, build
-from tunix_lite.fingerprint import fingerprint
+from tunix_lite.fingerprint import check_same_run, fingerprint
+from tunix_lite.fingerprint import read as read_fingerprint
 from tunix_lite.language_model import load
 from tunix_lite.models import confined, decoder, hf, peft, source
 from tunix_lite.models.chat_template import ChatTemplate
@@ -40,7 +44,10 @@ from tunix_lite.models.weights import init_params
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import put
 from tunix_lite.prepare import prepare
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.reference import find_reference
+from tunix_lite.strangers import MOST_LINE
+from tunix_lite.tracking.rows import check_rows, lines_of
+from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
 
 ROOT = Path(__file__).parents[1]
@@ -828,6 +835,100 @@ def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, trai
     resumed = replace(training, resume=Resume(str(run)))
     with pytest.raises(ConfigError, match="^resume: "):
         prepare(resumed, RunDir(tmp_path / "new"))
+
+
+# ---- the other files of a run
+
+
+@pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
+def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_for(kind, good, tmp_path):
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(good / "run" / "checkpoints" / "1", tmp_path / "checkpoints" / "1")
+    for file in (run_dir.fingerprint, run_dir.status, run_dir.reference, run_dir.checkpoints / "1" / "about.json"):
+        put_in(file.parent, file.name, kind)
+    put_in(tmp_path, "metrics.jsonl", kind)
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    run.model = SimpleNamespace(weights="x", lora=LoraConfig())
+    model = SimpleNamespace(lora=None)
+
+    is_refused(lambda: read_fingerprint(run_dir.fingerprint), f"{run_dir.fingerprint.name}")
+    is_refused(lambda: find_reference(run, model, run_dir, run_dir.checkpoints), "reference.json", "resume=")
+    is_refused(lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1), "step 1 cannot be read (", "remove ")
+    *found, wrong = within_two_seconds(lambda: read_status(run_dir.status))
+    assert found == [{}, 0.0, None] and wrong.startswith(f"{run_dir.status} ") and "\n" not in wrong
+
+    said = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    said.training = SimpleNamespace(max_steps=8)
+    assert within_two_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
+    is_refused(lambda: check_rows(run_dir.metrics, 1, 0), "metrics.jsonl")
+
+
+ABSURD = {  # (the file, what stands in it, what is said)
+    "a fingerprint nested 900 deep": (
+        "fingerprint.json",
+        '{"model": {}, "task": ' + "[" * 900 + "]" * 900 + "}",
+        ("fingerprint.json is nested too deep", "what made its checkpoints is not known"),
+    ),
+    "a reference that is infinite": (
+        "reference.json",
+        '{"reference": "x", "kept": Infinity}',
+        ("reference.json holds kept=inf", "the reference is not known; resume="),
+    ),
+    "a reference of no words": ("reference.json", '{"kept": null}', ("reference.json holds reference=None",)),
+    "a reference of 4,000 digits": (
+        "reference.json",
+        '{"reference": "\\u001b[2J", "kept": 1' + "0" * 4000 + "}",
+        ("is gone, which held the reference of the run (\\x1b[2J)",),
+    ),
+    "minus one update": ("checkpoints/1/about.json", '{"skipped_in_a_row": -1}', ("skipped_in_a_row is -1, and not",)),
+    "half an update": ("checkpoints/1/about.json", '{"skipped_in_a_row": 0.5}', ("skipped_in_a_row is 0.5, and not",)),
+    "updates 100 deep": (
+        "checkpoints/1/about.json",
+        '{"skipped_in_a_row": 0, "x": ' + "[" * 100 + "]" * 100 + "}",
+        ("about.json is nested too deep",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good, training, tmp_path):
+    place, text, words = ABSURD[name]
+    run_dir = RunDir(shutil.copytree(good / "run", tmp_path / "run"))
+    (run_dir.path / place).write_text(text)
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    acts = {
+        "fingerprint.json": lambda: check_same_run(
+            fingerprint(training, source.fetch(source.find(training.model)), 4),
+            read_fingerprint(run_dir.fingerprint), run_dir.path, force=False,
+        ),
+        "reference.json": lambda: find_reference(run, None, run_dir, run_dir.checkpoints),
+        "checkpoints/1/about.json": lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1),
+    }  # fmt: skip
+    is_refused(acts[place], *words)
+
+
+def test_numbers_that_no_float_holds_are_left_out_of_a_runs_status(tmp_path):
+    (tmp_path / "status.json").write_text('{"seconds": 1' + "0" * 400 + ', "eval": {}}')
+    said = within_two_seconds(lambda: read_status(tmp_path / "status.json"))
+    assert said == ({}, 0.0, None, f"{tmp_path / 'status.json'} cannot be read at seconds")
+
+
+def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_still_read(tmp_path):
+    """Of a line without an end only its beginning is held; a row keeps numbers alone."""
+    file = tmp_path / "metrics.jsonl"
+    long = b'{"step": 2, "x": "' + b"x" * 5_000_000 + b'"}'
+    deep = b'{"step": 3, "x": ' + b"[" * 100 + b"]" * 100 + b"}"
+    odd = b'{"step": 4, "train/loss": 0.5, "text": "x", "list": [1], "digits": 1' + b"0" * 400 + b', "none": null}'
+    file.write_bytes(b"\n".join([b'{"step": 1}', long, deep, odd, b'{"step": 5}']))
+    found = [*lines_of(file)]
+    assert [row and row["step"] for _, _, row in found] == [1, None, None, 4, 5]
+    assert max(len(line) for _, line, _ in found) == MOST_LINE
+    with pytest.raises(ValueError, match="line 2 of .*metrics.jsonl is not the metrics of a step"):
+        check_rows(file, 5, 0)
+    run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    run.training = SimpleNamespace(max_steps=8)
+    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 4), {"train/loss": 0.5, "none": math.nan})
 
 
 # ---- export
