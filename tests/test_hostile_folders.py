@@ -4,6 +4,7 @@ Each is refused in one line that begins with a setting or names the file, or it 
 would run leaves a file behind (the canary), and every test looks for it. See docs/references/trust.md.
 """
 
+import base64
 import json
 import math
 import os
@@ -21,19 +22,21 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite import digests, leaving
 from tunix_lite import export as exporting
-from tunix_lite import leaving
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.checkpoint import LATER, Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
 from tunix_lite.config import ConfigError, Resume, RunConfig, build
 from tunix_lite.fingerprint import check_same_run, fingerprint
 from tunix_lite.fingerprint import read as read_fingerprint
 from tunix_lite.language_model import load
 from tunix_lite.models import confined, decoder, hf, peft, source
+from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import LLAMA, config_json
@@ -571,12 +574,82 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
 
 
-def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(good, tmp_path):
+FOR_EVER = {  # what has the expression, and who runs it: a text as it is, one that spells a special token, a prompt
+    "split": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+    "replace": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOR_EVER)
+def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(name, good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    tokenizer(pre_tokenizer=split)(folder)
+    tokenizer(**FOR_EVER[name])(folder)
     made = Tokenizer.load(folder)
-    is_refused(lambda: made.encode("a" * 40 + "!"), f"{folder}/tokenizer.json fails (")
+    text, said = "a" * 40 + "!", f"{folder}/tokenizer.json fails ("
+    is_refused(lambda: made.encode(text), said)
+    is_refused(lambda: made._quoted_ids(text, "b" * len(text)), said)
+    made.__dict__["_has_normalized"] = True
+    is_refused(lambda: made.special_in(text), said)
+
+
+def charsmap(offset: int = 0xC0, place: int = 0, replacements: bytes = b"a\0", size: int = 1024) -> bytes:
+    """A table that puts what stands at `place` of the replacements where a text has an A.
+
+    The root leads to 1, so that A (0x41) is unit 0x40, and its value is that of unit 0x40 ^ `offset`.
+    """
+    units = np.zeros(256, "<u4")
+    units[0] = 1 << 10
+    units[0x40] = 0x41 | 1 << 8 | offset << 10
+    units[0x80] = 1 << 31 | place
+    return struct.pack("<I", size) + units.tobytes() + replacements
+
+
+def precompiled(table: bytes) -> dict:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+CHARSMAPS = {
+    "beyond its units": (charsmap(offset=2**21 - 1), "its table of characters leads outside of it"),
+    "beyond its replacements": (charsmap(place=999), "its table of characters leads outside of it"),
+    "inside of a character": (charsmap(place=1, replacements="é\0".encode()), "leads into the middle of a character"),
+    "a size beyond its bytes": (charsmap(size=10**9), "its table of characters has another size than it says"),
+    "no size": (charsmap(size=0), "its table of characters has another size than it says"),
+    "cut": (charsmap()[:100], "its table of characters has another size than it says"),
+    "empty": (b"", "its table of characters has another size than it says"),
+    "no UTF-8": (charsmap(replacements=b"\xff\xfe\0"), "invalid start byte"),
+}
+
+
+def test_an_ordinary_precompiled_normalizer_is_taken(good, tmp_path):
+    """What the library does with it, and how long it makes a text at most; inside of a sequence, too."""
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer={"type": "Sequence", "normalizers": [precompiled(charsmap(replacements=b"xyz\0"))]})(folder)
+    made = within_two_seconds(lambda: Tokenizer.load(folder))
+    assert made.backend.normalizer.normalize_str("bAbA") == "bxyzbxyz"
+    assert longest_replacement(charsmap(replacements=b"xyz\0")) == 3
+
+
+@pytest.mark.parametrize("name", CHARSMAPS)
+def test_a_damaged_precompiled_normalizer_is_refused_before_the_library_panics(name, good, tmp_path, capfd):
+    table, words = CHARSMAPS[name]
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer=precompiled(table))(folder)
+    said = f"{folder}/tokenizer.json: its Precompiled normalizer cannot be used ("
+    is_refused(lambda: Tokenizer.load(folder), said, words)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_precompiled_normalizer_that_makes_texts_very_long_is_refused(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer=precompiled(charsmap(replacements=b"a" * 100_000 + b"\0")))(folder)
+    is_refused(lambda: Tokenizer.load(folder), "the replacements of its normalizer can make a text 1,000 times as long")
+
+
+def test_a_large_precompiled_normalizer_is_looked_through_within_two_seconds():
+    """A chain of units, each the only one below the one before, over 16 MB."""
+    units = np.full(2**22, 1 << 10, "<u4") | (np.arange(2**22, dtype="<u4") & 0xFF)
+    table = struct.pack("<I", units.nbytes) + units.tobytes() + b"a\0"
+    within_two_seconds(lambda: longest_replacement(table))
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
@@ -735,11 +808,16 @@ def metadata(name: str, **values):
     return change
 
 
-def types(step: Path) -> None:
-    """The tree's description with a class of the stranger's as the type of each value."""
-    (file,) = step.rglob("_METADATA")
-    file.write_text(file.read_text().replace('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"')
-                    .replace('"key_type": 2', '"key_type": "hostile_plug.Plug"'))  # fmt: skip
+def types(kind: str, theirs: str):
+    """The tree's description with a class of the stranger's as the type of each value, or of each key."""
+
+    def change(step: Path) -> None:
+        (file,) = step.rglob("_METADATA")
+        text = file.read_text()
+        assert kind in text
+        file.write_text(text.replace(kind, theirs))
+
+    return change
 
 
 CHECKPOINTS = {
@@ -748,7 +826,8 @@ CHECKPOINTS = {
     "metrics": metadata("_CHECKPOINT_METADATA", metrics={"accuracy": {"_target_": "hostile_plug.Plug"}}),
     "custom": metadata("_CHECKPOINT_METADATA", custom_metadata={"skipped_in_a_row": {"_target_": "hostile_plug.Plug"}}),
     "brackets": lambda step: (step / "_CHECKPOINT_METADATA").write_text(DEEP),
-    "types of values": types,
+    "types of values": types('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"'),
+    "types of keys": types('"key_type": 2', '"key_type": "hostile_plug.Plug"'),
     "rich types": metadata("_METADATA", value_metadata_tree={"clazz": "Plug", "module_name": "hostile_plug"}),
     "a tree that is a list": metadata("_METADATA", tree_metadata=[1]),
     "tree of brackets": lambda step: next(step.rglob("_METADATA")).write_text(DEEP),
@@ -756,23 +835,51 @@ CHECKPOINTS = {
 }
 
 
+# Here orbax does not use what the stranger wrote, and restores the arrays; all else is refused.
+RESTORED = {"handlers", "handlers are a target", "metrics", "custom", "types of values", "rich types"}
+
+
+def test_a_checkpoint_in_which_nothing_is_wrong_is_restored(good):
+    params, _ = restored(good / "run" / "checkpoints")
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
+
+
+def restored(folder: Path):
+    """(params, the whole state) as both ways to read a checkpoint restore them."""
+    params = random_params(CFG)
+    like = TrainState(put(np.int32(1)), params, init_opt_state(make_optimizer(OptimizerConfig(), 2), params))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    return Checkpoints(folder).restore_params(like.params)[1], Checkpoints(folder).restore(like)
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canary, monkeypatch):
-    """orbax finds its handlers in a table of its own; what it makes of damage is test_checkpoint's business."""
+    """orbax reads what the stranger wrote, whose digests are right: it restores the arrays, or it is refused by us."""
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
     CHECKPOINTS[name](folder / "1")
-    params = random_params(CFG)
-    like = TrainState(put(np.int32(1)), params, init_opt_state(make_optimizer(OptimizerConfig(), 2), params))
-    for act in (
-        lambda: Checkpoints(folder).restore(like),
-        lambda: Checkpoints(folder).restore_params(jax.eval_shape(lambda: params)),
-        lambda: Checkpoints(folder).skipped_in_a_row(1),
-    ):
-        try:
-            act()
-        except Exception as error:
-            assert "hostile_plug" not in sys.modules, error
+    (folder / "1" / "about.json").unlink()  # else nobody asks orbax for how many updates were skipped
+    digests.write(folder / "1", LATER)
+    really, asked = ocp.CheckpointManager.restore, []
+
+    def restore(self, step, **more):
+        asked.append(step)
+        return really(self, step, **more)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
+    try:
+        params, state = restored(folder)
+    except ValueError as error:
+        assert name not in RESTORED, error
+        assert str(error).startswith("step 1 cannot be read (") and "\n" not in str(error)
+    else:
+        assert name in RESTORED
+        jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
+        jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    # Brackets end what orbax reads as it opens the folder, before anybody asks it for a step.
+    assert set(asked) == (set() if name == "brackets" else {1}), "orbax was asked"
+    said = within_two_seconds(lambda: Checkpoints(folder).skipped_in_a_row(1))
+    assert said == 0 or said.startswith("step 1 cannot be read (")
 
 
 def digests_name(place: str):
