@@ -468,6 +468,8 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "a tokenizer that is a folder": (lambda f: put_in(f, "tokenizer.json", "a folder"), ("has no tokenizer.json",)),
     "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
     "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
+    "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
+                                                       "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
     "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("model.safetensors", "bytes")),
