@@ -51,7 +51,7 @@ MAY_IMPORT = {  # a room -> the rooms of ours that it may use
         "config",
     },
     "optim.py": {"types"},
-    "checkpoint.py": {"digests", "parallel", "strangers", "types"},
+    "checkpoint.py": {"digests", "parallel", "plain_text", "strangers", "types"},
     "digests.py": {"plain_text", "strangers"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -88,6 +88,23 @@ def test_arrows_between_rooms_go_one_way(room):
             if name.startswith("tunix_lite."):
                 inner = name.removeprefix("tunix_lite.")
                 assert any(inner == ok or inner.startswith(f"{ok}.") for ok in MAY_IMPORT[room]), f"{file}: {name}"
+
+
+def test_json_from_a_folder_is_read_with_limits_and_nowhere_else():
+    """Files of strangers go through strangers.read_object; here is who else parses JSON, and what it is."""
+    own = {
+        "strangers.py": "where the limits are",
+        "prepare.py": "values of this process",
+        "models/confined.py": "what the process that starts a worker gives it",
+        "models/hf.py": "the header of a file of weights, of which the length is checked first",
+        "models/tokenizer.py": "what the library writes",
+        "parallel/meeting.py": "lines of the meeting port, of bounded length",
+        "parallel/sharing.py": "what our processes share",
+        "rewards/pool.py": "lines of our own workers",
+        "tasks/sources.py": "lines of the user's data",
+    }
+    users = {file.relative_to(PACKAGE).as_posix() for file in FILES if "json.load" in file.read_text()}
+    assert users == {*own}
 
 
 def test_private_and_deprecated_jax_is_not_used():

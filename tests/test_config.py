@@ -283,7 +283,12 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
 
 ADDRESSED = [
     ("commands.train", "hydra.run.dir=gs://bucket/run", "hydra.run.dir=gs://bucket/run"),
-    ("commands.train", "--multirun seed=0,1 hydra.sweep.dir=s3://bucket/run", "hydra.run.dir=s3://bucket/run"),
+    ("commands.train", "--multirun seed=0,1 hydra.sweep.dir=s3://bucket/run", "hydra.sweep.dir=s3://bucket/run"),
+    ("launch", "--nprocs=2 train.py -m seed=0,1 +hydra.sweep.dir=s3://b/run", "hydra.sweep.dir=s3://b/run"),
+    ("commands.train", "--config-dir gs://bucket/conf", "--config-dir=gs://bucket/conf"),
+    ("commands.train", "--config-dir=gs://bucket/conf --cfg job", "--config-dir=gs://bucket/conf"),
+    ("commands.generate", "-cd gs://bucket/conf prompt=Hi", "--config-dir=gs://bucket/conf"),
+    ("launch", "--nprocs=2 train.py --config-dir gs://b/conf", "--config-dir=gs://b/conf"),
     ("commands.train", "resume=gs://bucket/run", "resume: folder=gs://bucket/run"),
     ("commands.train", "model.weights=file:///models/gemma", "model: weights=file:///models/gemma"),
     ("commands.train", "model=random model.tokenizer=gs://b/tokenizer", "model: tokenizer=gs://b/tokenizer"),
@@ -307,6 +312,17 @@ def test_an_address_is_refused_at_once_in_one_line_and_no_folder_is_made(
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.count("\n") == 1, told
     assert told.startswith(f"error: {named}: addresses are not supported yet"), told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["commands.train", "commands.generate", "launch"])
+def test_a_folder_of_options_that_is_not_there_is_named(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *["train.py"] * (program == "launch"), "--config-dir", "my/conf"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"tunix_lite.{program}").main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --config-dir=my/conf: there is no such folder\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -135,7 +135,7 @@ REFUSED = {  # what was done: (the damage, what is said)
     "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move the file away"),
     "fingerprint nested": (
         lambda run: run.fingerprint.write_text(BRACKETS),
-        r"fingerprint.json cannot be read \(.*\), so .* is not known; resume.force=true goes on",
+        r"fingerprint.json is nested too deep: .*, so .* is not known; resume.force=true goes on",
     ),
     "fingerprint {}": (
         lambda run: run.fingerprint.write_text("{}"),
@@ -174,9 +174,9 @@ STATUS = {  # what stands in status.json: what is said of it
     '{"eval": {"first": {"accuracy": "x"}, "last": {"accuracy": 1}}}': "status.json cannot be read at eval",
     '{"seconds": "x"}': "status.json cannot be read at seconds",
     '{"seconds": NaN, "began_from": "x"}': "status.json cannot be read at seconds, began_from",
-    "[]": "status.json cannot be read: ",
-    "": "status.json cannot be read: ",
-    BRACKETS: "status.json cannot be read: ",
+    "[]": "status.json does not hold an object: its seconds count from now",
+    "": "status.json is not JSON (Expecting value: line 1 column 1 (char 0)): its seconds count from now",
+    BRACKETS: "status.json is nested too deep: 64 lists and objects in one another are read: its seconds count",
 }
 
 

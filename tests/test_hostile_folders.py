@@ -4,7 +4,9 @@ Each is refused in one line that begins with a setting or names the file, or it 
 would run leaves a file behind (the canary), and every test looks for it. See docs/references/trust.md.
 """
 
+import base64
 import json
+import math
 import os
 import pickle
 import shlex
@@ -16,20 +18,25 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite import digests, leaving
 from tunix_lite import export as exporting
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.checkpoint import LATER, Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
 from tunix_lite.config import ConfigError, Resume, RunConfig, build
-from tunix_lite.fingerprint import fingerprint
+from tunix_lite.fingerprint import check_same_run, fingerprint
+from tunix_lite.fingerprint import read as read_fingerprint
 from tunix_lite.language_model import load
 from tunix_lite.models import confined, decoder, hf, peft, source
+from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import LLAMA, config_json
@@ -40,7 +47,10 @@ from tunix_lite.models.weights import init_params
 from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import put
 from tunix_lite.prepare import prepare
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.reference import find_reference
+from tunix_lite.strangers import MOST_LINE
+from tunix_lite.tracking.rows import check_rows, lines_of
+from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
 
 ROOT = Path(__file__).parents[1]
@@ -458,6 +468,8 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "a tokenizer that is a folder": (lambda f: put_in(f, "tokenizer.json", "a folder"), ("has no tokenizer.json",)),
     "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
     "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
+    "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
+                                                       "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
     "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("model.safetensors", "bytes")),
@@ -564,12 +576,82 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
 
 
-def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(good, tmp_path):
+FOR_EVER = {  # what has the expression, and who runs it: a text as it is, one that spells a special token, a prompt
+    "split": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+    "replace": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOR_EVER)
+def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(name, good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    tokenizer(pre_tokenizer=split)(folder)
+    tokenizer(**FOR_EVER[name])(folder)
     made = Tokenizer.load(folder)
-    is_refused(lambda: made.encode("a" * 40 + "!"), f"{folder}/tokenizer.json fails (")
+    text, said = "a" * 40 + "!", f"{folder}/tokenizer.json fails ("
+    is_refused(lambda: made.encode(text), said)
+    is_refused(lambda: made._quoted_ids(text, "b" * len(text)), said)
+    made.__dict__["_has_normalized"] = True
+    is_refused(lambda: made.special_in(text), said)
+
+
+def charsmap(offset: int = 0xC0, place: int = 0, replacements: bytes = b"a\0", size: int = 1024) -> bytes:
+    """A table that puts what stands at `place` of the replacements where a text has an A.
+
+    The root leads to 1, so that A (0x41) is unit 0x40, and its value is that of unit 0x40 ^ `offset`.
+    """
+    units = np.zeros(256, "<u4")
+    units[0] = 1 << 10
+    units[0x40] = 0x41 | 1 << 8 | offset << 10
+    units[0x80] = 1 << 31 | place
+    return struct.pack("<I", size) + units.tobytes() + replacements
+
+
+def precompiled(table: bytes) -> dict:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+CHARSMAPS = {
+    "beyond its units": (charsmap(offset=2**21 - 1), "its table of characters leads outside of it"),
+    "beyond its replacements": (charsmap(place=999), "its table of characters leads outside of it"),
+    "inside of a character": (charsmap(place=1, replacements="é\0".encode()), "leads into the middle of a character"),
+    "a size beyond its bytes": (charsmap(size=10**9), "its table of characters has another size than it says"),
+    "no size": (charsmap(size=0), "its table of characters has another size than it says"),
+    "cut": (charsmap()[:100], "its table of characters has another size than it says"),
+    "empty": (b"", "its table of characters has another size than it says"),
+    "no UTF-8": (charsmap(replacements=b"\xff\xfe\0"), "invalid start byte"),
+}
+
+
+def test_an_ordinary_precompiled_normalizer_is_taken(good, tmp_path):
+    """What the library does with it, and how long it makes a text at most; inside of a sequence, too."""
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer={"type": "Sequence", "normalizers": [precompiled(charsmap(replacements=b"xyz\0"))]})(folder)
+    made = within_two_seconds(lambda: Tokenizer.load(folder))
+    assert made.backend.normalizer.normalize_str("bAbA") == "bxyzbxyz"
+    assert longest_replacement(charsmap(replacements=b"xyz\0")) == 3
+
+
+@pytest.mark.parametrize("name", CHARSMAPS)
+def test_a_damaged_precompiled_normalizer_is_refused_before_the_library_panics(name, good, tmp_path, capfd):
+    table, words = CHARSMAPS[name]
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer=precompiled(table))(folder)
+    said = f"{folder}/tokenizer.json: its Precompiled normalizer cannot be used ("
+    is_refused(lambda: Tokenizer.load(folder), said, words)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_precompiled_normalizer_that_makes_texts_very_long_is_refused(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tokenizer(normalizer=precompiled(charsmap(replacements=b"a" * 100_000 + b"\0")))(folder)
+    is_refused(lambda: Tokenizer.load(folder), "the replacements of its normalizer can make a text 1,000 times as long")
+
+
+def test_a_large_precompiled_normalizer_is_looked_through_within_two_seconds():
+    """A chain of units, each the only one below the one before, over 16 MB."""
+    units = np.full(2**22, 1 << 10, "<u4") | (np.arange(2**22, dtype="<u4") & 0xFF)
+    table = struct.pack("<I", units.nbytes) + units.tobytes() + b"a\0"
+    within_two_seconds(lambda: longest_replacement(table))
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
@@ -728,11 +810,16 @@ def metadata(name: str, **values):
     return change
 
 
-def types(step: Path) -> None:
-    """The tree's description with a class of the stranger's as the type of each value."""
-    (file,) = step.rglob("_METADATA")
-    file.write_text(file.read_text().replace('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"')
-                    .replace('"key_type": 2', '"key_type": "hostile_plug.Plug"'))  # fmt: skip
+def types(kind: str, theirs: str):
+    """The tree's description with a class of the stranger's as the type of each value, or of each key."""
+
+    def change(step: Path) -> None:
+        (file,) = step.rglob("_METADATA")
+        text = file.read_text()
+        assert kind in text
+        file.write_text(text.replace(kind, theirs))
+
+    return change
 
 
 CHECKPOINTS = {
@@ -741,7 +828,8 @@ CHECKPOINTS = {
     "metrics": metadata("_CHECKPOINT_METADATA", metrics={"accuracy": {"_target_": "hostile_plug.Plug"}}),
     "custom": metadata("_CHECKPOINT_METADATA", custom_metadata={"skipped_in_a_row": {"_target_": "hostile_plug.Plug"}}),
     "brackets": lambda step: (step / "_CHECKPOINT_METADATA").write_text(DEEP),
-    "types of values": types,
+    "types of values": types('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"'),
+    "types of keys": types('"key_type": 2', '"key_type": "hostile_plug.Plug"'),
     "rich types": metadata("_METADATA", value_metadata_tree={"clazz": "Plug", "module_name": "hostile_plug"}),
     "a tree that is a list": metadata("_METADATA", tree_metadata=[1]),
     "tree of brackets": lambda step: next(step.rglob("_METADATA")).write_text(DEEP),
@@ -749,23 +837,51 @@ CHECKPOINTS = {
 }
 
 
+# Here orbax does not use what the stranger wrote, and restores the arrays; all else is refused.
+RESTORED = {"handlers", "handlers are a target", "metrics", "custom", "types of values", "rich types"}
+
+
+def test_a_checkpoint_in_which_nothing_is_wrong_is_restored(good):
+    params, _ = restored(good / "run" / "checkpoints")
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
+
+
+def restored(folder: Path):
+    """(params, the whole state) as both ways to read a checkpoint restore them."""
+    params = random_params(CFG)
+    like = TrainState(put(np.int32(1)), params, init_opt_state(make_optimizer(OptimizerConfig(), 2), params))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    return Checkpoints(folder).restore_params(like.params)[1], Checkpoints(folder).restore(like)
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canary, monkeypatch):
-    """orbax finds its handlers in a table of its own; what it makes of damage is test_checkpoint's business."""
+    """orbax reads what the stranger wrote, whose digests are right: it restores the arrays, or it is refused by us."""
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
     CHECKPOINTS[name](folder / "1")
-    params = random_params(CFG)
-    like = TrainState(put(np.int32(1)), params, init_opt_state(make_optimizer(OptimizerConfig(), 2), params))
-    for act in (
-        lambda: Checkpoints(folder).restore(like),
-        lambda: Checkpoints(folder).restore_params(jax.eval_shape(lambda: params)),
-        lambda: Checkpoints(folder).skipped_in_a_row(1),
-    ):
-        try:
-            act()
-        except Exception as error:
-            assert "hostile_plug" not in sys.modules, error
+    (folder / "1" / "about.json").unlink()  # else nobody asks orbax for how many updates were skipped
+    digests.write(folder / "1", LATER)
+    really, asked = ocp.CheckpointManager.restore, []
+
+    def restore(self, step, **more):
+        asked.append(step)
+        return really(self, step, **more)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
+    try:
+        params, state = restored(folder)
+    except ValueError as error:
+        assert name not in RESTORED, error
+        assert str(error).startswith("step 1 cannot be read (") and "\n" not in str(error)
+    else:
+        assert name in RESTORED
+        jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
+        jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    # Brackets end what orbax reads as it opens the folder, before anybody asks it for a step.
+    assert set(asked) == (set() if name == "brackets" else {1}), "orbax was asked"
+    said = within_two_seconds(lambda: Checkpoints(folder).skipped_in_a_row(1))
+    assert said == 0 or said.startswith("step 1 cannot be read (")
 
 
 def digests_name(place: str):
@@ -828,6 +944,100 @@ def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, trai
     resumed = replace(training, resume=Resume(str(run)))
     with pytest.raises(ConfigError, match="^resume: "):
         prepare(resumed, RunDir(tmp_path / "new"))
+
+
+# ---- the other files of a run
+
+
+@pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
+def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_for(kind, good, tmp_path):
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(good / "run" / "checkpoints" / "1", tmp_path / "checkpoints" / "1")
+    for file in (run_dir.fingerprint, run_dir.status, run_dir.reference, run_dir.checkpoints / "1" / "about.json"):
+        put_in(file.parent, file.name, kind)
+    put_in(tmp_path, "metrics.jsonl", kind)
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    run.model = SimpleNamespace(weights="x", lora=LoraConfig())
+    model = SimpleNamespace(lora=None)
+
+    is_refused(lambda: read_fingerprint(run_dir.fingerprint), f"{run_dir.fingerprint.name}")
+    is_refused(lambda: find_reference(run, model, run_dir, run_dir.checkpoints), "reference.json", "resume=")
+    is_refused(lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1), "step 1 cannot be read (", "remove ")
+    *found, wrong = within_two_seconds(lambda: read_status(run_dir.status))
+    assert found == [{}, 0.0, None] and wrong.startswith(f"{run_dir.status} ") and "\n" not in wrong
+
+    said = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    said.training = SimpleNamespace(max_steps=8)
+    assert within_two_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
+    is_refused(lambda: check_rows(run_dir.metrics, 1, 0), "metrics.jsonl")
+
+
+ABSURD = {  # (the file, what stands in it, what is said)
+    "a fingerprint nested 900 deep": (
+        "fingerprint.json",
+        '{"model": {}, "task": ' + "[" * 900 + "]" * 900 + "}",
+        ("fingerprint.json is nested too deep", "what made its checkpoints is not known"),
+    ),
+    "a reference that is infinite": (
+        "reference.json",
+        '{"reference": "x", "kept": Infinity}',
+        ("reference.json holds kept=inf", "the reference is not known; resume="),
+    ),
+    "a reference of no words": ("reference.json", '{"kept": null}', ("reference.json holds reference=None",)),
+    "a reference of 4,000 digits": (
+        "reference.json",
+        '{"reference": "\\u001b[2J", "kept": 1' + "0" * 4000 + "}",
+        ("is gone, which held the reference of the run (\\x1b[2J)",),
+    ),
+    "minus one update": ("checkpoints/1/about.json", '{"skipped_in_a_row": -1}', ("skipped_in_a_row is -1, and not",)),
+    "half an update": ("checkpoints/1/about.json", '{"skipped_in_a_row": 0.5}', ("skipped_in_a_row is 0.5, and not",)),
+    "updates 100 deep": (
+        "checkpoints/1/about.json",
+        '{"skipped_in_a_row": 0, "x": ' + "[" * 100 + "]" * 100 + "}",
+        ("about.json is nested too deep",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good, training, tmp_path):
+    place, text, words = ABSURD[name]
+    run_dir = RunDir(shutil.copytree(good / "run", tmp_path / "run"))
+    (run_dir.path / place).write_text(text)
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    acts = {
+        "fingerprint.json": lambda: check_same_run(
+            fingerprint(training, source.fetch(source.find(training.model)), 4),
+            read_fingerprint(run_dir.fingerprint), run_dir.path, force=False,
+        ),
+        "reference.json": lambda: find_reference(run, None, run_dir, run_dir.checkpoints),
+        "checkpoints/1/about.json": lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1),
+    }  # fmt: skip
+    is_refused(acts[place], *words)
+
+
+def test_numbers_that_no_float_holds_are_left_out_of_a_runs_status(tmp_path):
+    (tmp_path / "status.json").write_text('{"seconds": 1' + "0" * 400 + ', "eval": {}}')
+    said = within_two_seconds(lambda: read_status(tmp_path / "status.json"))
+    assert said == ({}, 0.0, None, f"{tmp_path / 'status.json'} cannot be read at seconds")
+
+
+def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_still_read(tmp_path):
+    """Of a line without an end only its beginning is held; a row keeps numbers alone."""
+    file = tmp_path / "metrics.jsonl"
+    long = b'{"step": 2, "x": "' + b"x" * 5_000_000 + b'"}'
+    deep = b'{"step": 3, "x": ' + b"[" * 100 + b"]" * 100 + b"}"
+    odd = b'{"step": 4, "train/loss": 0.5, "text": "x", "list": [1], "digits": 1' + b"0" * 400 + b', "none": null}'
+    file.write_bytes(b"\n".join([b'{"step": 1}', long, deep, odd, b'{"step": 5}']))
+    found = [*lines_of(file)]
+    assert [row and row["step"] for _, _, row in found] == [1, None, None, 4, 5]
+    assert max(len(line) for _, line, _ in found) == MOST_LINE
+    with pytest.raises(ValueError, match="line 2 of .*metrics.jsonl is not the metrics of a step"):
+        check_rows(file, 5, 0)
+    run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    run.training = SimpleNamespace(max_steps=8)
+    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 4), {"train/loss": 0.5, "none": math.nan})
 
 
 # ---- export

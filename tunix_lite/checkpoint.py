@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 from tunix_lite import digests
 from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.parallel.sharing import from_all
-from tunix_lite.strangers import check_only_files
+from tunix_lite.plain_text import shown
+from tunix_lite.strangers import check_only_files, read_object
 from tunix_lite.types import Params, TrainState
 
 
@@ -179,10 +180,10 @@ class Checkpoints:
         """How many updates were not made, one after the other, up to this step. Raises ValueError."""
         file = self.folder / str(step) / ABOUT
         try:
-            if file.is_file():
-                return int(json.loads(file.read_bytes())[SKIPPED])
+            if os.path.lexists(file):
+                return _count(read_object(file).get(SKIPPED))
             with self._reading(ocp.StandardCheckpointHandler()) as manager:  # where earlier versions kept it
-                return int((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))
+                return _count((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))
         except Exception as error:  # orbax raises what it likes
             raise ValueError(self._damaged(step, _reason(error))) from error
 
@@ -227,11 +228,11 @@ class Checkpoints:
         else:
             there = there if whole else {name: there[name] for name in here if name in there}
             if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
-                shown = "; ".join(
+                listed = "; ".join(
                     f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other[:SHOWN]
                 )
                 more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-                return f"step {step} of {self.folder} does not fit this model or optimizer: {shown}{more}"
+                return f"step {step} of {self.folder} does not fit this model or optimizer: {listed}{more}"
         return self._damaged(step, _reason(error))
 
     def _damaged(self, step: int, why: str) -> str:
@@ -326,6 +327,12 @@ def _shapes(tree) -> dict[str, tuple | str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): "nothing" if is_empty(x) else tuple(x.shape)
         for path, x in leaves
     }
+
+
+def _count(value) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{SKIPPED} is {shown(value)}, and not a count")
+    return value
 
 
 def _identity(folder: Path) -> tuple[int, int]:

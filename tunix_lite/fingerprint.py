@@ -3,7 +3,6 @@
 Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how long and how often.
 """
 
-import json
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tunix_lite.config import RunConfig, plain
 from tunix_lite.models import source
 from tunix_lite.models.source import Source
 from tunix_lite.plain_text import escaped, shown
-from tunix_lite.strangers import read_text
+from tunix_lite.strangers import read_object
 from tunix_lite.tasks.sources import digest_of_data
 
 SHOWN = 8  # differences in a message
@@ -66,9 +65,9 @@ def read(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
     try:
-        said = dict(json.loads(read_text(file)))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read ({error}), {unknown}") from error
+        said = read_object(file)
+    except ValueError as error:
+        raise ValueError(f"{error}, {unknown}") from error
     if "model" not in said:
         raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
     return said

@@ -21,6 +21,7 @@ from tunix_lite.parallel.place import ASK_JAX, Launch, find_place
 from tunix_lite.supervisor import Rules, supervise
 
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}  # flags of Hydra's that run nothing
+FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
 PACKAGE = Path(__file__).parent
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if late := next((word for word in program if word.startswith(OWN)), None):
             raise ValueError(f"{late} is the launcher's: it stands before the program and its settings")
-        check_on_disk("hydra.run.dir", folder_given(program))
+        check_on_disk(folder_key(program), folder_given(program))
+        check_config_dir(config_dir(program))
         group = group_of(known.nprocs, os.environ)
         check_places(program, group.world)
         rules = rules_of(known, program)
@@ -266,7 +268,27 @@ def free_port() -> int:
 
 def folder_given(words: list[str]) -> str | None:
     """The folder that a command line says a run, or a sweep, writes to."""
-    return said(r"hydra\.(?:run|sweep)\.dir", words)
+    return said(FOLDER_KEYS, words)
+
+
+def folder_key(words: list[str]) -> str:
+    """The setting, as it is written last on this command line, that says so."""
+    keys = [match[1] for word in words if (match := re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word))]
+    return keys[-1] if keys else "hydra.run.dir"
+
+
+def config_dir(words: list[str]) -> str | None:
+    """The folder of the user's own options that a command line names."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", "-cd", nargs="?")
+    return parser.parse_known_args(words)[0].config_dir
+
+
+def check_config_dir(folder: str | None) -> None:
+    """Raises ValueError unless this is a folder; None is none."""
+    check_on_disk("--config-dir", folder)
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"--config-dir={folder}: there is no such folder")
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """What is kept of a run that ends before its last step, and what is said of it."""
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from tunix_lite.parallel.sharing import from_all
 from tunix_lite.parallel.stopping import Leave, Stopping
 from tunix_lite.tasks.task import SaidByAll
 from tunix_lite.tracking.disk import trouble
+from tunix_lite.tracking.rows import is_number, lines_of
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.types import Metrics, TrainState
 
@@ -101,14 +101,13 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     """
     row = None
     if run.evaluation.num_examples and start and is_due(start, run.evaluation.interval_steps, run.training.max_steps):
-        with contextlib.suppress(ValueError):  # half a line of a run that was killed
-            lines = run_dir.metrics.read_text().split("\n") if run_dir.metrics.is_file() else []
-            rows = (json.loads(line) for line in lines if line)
-            row = next((row for row in rows if isinstance(row, dict) and row.get("step") == start), None)
+        rows = (row for _, _, row in lines_of(run_dir.metrics) if row is not None)
+        row = next((row for row in rows if row["step"] == start), None)
     row = from_all(row)[0]
     if row is None or "eval/accuracy" in row:
         return None
-    return {name: math.nan if value is None else value for name, value in row.items() if name != "step"}
+    row = {name: value for name, value in row.items() if name != "step" and (value is None or is_number(value))}
+    return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -5,7 +5,6 @@ checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter 
 on. `reference.json` says which one it is.
 """
 
-import json
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +21,12 @@ from tunix_lite.models.lora import attach
 from tunix_lite.models.source import Source
 from tunix_lite.parallel.mesh import put
 from tunix_lite.parallel.sharing import from_all
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.strangers import read_object
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, TrainState
+
+LONGEST = 1000  # characters of what a folder says of its reference
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,17 @@ def _read(run_dir: RunDir) -> Reference:
     file, folder = run_dir.reference, run_dir.kept_reference
     begin = f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as the reference"
     try:
-        said = json.loads(file.read_bytes())
-        words, kept = str(said["reference"]), None if said["kept"] is None else int(said["kept"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read ({error!r:.200}), so the reference is not known; {begin}") from error
+        said = read_object(file)
+        words, kept = said.get("reference"), said.get("kept", "")
+        if not isinstance(words, str):
+            raise ValueError(f"{file} holds reference={shown(words)}, which is not a text")
+        if kept is not None and type(kept) is not int:
+            raise ValueError(f"{file} holds kept={shown(kept)}, which is neither a step nor null")
+    except ValueError as error:
+        raise ValueError(f"{error}, so the reference is not known; {begin}") from error
+    words = escaped(words, LONGEST)
     if kept is not None and kept not in Checkpoints(folder).steps():
-        raise ValueError(f"{folder / str(kept)} is gone, which held the reference of the run ({words}); {begin}")
+        raise ValueError(f"{folder / shown(kept)} is gone, which held the reference of the run ({words}); {begin}")
     return Reference(words, kept, is_new=False)
 
 

@@ -4,15 +4,18 @@ They come from anywhere. Read is only what is a file (a pipe would block), up to
 Whatever is wrong with it is one ValueError that begins with the file. docs/references/trust.md says what this is for.
 """
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tunix_lite.plain_text import escaped, shown
 
 MOST_BYTES = 16 * 2**20  # of a file: the index of a model of a trillion parameters has 9 MB
+MOST_LINE = 2**20  # bytes of a line of metrics.jsonl: a step has a few thousand
 MOST_DEPTH = 64  # lists and objects in one another
 
 TARGET = "_target_"  # in settings of the user's own it names what to call
@@ -20,22 +23,53 @@ TARGET = "_target_"  # in settings of the user's own it names what to call
 
 def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, beginning with the file."""
-    text = read_text(file, most)
+    return parse_object(read_text(file, most), str(file))
+
+
+def parse_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object in a text. Raises ValueError, beginning with `name`, which says where the text stands."""
     try:
         said = json.loads(text)
     except RecursionError:
-        raise ValueError(f"{file} is nested too deep: {MOST_DEPTH} lists and objects in one another are read") from None
+        raise ValueError(f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read") from None
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from error
+        raise ValueError(f"{name} is not JSON ({error})") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{file} does not hold an object")
+        raise ValueError(f"{name} does not hold an object")
     if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(said, MOST_DEPTH):
-        raise ValueError(f"{file} is nested too deep: {MOST_DEPTH} lists and objects in one another are read")
+        raise ValueError(f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read")
     return said
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
     """The text in a file. Raises ValueError, beginning with the file."""
+    with _opened(file) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{file} has more than {most:,} bytes, which is the most that is read of such a file")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error})") from error
+
+
+def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
+    r"""(line, whether that is all of it) for each line of a file, without the newline that ends it.
+
+    Of a line longer than `most` bytes only the first `most` are given. Nothing but \n ends a line. Raises ValueError,
+    beginning with the file.
+    """
+    with _opened(file) as stream:
+        while part := stream.readline(most + 1):
+            is_whole = len(part) <= most or part.endswith(b"\n")
+            yield (part.removesuffix(b"\n") if is_whole else part[:most]), is_whole
+            while not is_whole and part and not part.endswith(b"\n"):
+                part = stream.readline(most)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """The bytes of an ordinary file. Raises ValueError, beginning with the file."""
     try:
         opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe with nobody at its other end does not block so
     except (OSError, ValueError) as error:
@@ -44,17 +78,11 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ValueError(f"{file} is not a file")
         with os.fdopen(opened, "rb", closefd=False) as stream:
-            content = stream.read(most + 1)
+            yield stream
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({_reason(error)})") from error
     finally:
         os.close(opened)
-    if len(content) > most:
-        raise ValueError(f"{file} has more than {most:,} bytes, which is the most that is read of such a file")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error})") from error
 
 
 def check_only_files(folder: Path) -> None:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunix_lite.addresses import check_on_disk
 from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, build, unknown_key
 from tunix_lite.language_model import run_settings
-from tunix_lite.launch import conf_dir, folder_given
+from tunix_lite.launch import check_config_dir, conf_dir, config_dir, folder_given, folder_key
 from tunix_lite.parallel.claim import LOCK
 from tunix_lite.parallel.host import keep_freed_memory
 from tunix_lite.plain_text import visible
@@ -42,6 +42,8 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
 def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> dict:
     """The settings as plain values; `of` are overrides that a program begins with. Raises ConfigError."""
     overrides = in_full(overrides)
+    with at(""):
+        check_config_dir(more_conf)
     search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
@@ -119,7 +121,7 @@ def main(task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, 
     """
     keep_freed_memory()
     sys.argv[1:] = in_full(sys.argv[1:])
-    _or_exit(lambda: _on_disk({"hydra.run.dir": folder_given(sys.argv[1:])}))  # else Hydra would make it
+    _or_exit(lambda: _check_places(sys.argv[1:]))
     _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
@@ -199,6 +201,13 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
+
+
+def _check_places(words: list[str]) -> None:
+    """Raises ConfigError for a folder that a run writes to, which Hydra would make, or a missing one of options."""
+    _on_disk({folder_key(words): folder_given(words)})
+    with at(""):
+        check_config_dir(config_dir(words))
 
 
 def _on_disk(places: dict) -> None:

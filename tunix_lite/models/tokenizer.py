@@ -1,7 +1,9 @@
 """Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a sequence."""
 
+import base64
 import contextlib
 import json
+import mmap
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
 from tunix_lite.plain_text import escaped, shortened, shown
 from tunix_lite.strangers import read_object, read_text
@@ -31,6 +34,7 @@ FILES = (
 
 
 MOST_GROWTH = 1000  # of a text, by what tokenizer.json replaces in it; ten replacements by ten letters: 10^10
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing: no template and no tokenizer knows them
 
 
@@ -96,13 +100,15 @@ class Tokenizer:
     def special_in(self, text: str) -> list[tuple[int, int]]:
         """Where a text spells special tokens, [start, end) each: what the tokenizer calls so, and what ends a turn."""
         if self._has_normalized:
-            found = self.backend.encode(text, add_special_tokens=False)
+            with _panics_named(self.folder / "tokenizer.json"):
+                found = self.backend.encode(text, add_special_tokens=False)
             return [place for token, place in zip(found.ids, found.offsets) if token in self._special_tokens]
         return [found.span() for found in self._special_texts.finditer(text)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens, special tokens left out unless they are asked for."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        with _panics_named(self.folder / "tokenizer.json"):
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A decoder for tokens that come one after the other."""
@@ -191,7 +197,8 @@ class Tokenizer:
         for found in self._special_texts.finditer(covered):
             parts += [written[at : found.start()], names[found.group()]]
             at = found.end()
-        tokens = backend.encode("".join([*parts, written[at:]]), add_special_tokens=False).ids
+        with _panics_named(self.folder / "tokenizer.json"):
+            tokens = backend.encode("".join([*parts, written[at:]]), add_special_tokens=False).ids
         if spelled := self._special_tokens.keys() & set(tokens):
             name = self.backend.id_to_token(spelled.pop())
             raise ValueError(f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} holds it")
@@ -274,12 +281,40 @@ class TextStream:
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
+    _check_charsmaps(file)
     backend = _of_the_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
     for kind in ("normalizer", "decoder"):
         part = getattr(backend, kind)
-        if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+        with _charsmap_named(file):
+            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
             raise ValueError(f"{file}: the replacements of its {kind} can make a text {MOST_GROWTH:,} times as long")
     return backend
+
+
+def _check_charsmaps(file: Path) -> None:
+    """Raises ValueError for a table at which the library would panic while it reads the file, and report that itself.
+
+    The file is not parsed for it: those of today's vocabularies have 30 MB, and few hold a table.
+    """
+    if not file.stat().st_size:
+        return
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for found in CHARSMAP.finditer(content):
+            with _charsmap_named(file):
+                _longest_replacement(found[1].replace(b"\\/", b"/"))
+
+
+@contextlib.contextmanager
+def _charsmap_named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: its Precompiled normalizer cannot be used ({error})") from error
+
+
+def _longest_replacement(encoded: str | bytes) -> int:
+    return longest_replacement(base64.b64decode(encoded, validate=True))
 
 
 def _growth(part: dict) -> int:
@@ -290,6 +325,8 @@ def _growth(part: dict) -> int:
     if part.get("type") == "Replace":
         matches_nothing = not part["pattern"].get("String")  # an empty text, or a regular expression that takes one
         growth *= max(1, len(part["content"]) + matches_nothing)
+    if part.get("type") == "Precompiled":
+        growth *= max(1, _longest_replacement(part["precompiled_charsmap"]))
     return growth
 
 

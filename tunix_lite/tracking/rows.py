@@ -1,31 +1,48 @@
 """metrics.jsonl read back: every step of a run once and in order, or what is wrong with the file, by its line."""
 
-import json
+import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tunix_lite.strangers import parse_object, read_lines
+
+MOST_STEPS = 2**63
+LARGEST = sys.float_info.max
 
 
 def lines_of(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
     """(number from 1, the line, its row) of each line; None: it is no object with a step. No file: no lines.
 
-    Lines end with \\n alone: other characters that end lines elsewhere may stand inside of a JSON text.
+    One line is held at a time, and of a long one only the beginning. Lines end with \\n alone: other characters that
+    end lines elsewhere may stand inside of a JSON text. Raises ValueError if the file cannot be read.
     """
-    for number, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else [], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: bytes that are no UTF-8, too
-            row = None
-        is_row = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
-        yield number, line, row if is_row else None
+    if not file.is_file():
+        return
+    for number, (line, is_whole) in enumerate(read_lines(file), 1):
+        yield number, line, _row(line) if is_whole else None
 
 
-def rows_until(file: Path, last: int) -> list[tuple[int, bytes, dict]]:
+def _row(line: bytes) -> dict | None:
+    try:
+        row = parse_object(line.decode("utf-8"), "the line")
+    except ValueError:  # bytes that are no UTF-8, too
+        return None
+    return row if type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS else None
+
+
+def is_number(value) -> bool:
+    """Whether a value of a JSON file is a number that a float can hold: neither NaN, nor one of 400 digits."""
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+
+
+def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
     """Of the steps up to `last` what can be read, as `lines_of` gives it, in order; of no step two."""
-    found: list[tuple[int, bytes, dict]] = []
+    before = -1
     for number, line, row in lines_of(file):
-        if row is not None and row["step"] <= last and (not found or row["step"] > found[-1][2]["step"]):
-            found.append((number, line, row))
-    return found
+        if row is not None and before < row["step"] <= last:
+            before = row["step"]
+            yield number, line, row
 
 
 def loses(file: Path, last: int) -> bool:
@@ -41,10 +58,9 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     began: the step that the run began from, whose evaluation may stand there, too; None: not known. What follows the
     row of `last` does not count: a run that was killed wrote it after its last checkpoint, perhaps by half.
     """
-    lines = [*lines_of(file)]
-    kept = [i for i, (_, _, row) in enumerate(lines) if row is not None and row["step"] <= last]
+    end = max((number for number, _, row in lines_of(file) if row is not None and row["step"] <= last), default=0)
     before = None
-    for number, line, row in lines[: kept[-1] + 1] if kept else []:
+    for number, line, row in itertools.islice(lines_of(file), end):
         if row is None and line.strip():
             raise ValueError(f"line {number} of {file} is not the metrics of a step")
         if row is not None:

@@ -1,7 +1,6 @@
 """The folder of a run: what stands in it, and the status that says how the run ended."""
 
 import json
-import math
 import os
 import tempfile
 import time
@@ -15,7 +14,7 @@ from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.strangers import read_object
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
-from tunix_lite.tracking.rows import rows_until
+from tunix_lite.tracking.rows import is_number, rows_until
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class RunDir:
         there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
-        for file in (self.log, self.metrics, self.status, self.fingerprint, self.path / self.MODEL):
+        for file in (self.log, self.metrics, self.status, self.fingerprint, self.reference, self.path / self.MODEL):
             if file.is_dir():
                 raise ValueError(f"{file} is a folder, and the run keeps a file of that name: move the folder away")
             if file.is_fifo() or file.is_socket():  # whoever reads it waits
@@ -218,36 +217,30 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     No file: no run was here. What cannot be read is left out, and said in the last of them: the run itself does not
     depend on it.
     """
-    try:
-        said = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return {}, 0.0, None, ""
-    except (ValueError, RecursionError):  # a full disk left half a file
-        said = None
-    if not isinstance(said, dict):
-        return {}, 0.0, None, f"{file} cannot be read"
+    try:
+        said = read_object(file)
+    except ValueError as error:  # a full disk left half a file
+        return {}, 0.0, None, str(error)
     seen, seconds, began = said.get("eval", {}), said.get("seconds", 0.0), said.get("began_from")
     wrong = []
     names = {"first", "last"}
     if not isinstance(seen, dict) or set(seen) not in (set(), names) or not all(map(_has_accuracy, seen.values())):
         wrong, seen = [*wrong, "eval"], {}
-    if not _is_number(seconds) or seconds < 0:
+    if not is_number(seconds) or seconds < 0:
         wrong, seconds = [*wrong, "seconds"], 0.0
     if began is not None and (type(began) is not int or began < 0):
         wrong, began = [*wrong, "began_from"], None
     return seen, seconds, began, f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
 
 
-def _is_number(value) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def _has_accuracy(value) -> bool:
-    return isinstance(value, dict) and _is_number(value.get("accuracy"))
+    return isinstance(value, dict) and is_number(value.get("accuracy"))
 
 
 def _is_seen(row: dict) -> bool:
-    return _is_number(row.get("eval/accuracy"))
+    return is_number(row.get("eval/accuracy"))
 
 
 def closing_with(close: Callable[[], None]):

@@ -34,7 +34,8 @@ class JsonLines:
             if loses(file, resume_at):
                 shutil.copyfile(file, damaged_copy(file))
             fresh = file.with_suffix(".jsonl.tmp")
-            fresh.write_bytes(b"".join(line + b"\n" for _, line, _ in rows_until(file, resume_at)))
+            with fresh.open("wb") as half:
+                half.writelines(line + b"\n" for _, line, _ in rows_until(file, resume_at))
             fresh.replace(file)
         self._file = file.open("a" if resume_at is not None else "w")
 
