@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite import language_model
-from tunix_lite.micro_batches import Rows
+from tunix_lite.inference import language_model
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
+from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
-from tunix_lite.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.policy import batch_scores, scoring_program
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.types import Batch, Prompts

@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory
 
 keep_freed_memory()
 
@@ -29,12 +29,12 @@ from grpo_step import CFG, GENERATIONS, NEW_TOKENS, PROMPT_LENGTH, PROMPTS, ROWS
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.policy import make_policy
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tunix_lite.parallel.host import keep_freed_memory, take_gpu_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory, take_gpu_memory
 
 keep_freed_memory()
 take_gpu_memory()
@@ -33,20 +33,20 @@ from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import Model
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
-from tunix_lite.planning.throughput import peak_bytes
-from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import make_generate, make_sampler
 from tunix_lite.rollout.settings import Generation, RolloutConfig
-from tunix_lite.step import make_train_step
+from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.train import train
 from tunix_lite.types import Batch, Prompts, TrainState
 

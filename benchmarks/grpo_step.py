@@ -16,7 +16,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory
 
 keep_freed_memory()
 
@@ -27,16 +27,16 @@ import numpy as np
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import DTYPES, make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.policy import DTYPES, make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Prompts, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64

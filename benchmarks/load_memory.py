@@ -9,7 +9,7 @@ water mark (VmHWM, reset before loading), mapped pages of the files included. `p
 page cache; sampled every 5 ms from outside. `shards_gb` is the bytes of the loaded arrays on all devices of the
 process, `ratio` is peak_gb / shards_gb, and `over_in_tensors` is what the peak has beyond the shards, in units of the
 largest tensor as float32. `GB_per_s` counts bytes of the files, which are in the page cache where memory allows.
-`reuse` says whether glibc keeps freed memory, as the programs ask it to (tunix_lite/parallel/host.py).
+`reuse` says whether glibc keeps freed memory, as the programs ask it to (tunix_lite/distributed/host_memory.py).
 """
 
 import argparse
@@ -59,7 +59,7 @@ def memory(pid: int | str, *names: str) -> list[int]:
 
 def load(folder: Path, storage: str, mesh: tuple[int, int], reuse: bool) -> None:
     """Loads in this process, and prints what it saw of itself."""
-    from tunix_lite.parallel.host import keep_freed_memory
+    from tunix_lite.distributed.host_memory import keep_freed_memory
 
     if reuse:
         assert keep_freed_memory()

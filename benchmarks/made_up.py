@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.packing import RowShape, rows_needed_at_most
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.packing import RowShape, rows_needed_at_most
 from tunix_lite.types import Batch
 
 GENERATIONS = 8

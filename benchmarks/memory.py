@@ -22,10 +22,10 @@ import jax
 
 from tunix_lite.commands.program import compose
 from tunix_lite.parallel.mesh import as_text, make_mesh, resolve_mesh_shape
-from tunix_lite.planning.case import find_model
 from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import settled
 from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, of_executable
+from tunix_lite.planning.resolved import find_model
 
 WORKLOAD = (
     *("training.prompts_per_step=1", "algorithm.num_generations=8", "algorithm.kl_coef=0"),

@@ -17,10 +17,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import source
 from tunix_lite.models.source import Model
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.policy import token_logprobs
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.memory import cache_bytes
 from tunix_lite.rollout.settings import Generation, RolloutConfig

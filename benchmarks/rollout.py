@@ -36,7 +36,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory
 
 keep_freed_memory()
 

@@ -32,7 +32,7 @@ SETTINGS = {
 def one_turn(args) -> dict[str, dict[str, float]]:
     """Milliseconds of a decode step, by setting: on the clock, and of all cores."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from tunix_lite.parallel.host import keep_freed_memory
+    from tunix_lite.distributed.host_memory import keep_freed_memory
 
     keep_freed_memory()
 

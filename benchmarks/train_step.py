@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 
-from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory
 
 keep_freed_memory()
 
@@ -25,15 +25,15 @@ from made_up import GENERATIONS, made_up_batch, packed_rows
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import DTYPES, STORED, make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.quantize import init_stored
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning.throughput import Throughput
-from tunix_lite.policy import DTYPES, STORED, make_policy
-from tunix_lite.step import make_train_step
+from tunix_lite.runs.throughput import Throughput
 from tunix_lite.types import Batch, TrainState
 
 SMALL = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py

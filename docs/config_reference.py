@@ -19,12 +19,12 @@ from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay
+from tunix_lite.distributed.process_place import Launch
+from tunix_lite.learner.optim import OptimizerConfig
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import Model
-from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import MeshShape, Rules, as_text
-from tunix_lite.parallel.place import Launch
 from tunix_lite.rewards import math, text
 from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rollout.settings import Generation, RolloutConfig

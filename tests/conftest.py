@@ -8,18 +8,21 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
 # tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
-# distributed.compile_afresh.
+# distributed.join.compile_afresh.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The second flag is one
 # that a later XLA may not know, and then it would not start; libtpu, which -m aot needs, does not know it.
-KNOWS_EMITTERS = version("jaxlib").startswith("0.10.") and importlib.util.find_spec("libtpu") is None
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={os.environ.get('TUNIX_LITE_TEST_DEVICES', 4)}",
         "--xla_backend_optimization_level=0",
-        *(["--xla_cpu_use_fusion_emitters=false"] if KNOWS_EMITTERS else []),
+        *(
+            ["--xla_cpu_use_fusion_emitters=false"]
+            if version("jaxlib").startswith("0.10.") and importlib.util.find_spec("libtpu") is None
+            else []
+        ),
     ]
 )
 import jax
@@ -28,10 +31,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
 from tunix_lite.types import Prompts

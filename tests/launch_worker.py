@@ -6,9 +6,9 @@ import signal
 import sys
 import time
 
-from tunix_lite.parallel import distributed
-from tunix_lite.parallel.agreement import about
-from tunix_lite.parallel.place import Launch
+from tunix_lite.distributed.agreement import about
+from tunix_lite.distributed.join import agree, beat, initialise, leaving, noticing_lost_peers
+from tunix_lite.distributed.process_place import Launch
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 # One where it is killed: jax is done with a first exchange while that of a second device is still being set up, and
@@ -21,15 +21,15 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA
 def join():
     launch = Launch(timeout=30, expect_devices=16 if what == "more" else None)
     try:
-        return distributed.initialise(launch, os.environ, about({"seed": 0}, f"folder{rank}"))
+        return initialise(launch, os.environ, about({"seed": 0}, f"folder{rank}"))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-with distributed.leaving(), distributed.noticing_lost_peers():
+with leaving(), noticing_lost_peers():
     joined = join()
-    assert distributed.initialise(Launch(), {}, None) is joined  # once
+    assert initialise(Launch(), {}, None) is joined  # once
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -44,7 +44,7 @@ with distributed.leaving(), distributed.noticing_lost_peers():
     if what == "weights":
         for values, error in (({"weights": "same"}, None), ({"weights": f"of {rank}"}, None), ({}, ["no", None][rank])):
             try:
-                distributed.agree(values, error)
+                agree(values, error)
             except ValueError as problem:
                 print(problem, flush=True)
     if what == "killed":
@@ -55,7 +55,7 @@ with distributed.leaving(), distributed.noticing_lost_peers():
             multihost_utils.process_allgather(np.int32(1))
     if what == "stopped":
         while True:
-            distributed.beat("step 3")
+            beat("step 3")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             multihost_utils.process_allgather(np.int32(1))

@@ -15,8 +15,8 @@ from test_leaving import of_rows, seed_of_a_bad_row
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.config import RunFailed
-from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.distributed.stopping import Stopping
+from tunix_lite.errors import RunFailed
 from tunix_lite.train import train
 
 STEPS = ["training.max_steps=3", "training.save_interval_steps=0", "rollout.chunk=2"]

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 import tunix_lite
-from tunix_lite.parallel import distributed
-from tunix_lite.parallel.agreement import about
-from tunix_lite.parallel.place import Launch
+from tunix_lite.distributed import join
+from tunix_lite.distributed.agreement import about
+from tunix_lite.distributed.process_place import Launch
 
 LIMIT = 240  # seconds until all of them must be done, where nobody says
 LINES = 40  # of each one's output that are shown where one fails
@@ -45,7 +45,7 @@ def answer(work: Callable[..., dict]) -> None:
     """What a script of `run_together` does: work(*arguments) as one of the processes, and what it saw as JSON."""
     address, count, index, file, *arguments = sys.argv[1:]
     if int(count) > 1:
-        distributed.initialise(Launch(address, int(count), int(index)), {}, about({}, ""))
+        join.initialise(Launch(address, int(count), int(index)), {}, about({}, ""))
     said = work(*arguments) | {"devices": [jax.device_count(), jax.local_device_count()]}
     with open(file, "w") as out:
         json.dump(said, out, default=np.ndarray.tolist)
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 def _started(call: list, devices: int, log_file: Path) -> subprocess.Popen:
     folders = Path(tunix_lite.__file__).parents[1], Path(__file__).parent
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # parallel/distributed.py
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # distributed/join.py
     environment |= {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "JAX_NUM_CPU_DEVICES": str(devices),

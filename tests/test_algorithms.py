@@ -13,7 +13,7 @@ from tunix_lite.algorithms.advantages import centre, leave_one_out, standardise
 from tunix_lite.algorithms.grpo import GRPO, kl
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
-from tunix_lite.policy import Policy
+from tunix_lite.learner.policy import Policy
 from tunix_lite.types import Batch, Rollout
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunix_lite.batching import plan_batch, plan_rows
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError, Training
-from tunix_lite.micro_batches import Rows
-from tunix_lite.packing import RowShape
+from tunix_lite.config import Training
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.planning.batch_size import plan_batch, plan_rows
 
 
 def run_with(G=8, **training) -> SimpleNamespace:

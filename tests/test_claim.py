@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.parallel.claim import claim_of, claimed, is_claimed_by
+from tunix_lite.distributed.folder_lock import claim_of, claimed, is_claimed_by
 
 ROOT = Path(__file__).parents[1]
-HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.parallel.claim import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
 
 
 @pytest.fixture

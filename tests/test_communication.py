@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.policy import make_policy
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 CFG = ModelConfig(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunix_lite.addresses import check_on_disk
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.chat import Chat
@@ -17,21 +16,15 @@ from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings
 from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.commands.replay import Replay
-from tunix_lite.config import (
-    ConfigError,
-    Evaluation,
-    Model,
-    RunConfig,
-    Tracking,
-    Training,
-    build,
-)
+from tunix_lite.config import Evaluation, Model, RunConfig, Tracking, Training, build
+from tunix_lite.distributed.process_place import Launch
+from tunix_lite.errors import ConfigError
+from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.learner.optim import OptimizerConfig
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.optim import OptimizerConfig
 from tunix_lite.parallel.mesh import RULES, Rules
-from tunix_lite.parallel.place import Launch
 from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
@@ -135,7 +128,7 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
 
 def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
     assert conf_dir() == CONF
-    monkeypatch.setattr("tunix_lite.launch.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
+    monkeypatch.setattr("tunix_lite.distributed.launcher.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
     assert conf_dir() == tmp_path / "site-packages" / "tunix_lite" / "conf"
 
 

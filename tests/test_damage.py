@@ -11,10 +11,10 @@ import pytest
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
-from tunix_lite.parallel.claim import claimed
+from tunix_lite.distributed.folder_lock import claimed
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
-from tunix_lite.prepare import prepare, sign
+from tunix_lite.runs.setup import prepare, sign
 from tunix_lite.tracking.disk import DiskError, in_words
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status

@@ -26,7 +26,7 @@ import tunix_lite.train as train_module
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
 from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.tracking.rundir import RunDir

@@ -21,11 +21,12 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from processes import free_port
 
-from tunix_lite.config import RunFailed, at
-from tunix_lite.parallel import agreement, distributed, mesh
-from tunix_lite.parallel.agreement import About, disagreement, flat
-from tunix_lite.parallel.meeting import NotMet, meet
-from tunix_lite.parallel.place import Launch, Place, find_place, first_node, tasks_per_node
+from tunix_lite.distributed import agreement, join
+from tunix_lite.distributed.agreement import About, disagreement, flat
+from tunix_lite.distributed.meeting import NotMet, meet
+from tunix_lite.distributed.process_place import Launch, Place, find_place, first_node, tasks_per_node
+from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
+from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
 from tunix_lite.tasks.task import Reward, TaskConfig
 
@@ -208,16 +209,16 @@ def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
 
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
     shares = Place(5, 8, "a:1", 1, 4)
-    assert distributed.local_devices(shares, {}) == [1]
-    assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == [1]
-    assert distributed.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # srun --gpus-per-task=1
-    assert distributed.local_devices(Place(1, 2, "a:1"), {}) is None
+    assert join.local_devices(shares, {}) == [1]
+    assert join.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == [1]
+    assert join.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # srun --gpus-per-task=1
+    assert join.local_devices(Place(1, 2, "a:1"), {}) is None
 
 
 def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_the_setting_to_paste(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ValueError) as caught:
-        distributed.check_devices(Launch(), Place(), {})
+        join.check_devices(Launch(), Place(), {})
     assert str(caught.value) == (
         "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run knows of 1: start every "
         "host with launch.coordinator=auto"
@@ -338,17 +339,17 @@ def device(process: int, platform: str = "gpu", **more) -> SimpleNamespace:
 
 
 def test_processes_of_one_machine_are_one_node(monkeypatch):
-    monkeypatch.setattr(distributed, "hosts", lambda: ["a", "a", "b", "b"])
+    monkeypatch.setattr(join, "hosts", lambda: ["a", "a", "b", "b"])
     devices = [device(p) for p in (0, 2, 1, 3)]
-    assert distributed.nodes_of(devices) == [[devices[0], devices[2]], [devices[1], devices[3]]]
-    monkeypatch.setattr(distributed, "hosts", lambda: ["a"])
-    assert distributed.nodes_of(devices[:1]) == [devices[:1]]
+    assert join.nodes_of(devices) == [[devices[0], devices[2]], [devices[1], devices[3]]]
+    monkeypatch.setattr(join, "hosts", lambda: ["a"])
+    assert join.nodes_of(devices[:1]) == [devices[:1]]
 
 
 def test_a_slice_of_tpus_is_one_node_though_it_has_many_hosts(monkeypatch):
-    monkeypatch.setattr(distributed, "hosts", lambda: ["a", "b", "c", "d"])
+    monkeypatch.setattr(join, "hosts", lambda: ["a", "b", "c", "d"])
     devices = [device(p, "tpu", slice_index=p // 2) for p in range(4)]
-    assert distributed.nodes_of(devices) == [devices[:2], devices[2:]]
+    assert join.nodes_of(devices) == [devices[:2], devices[2:]]
 
 
 def test_tp_stays_inside_a_node_and_crosses_only_if_asked(monkeypatch):
@@ -387,21 +388,21 @@ LOST = (
 
 @pytest.mark.parametrize("error", [ValueError(LOST), RuntimeError(LOST)])  # as jax 0.10 raises it, here and there
 def test_that_another_process_is_gone_is_no_error_of_settings(error):
-    assert distributed.is_of_a_peer(error)
-    with pytest.raises(type(error)) as caught, at("step 3", RunFailed):
+    assert is_of_a_peer(error)
+    with pytest.raises(type(error)) as caught, error_context("step 3", RunFailed):
         raise error
     assert caught.value is error
 
 
 def test_an_error_of_settings_is_not_taken_for_a_lost_process():
-    assert not distributed.is_of_a_peer(ValueError("launch: heartbeat_timeout=0 must be above 0"))
-    assert not distributed.is_of_a_peer(ValueError("INTERNAL: something else"))
-    assert not distributed.is_of_a_peer(OSError("UNKNOWN: Connection closed by peer"))
+    assert not is_of_a_peer(ValueError("launch: heartbeat_timeout=0 must be above 0"))
+    assert not is_of_a_peer(ValueError("INTERNAL: something else"))
+    assert not is_of_a_peer(OSError("UNKNOWN: Connection closed by peer"))
 
 
 @pytest.mark.parametrize("name", ["TUNIX_LITE_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_who_was_started_before_knows_it_from_who_did(name):
-    assert [distributed.is_restart(said) for said in ({}, {name: ""}, {name: "0"}, {name: "2"})] == [False] * 3 + [True]
+    assert [join.is_restart(said) for said in ({}, {name: ""}, {name: "0"}, {name: "2"})] == [False] * 3 + [True]
 
 
 # ---- meeting: threads are processes enough for that
@@ -644,7 +645,7 @@ def test_two_processes_become_one_run(tmp_path):
 def test_what_gloo_says_is_in_the_log_and_what_others_say_on_the_screen(tmp_path):
     """File 1 is that of compiled code and of programs that are started."""
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from tunix_lite.parallel import gloo\n"
+        "import os, subprocess, sys; from pathlib import Path; from tunix_lite.distributed import gloo\n"
         "print('one'); gloo.greets_the_log(); print('two', flush=True)\n"
         "os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\\n')\n"
         "gloo.log_into(Path('log')); os.write(1, b'[Gloo] Rank [Gloo] Rank 1 is connected to 1\\n')\n"
@@ -671,9 +672,9 @@ def test_no_program_of_several_processes_comes_from_disk(tmp_path):
 
 def test_from_there_on_no_program_of_several_cpu_devices_is_kept_whatever_was_compiled_before(tmp_path):
     code = (
-        "import os, jax; from tunix_lite.parallel import distributed\n"
+        "import os, jax; from tunix_lite.distributed import join\n"
         "kept = lambda: len([name for name in os.listdir('cache') if name.endswith('-cache')])\n"
-        "jax.jit(lambda x: x + 1)(1.0); before = kept(); distributed.compile_afresh()\n"
+        "jax.jit(lambda x: x + 1)(1.0); before = kept(); join.compile_afresh()\n"
         "jax.jit(lambda x: x * 3)(1.0); print(before > 0, kept() == before)"
     )
     settings = {"JAX_COMPILATION_CACHE_DIR": "cache", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

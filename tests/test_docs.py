@@ -21,7 +21,6 @@ import yaml
 from test_sizes import PUBLISHED, REFUSED
 
 from tunix_lite.__main__ import COMMANDS
-from tunix_lite.batching import plan_batch
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
@@ -29,14 +28,15 @@ from tunix_lite.commands.generate import Generate
 from tunix_lite.commands.plan import PlanSettings, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
-from tunix_lite.export import KINDS
+from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import adapter_weights
 from tunix_lite.models.quantize import stored
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
-from tunix_lite.prepare import check_generation
+from tunix_lite.planning.batch_size import plan_batch
+from tunix_lite.runs.setup import check_generation
 from tunix_lite.tasks.task import Reward, Task
 
 ROOT = Path(__file__).parent.parent

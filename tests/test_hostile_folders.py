@@ -27,14 +27,15 @@ import pytest
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite import digests, leaving
-from tunix_lite import export as exporting
 from tunix_lite.checkpoint import LATER, Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
-from tunix_lite.config import ConfigError, Resume, RunConfig, build
-from tunix_lite.fingerprint import check_same_run, fingerprint
-from tunix_lite.fingerprint import read as read_fingerprint
-from tunix_lite.language_model import load
+from tunix_lite.config import Resume, RunConfig, build
+from tunix_lite.errors import ConfigError
+from tunix_lite.files import digests
+from tunix_lite.files.untrusted import MOST_LINE
+from tunix_lite.inference import export as exporting
+from tunix_lite.inference.language_model import load
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import confined, decoder, hf, peft, source
 from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
@@ -44,11 +45,12 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import BUNDLED, Model
 from tunix_lite.models.tokenizer import FILES, Tokenizer
 from tunix_lite.models.weights import init_params
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import put
-from tunix_lite.prepare import prepare
-from tunix_lite.reference import find_reference
-from tunix_lite.strangers import MOST_LINE
+from tunix_lite.runs import leaving
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint
+from tunix_lite.runs.fingerprint import read as read_fingerprint
+from tunix_lite.runs.reference import find_reference
+from tunix_lite.runs.setup import prepare
 from tunix_lite.tracking.rows import check_rows, lines_of
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
@@ -1046,7 +1048,7 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
 @pytest.mark.parametrize("said", ["[]", DEEP, "\x00", '{"eval": 5, "algorithm": "x\\n# owned", "steps": []}',
                                   '{"eval": {"first": {"accuracy": "x"}}}'])  # fmt: skip
 def test_what_a_runs_status_says_reaches_a_model_card_only_as_numbers(said, tmp_path):
-    from tunix_lite.export import _metrics
+    from tunix_lite.inference.export import _metrics
 
     (tmp_path / "status.json").write_text(said)
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite import export as exporting
 from tunix_lite.api import Generation, compose, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
-from tunix_lite.config import ConfigError
-from tunix_lite.language_model import LONG, open_model
+from tunix_lite.errors import ConfigError
+from tunix_lite.inference import export as exporting
+from tunix_lite.inference.language_model import LONG, open_model
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import Model, find
-from tunix_lite.policy import token_logprobs
 
 ROOT = Path(__file__).parents[1]
 SHORT = Generation(64, 12)

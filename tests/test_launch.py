@@ -15,12 +15,12 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tunix_lite import launch
 from tunix_lite.commands.program import compose, conf_dir
-from tunix_lite.launch import Group, group_of
-from tunix_lite.parallel.distributed import LOST_A_PEER
-from tunix_lite.parallel.place import Launch, Place, find_place
-from tunix_lite.supervisor import Trace
+from tunix_lite.distributed import launcher
+from tunix_lite.distributed.join import LOST_A_PEER
+from tunix_lite.distributed.launcher import Group, group_of
+from tunix_lite.distributed.process_place import Launch, Place, find_place
+from tunix_lite.distributed.supervisor import Trace
 
 CHILD = """
 import os, pathlib, signal, sys, time
@@ -39,7 +39,7 @@ class Launched:
 
     def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = ()):
         (folder / "child.py").write_text(CHILD + body)
-        environment = {k: v for k, v in os.environ.items() if k not in launch.TORCH}
+        environment = {k: v for k, v in os.environ.items() if k not in launcher.TORCH}
         call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -464,35 +464,35 @@ def test_who_is_who_comes_from_the_launcher_alone(word):
 
 
 def test_alone_a_launcher_leaves_it_to_jax():
-    launch.check_places(["launch.coordinator=auto"], 1)
-    launch.check_places(["launch.coordinator=null"], 2)
+    launcher.check_places(["launch.coordinator=auto"], 1)
+    launcher.check_places(["launch.coordinator=null"], 2)
     with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher says"):
-        launch.check_places(["launch.coordinator=auto"], 2)
+        launcher.check_places(["launch.coordinator=auto"], 2)
 
 
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     with pytest.raises(SystemExit) as ended:
-        launch.main(["run_training.py", "--nprocs=4"])
+        launcher.main(["run_training.py", "--nprocs=4"])
     assert ended.value.code == 2
     said = "error: --nprocs=4 is the launcher's: it stands before the program and its settings\n"
     assert capsys.readouterr().err == said
 
 
 def test_without_a_file_it_trains():
-    assert launch.command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
-    assert launch.command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
+    assert launcher.command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
+    assert launcher.command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
 
 
 def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
     program = ["run_training.py", "launch.max_restarts=3", "launch.stall_timeout=60"]
-    assert launch.rules_of(launch.parsed(program), program).max_restarts == 3
-    assert launch.rules_of(launch.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
-    assert launch.rules_of(launch.parsed(program), program).stall_timeout == 60
-    assert launch.rules_of(launch.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
+    assert launcher.rules_of(launcher.parsed(program), program).max_restarts == 3
+    assert launcher.rules_of(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
+    assert launcher.rules_of(launcher.parsed(program), program).stall_timeout == 60
+    assert launcher.rules_of(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
 
 
 def rules(*program: str) -> tuple[int, float | None]:
-    found = launch.rules_of(launch.parsed(list(program)), list(program))
+    found = launcher.rules_of(launcher.parsed(list(program)), list(program))
     return found.max_restarts, found.stall_timeout
 
 
@@ -548,7 +548,7 @@ def test_settings_of_files_are_those_that_the_run_has(where, tmp_path, monkeypat
 
 def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(launch, "conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr(launcher, "conf_dir", lambda: tmp_path / "conf")
     option(tmp_path / "conf", "launch/default", "max_restarts: 2\nstall_timeout: ${seed}\n")
     option(tmp_path / "conf", "launch/mine", "max_restarts: 6\n")
     with pytest.raises(
@@ -558,7 +558,7 @@ def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
     main = tmp_path / "conf" / "config.yaml"
     main.write_text(main.read_text().replace("launch: default", "launch: mine").replace("tunix_lite  #", "other  #"))
     assert rules("a.py") == (6, Launch.stall_timeout)
-    assert launch.project_name([]) == "other" and launch.project_name(["++project_name='x y'"]) == "x y"
+    assert launcher.project_name([]) == "other" and launcher.project_name(["++project_name='x y'"]) == "x y"
     main.write_text(main.read_text() + "\nlaunch:\n  max_restarts: 7\n")
     assert rules("a.py", "launch=mine") == (7, Launch.stall_timeout)
 
@@ -570,8 +570,8 @@ def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_p
         ValueError, match=r"experiment/big.yaml has settings of launch, which the launcher does not read"
     ):
         rules(*words)
-    known = launch.parsed(["--max-restarts=1", "--stall-timeout=9", *words])
-    assert launch.rules_of(known, words).max_restarts == 1
+    known = launcher.parsed(["--max-restarts=1", "--stall-timeout=9", *words])
+    assert launcher.rules_of(known, words).max_restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -584,8 +584,8 @@ def test_a_folder_is_given_in_each_way_that_hydra_reads(word, tmp_path):
 
 
 def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
-    (word,) = launch.in_folder("outputs/it's, 1", [])
-    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and launch.folder_given([word]) == "outputs/it's, 1"
+    (word,) = launcher.in_folder("outputs/it's, 1", [])
+    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and launcher.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
     assert override.value() == "outputs/it's, 1"
 
@@ -593,11 +593,11 @@ def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
 def test_the_folder_is_the_one_that_a_run_has_by_itself():
     pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
     assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-    said = launch.fresh_folder("mine", [])
+    said = launcher.fresh_folder("mine", [])
     assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
-    assert launch.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
-    assert launch.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
-    assert launch.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
+    assert launcher.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
+    assert launcher.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
+    assert launcher.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
 
 
 def test_a_trace_is_taken_out_though_it_comes_in_pieces():

@@ -21,12 +21,12 @@ from lingering_reward import leaves_a_child
 from processes import run_together
 from test_train import lines, without_time
 
-from tunix_lite import leaving
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.config import RunFailed
-from tunix_lite.parallel.stopping import Leave, Stopping
+from tunix_lite.distributed.stopping import Leave, Stopping
+from tunix_lite.errors import RunFailed
 from tunix_lite.rewards.pool import Pool, Rewards
+from tunix_lite.runs import leaving
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.task import SaidByAll
 from tunix_lite.tracking.rundir import RunDir

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
+from tunix_lite.learner.policy import make_policy, token_logprobs
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored
 from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
-from tunix_lite.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
 from tunix_lite.parallel.mesh import put
-from tunix_lite.policy import make_policy, token_logprobs
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 CFG = ModelConfig(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)

@@ -9,15 +9,15 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
-from tunix_lite.policy import make_policy
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
-from tunix_lite.step import make_train_step
 from tunix_lite.tasks.task import Judged
 from tunix_lite.types import TrainState
 

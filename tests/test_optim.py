@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_lite.optim import OptimizerConfig, describe, learning_rate_at, make_optimizer
+from tunix_lite.learner.optim import OptimizerConfig, describe, learning_rate_at, make_optimizer
 
 
 def rates(max_steps=11, **settings):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunix_lite.packing import RowShape, packed, rows_needed_at_most, shared_rows_at_most, unpacked
+from tunix_lite.learner.packing import RowShape, packed, rows_needed_at_most, shared_rows_at_most, unpacked
 
 
 def batch_of(*sequences, left=0, right=0):

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
+from tunix_lite.learner.policy import token_logprobs  # noqa: E402
 from tunix_lite.models import decoder, hf  # noqa: E402
 from tunix_lite.models.families import FAMILIES, config_json, read_config  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
-from tunix_lite.policy import token_logprobs  # noqa: E402
 from tunix_lite.rollout.engine import make_generate  # noqa: E402
 from tunix_lite.rollout.settings import Generation, RolloutConfig  # noqa: E402
 from tunix_lite.types import Prompts  # noqa: E402

@@ -19,26 +19,26 @@ from test_hardware import needs_compiler
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanSettings, make_plans
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
-from tunix_lite.micro_batches import STATIC
+from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.micro_batches import STATIC
+from tunix_lite.learner.optim import init_opt_state, make_optimizer
+from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.lora import attached
-from tunix_lite.optim import init_opt_state, make_optimizer
 from tunix_lite.parallel import mesh as meshes
-from tunix_lite.parallel.host import take_gpu_memory
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning import estimate, plan, report, speed, start
+from tunix_lite.planning import at_start, estimate, plan, report, speed
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.case import Case, find_model, make_case
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.profile import Profile
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, batch_shapes
 from tunix_lite.planning.report import Plans
-from tunix_lite.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.planning.resolved import Case, find_model, make_case
 from tunix_lite.rollout import engine
-from tunix_lite.step import make_train_step
+from tunix_lite.runs.profiler import Profile
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
 
@@ -611,8 +611,8 @@ def a_gib_a_sequence(machine, case, done):
 
 def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_programs):
     """For 4 sequences a shard at once there is too little memory, for 2 enough: two programs, and none after them."""
-    monkeypatch.setattr(start, "put_together", a_gib_a_sequence)
-    monkeypatch.setattr(start, "attached", lambda: machine(3 * GiB))
+    monkeypatch.setattr(at_start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(at_start, "attached", lambda: machine(3 * GiB))
     train(compose([*STARTS, "training.micro_batch_size=auto"]), tmp_path)
     assert compiled_programs == {"update": 2, "score": 1}
     log = (tmp_path / "train.log").read_text()
@@ -622,14 +622,14 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
 
 
 def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
-    monkeypatch.setattr(start, "put_together", a_gib_a_sequence)
-    monkeypatch.setattr(start, "attached", lambda: machine(GiB // 2))
-    monkeypatch.setattr(start, "compiled", lambda *args: None)
+    monkeypatch.setattr(at_start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(at_start, "attached", lambda: machine(GiB // 2))
+    monkeypatch.setattr(at_start, "compiled", lambda *args: None)
     set_mesh(2, 2)
     run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
     tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
     with pytest.raises(ConfigError, match=tried):
-        start.fitting(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+        at_start.fitting(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
@@ -656,17 +656,17 @@ def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compi
 
 
 def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
-    monkeypatch.setattr(start, "attached", lambda: machine(GiB))
+    monkeypatch.setattr(at_start, "attached", lambda: machine(GiB))
 
     def refuse():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
 
     set_mesh(2, 2)
-    found = start.foresee(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
+    found = at_start.foresee(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
     assert found.fits is False
-    assert "DOES NOT FIT" in start.in_short(found)
+    assert "DOES NOT FIT" in at_start.in_short(found)
     with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):
-        start.foresee(case_of(cfg), {"update": refuse})
+        at_start.foresee(case_of(cfg), {"update": refuse})
 
 
 def qwen(*overrides: str) -> Plan:
@@ -707,29 +707,29 @@ def test_a_run_that_does_not_fit_stops_and_says_what_would():
     with pytest.raises(
         ConfigError, match=said + r"it would fit, by an estimate of .* with rollout.weights=sharded; or"
     ):
-        start.check_fits(found, print)
+        at_start.check_fits(found, print)
     told = []
-    start.check_fits(qwen("rollout.weights=gathered", "training.memory_check=warn"), told.append)
+    at_start.check_fits(qwen("rollout.weights=gathered", "training.memory_check=warn"), told.append)
     assert len(told) == 1 and told[0].endswith("it starts all the same, as training.memory_check=warn says")
-    start.check_fits(qwen(), told.append)
+    at_start.check_fits(qwen(), told.append)
     assert len(told) == 1
     with pytest.raises(
         ConfigError, match="nothing that was tried fits here, the least by an estimate is .* GiB, with "
     ):
-        start.check_fits(replace(found, machine=replace(found.machine, name="attached", capacity=GiB)), print)
+        at_start.check_fits(replace(found, machine=replace(found.machine, name="attached", capacity=GiB)), print)
 
 
 def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
     found = plan.put_together(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
     phases = tuple(replace(phase, adds={"all": GiB if phase.name == "update" else 1}) for phase in found.phases)
-    start.check_fits(replace(found, phases=phases), print)
-    assert "DOES NOT FIT with rows at their fullest" in start.in_short(replace(found, phases=phases))
+    at_start.check_fits(replace(found, phases=phases), print)
+    assert "DOES NOT FIT with rows at their fullest" in at_start.in_short(replace(found, phases=phases))
     with pytest.raises(ConfigError, match="the run does not fit"):
-        start.check_fits(replace(found, machine=machine(1000)), print)
+        at_start.check_fits(replace(found, machine=machine(1000)), print)
 
 
 def test_a_run_that_cannot_fit_stops_before_it_loads_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "attached", lambda: machine(10**5))
+    monkeypatch.setattr(at_start, "attached", lambda: machine(10**5))
     monkeypatch.setattr(source, "load", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match="the run does not fit: .* GiB of 0.00 a device"):
         train(compose([*STARTS]), tmp_path)

@@ -12,13 +12,13 @@ import pytest
 from test_train import SHORT, lines, without_time
 
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
+from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import Model
 from tunix_lite.models.weights import Lora, init_params
-from tunix_lite.prepare import prepare
-from tunix_lite.reference import Reference, find_reference, reference_of
+from tunix_lite.runs.reference import Reference, find_reference, reference_of
+from tunix_lite.runs.setup import prepare
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 

@@ -12,11 +12,11 @@ import pytest
 from tunix_lite import train as train_module
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.optim import make_optimizer
-from tunix_lite.planning.case import find_model
+from tunix_lite.learner.optim import make_optimizer
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.prepare import prepare, sign
+from tunix_lite.planning.resolved import find_model
+from tunix_lite.runs.setup import prepare, sign
 from tunix_lite.tracking.rundir import RunDir
 
 BUNDLED = ["evaluation.num_examples=0", "model.mesh_shape=[[2,2],[fsdp,tp]]"]

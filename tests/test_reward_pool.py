@@ -38,11 +38,11 @@ from faulty_rewards import (
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
-from tunix_lite.evaluate import evaluate
-from tunix_lite.policy import Policy
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.policy import Policy
 from tunix_lite.rewards.pool import ON_ERROR, Pool, Rewards, check_portable
 from tunix_lite.rewards.worker import text
+from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir

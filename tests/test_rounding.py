@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.conftest import ragged_prompts, random_params
-from tunix_lite.micro_batches import PACKING, Rows
+from tunix_lite.learner.micro_batches import PACKING, Rows
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.models import attention, decoder, quantize, rounding, source, weights
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.policy import batch_scores, scoring_program
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig

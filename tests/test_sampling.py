@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.policy import token_logprobs
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
 from tunix_lite.rollout.programs import make_programs

@@ -15,7 +15,8 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_mean, sequence_sum
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, reduction_of
+from tunix_lite.config import reduction_of
+from tunix_lite.errors import ConfigError
 from tunix_lite.types import Batch
 
 

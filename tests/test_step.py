@@ -11,13 +11,13 @@ import pytest
 from tests.conftest import set_mesh
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.micro_batches import Rows, summed
+from tunix_lite.learner.micro_batches import Rows, summed
+from tunix_lite.learner.optim import num_updates
+from tunix_lite.learner.policy import Policy, token_logprobs
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder
 from tunix_lite.models.vocabulary import Scores
-from tunix_lite.optim import num_updates
 from tunix_lite.parallel.mesh import put
-from tunix_lite.policy import Policy, token_logprobs
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, Max, TrainState
 
 
@@ -138,7 +138,7 @@ def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)
     from tunix_lite.algorithms.sft import SFT
-    from tunix_lite.optim import OptimizerConfig, make_optimizer
+    from tunix_lite.learner.optim import OptimizerConfig, make_optimizer
 
     cfg = OptimizerConfig(learning_rate=0.1, max_grad_norm=max_grad_norm, beta1=0.0, beta2=0.0, eps=1.0)
     optimizer = make_optimizer(cfg, max_steps=steps)

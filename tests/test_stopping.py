@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tunix_lite.parallel import stopping
+from tunix_lite.distributed import stopping
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,14 @@ import pytest
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.program import compose
-from tunix_lite.config import ConfigError
-from tunix_lite.fingerprint import check_same_run
+from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.prepare import panel, prepare
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Rewards
 from tunix_lite.rewards.text import brevity, contains
+from tunix_lite.runs.fingerprint import check_same_run
+from tunix_lite.runs.setup import panel, prepare
 from tunix_lite.tasks import task as tasks
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig

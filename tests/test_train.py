@@ -18,12 +18,13 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.commands.replay import Replay, nearest, read, replay, saw
-from tunix_lite.config import ConfigError, RunFailed, build
-from tunix_lite.language_model import run_settings
+from tunix_lite.config import build
+from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.inference.language_model import run_settings
+from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import decoder, source
 from tunix_lite.models.source import Model
-from tunix_lite.optim import learning_rate_at
-from tunix_lite.prepare import prepare, resume_from_folder, sign
+from tunix_lite.runs.setup import prepare, resume_from_folder, sign
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -413,7 +414,7 @@ def test_without_a_job_time_counts_from_the_call(tmp_path, monkeypatch):
 STOPPED_AT_ITS_VERY_END = """
 import os, signal
 from tunix_lite.commands import train as command
-from tunix_lite.parallel.stopping import Stopping
+from tunix_lite.distributed.stopping import Stopping
 
 def train_in_job(run, folder, began, goes_on):
     print(run.seed, began, goes_on, flush=True)

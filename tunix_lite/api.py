@@ -1,8 +1,8 @@
 """What a notebook imports: settings, training, a model in the hand, export. examples/notebook.py shows it."""
 
 from tunix_lite.commands.program import compose
-from tunix_lite.export import export
-from tunix_lite.language_model import Completion, LanguageModel, load
+from tunix_lite.inference.export import export
+from tunix_lite.inference.language_model import Completion, LanguageModel, load
 from tunix_lite.rollout.engine import Generation
 from tunix_lite.train import train
 

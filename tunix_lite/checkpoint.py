@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from tunix_lite import digests
-from tunix_lite.parallel.distributed import is_of_a_peer
-from tunix_lite.parallel.sharing import from_all
+from tunix_lite.distributed.allgather import from_all
+from tunix_lite.errors import is_of_a_peer
+from tunix_lite.files import digests
+from tunix_lite.files.untrusted import check_only_files, read_object
 from tunix_lite.plain_text import shown
-from tunix_lite.strangers import check_only_files, read_object
 from tunix_lite.types import Params, TrainState
 
 

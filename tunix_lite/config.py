@@ -1,6 +1,5 @@
 """Plain values from YAML -> frozen dataclasses, and every check across settings. Knows neither Hydra nor a device."""
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -12,31 +11,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.addresses import check_on_disk
-from tunix_lite.micro_batches import PACKING
+from tunix_lite.distributed.process_place import Launch
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.untrusted import TARGET
+from tunix_lite.learner.micro_batches import PACKING
+from tunix_lite.learner.optim import OptimizerConfig
+from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import Model
-from tunix_lite.optim import OptimizerConfig
-from tunix_lite.parallel.distributed import is_of_a_peer
 from tunix_lite.parallel.mesh import Rules
-from tunix_lite.parallel.place import Launch
 from tunix_lite.plain_text import shown
-from tunix_lite.policy import DTYPES
 from tunix_lite.rewards.pool import Rewards, check_portable
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.seeds import check_seed
-from tunix_lite.strangers import TARGET
 from tunix_lite.tasks.task import TaskConfig
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be right. The message begins with where it stands and says what would be right."""
-
-
-class RunFailed(ConfigError):
-    """What is wrong need not be in the settings: the same command may succeed another time."""
-
 
 # ---- the settings of a run, one class per folder of conf/
 
@@ -177,7 +167,7 @@ class RunConfig:
     def __post_init__(self):
         check_seed(self.seed)
         if self.rewards.workers:
-            with at("task"):
+            with error_context("task"):
                 check_portable(self.task.functions())
         declared = reduction_of(self.algorithm)
         if declared not in (None, *REDUCES) or (declared is None and self.training.packing != "none"):
@@ -232,22 +222,6 @@ def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
 
 
 # ---- values -> dataclasses
-
-
-@contextlib.contextmanager
-def at(where: str, kind: type[ConfigError] = ConfigError):
-    """Says where a ValueError comes from, for a user who knows settings and not code.
-
-    That another process is gone comes from nowhere here: distributed.noticing_lost_peers.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        if is_of_a_peer(error):
-            raise
-        raise kind(f"{where}: {error}" if where else str(error)) from error
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -322,7 +296,7 @@ def _build_dataclass(kind, values, where):
     ]
     if missing:
         raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
-    with at(where):
+    with error_context(where):
         return kind(**{name: build(hints[name], value, _join(where, name)) for name, value in values.items()})
 
 
@@ -350,7 +324,7 @@ def _build_target(kind, values, where):
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _refuse_unknown(settings, list(parameters), where)
     if isinstance(target, type):
-        with at(where):
+        with error_context(where):
             return target(**settings)
     return partial(target, **settings) if settings else target
 

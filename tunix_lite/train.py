@@ -11,30 +11,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite import resume
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig, RunFailed, at
-from tunix_lite.evaluate import evaluate
-from tunix_lite.leaving import Unfinished, diverged, is_due, numbers, saved, unmeasured
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed import gloo
+from tunix_lite.distributed.join import beat
+from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
+from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
+from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
-from tunix_lite.optim import learning_rate_at, make_optimizer, num_updates
-from tunix_lite.parallel import gloo
-from tunix_lite.parallel.distributed import beat
-from tunix_lite.parallel.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.planning import report
-from tunix_lite.planning.case import chooses_micro_batch, rollouts_of
-from tunix_lite.planning.profile import Profile
-from tunix_lite.planning.start import check_at_rest, check_fits, fitting, foresee, in_short, learning
-from tunix_lite.planning.throughput import Throughput, timed
-from tunix_lite.policy import DTYPES, STORED, Policy, make_policy
-from tunix_lite.prepare import Parts, case_of, panel, prepare, provenance, rebatched, sign
-from tunix_lite.reference import reference_of
+from tunix_lite.planning.at_start import check_at_rest, check_fits, fitting, foresee, in_short, learning
+from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
 from tunix_lite.rollout.settings import RolloutConfig
-from tunix_lite.step import make_train_step
+from tunix_lite.runs import resume
+from tunix_lite.runs.evaluate import evaluate
+from tunix_lite.runs.leaving import Unfinished, diverged, is_due, numbers, saved, unmeasured
+from tunix_lite.runs.profiler import Profile
+from tunix_lite.runs.reference import reference_of
+from tunix_lite.runs.setup import Parts, case_of, panel, prepare, provenance, rebatched, sign
+from tunix_lite.runs.throughput import Throughput, timed
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import in_words
@@ -148,7 +149,7 @@ def fit(
     is_unsigned = parts.goes_on_differently(run_dir)
 
     def save() -> None:
-        """The state as it is now. See prepare.sign for its second half."""
+        """The state as it is now. See setup.sign for its second half."""
         nonlocal is_unsigned
         checkpoints.save(state, accuracy, skipped)
         if is_unsigned:
@@ -189,7 +190,7 @@ def fit(
             if step % updates == 0:
                 key = jax.random.fold_in(seed_key, step)
                 acting = attached(frozen, state.params, lora)
-                with at(f"step {step + 1}", RunFailed):
+                with error_context(f"step {step + 1}", RunFailed):
                     examples, dropped = task.batch(parts.batch.prompts, run.seed, step // updates)
                     batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
                 if task.long_prompts == "drop":
@@ -251,9 +252,9 @@ def initial_state(
     The reference of the KL term (reference.py) is made of the weights as they are loaded, before a checkpoint is read.
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
-    with at("model.weights"):
+    with error_context("model.weights"):
         frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
-    with at("resume"):
+    with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))

@@ -14,14 +14,14 @@ from jax.experimental.multihost_utils import process_allgather
 from processes import answer
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.packing import RowShape
 from tunix_lite.parallel.mesh import Rules, axis_size, make_mesh, put, set_rules
-from tunix_lite.policy import make_policy
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 SEQUENCES, PROMPT, NEW = 16, 10, 22

@@ -13,8 +13,8 @@ from conftest import set_mesh
 from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
 from processes import run_together
 
+from tunix_lite.learner.optim import round_by_chance
 from tunix_lite.models import attention, decoder, vocabulary
-from tunix_lite.optim import round_by_chance
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import Rules, put, set_rules
 from tunix_lite.types import Batch

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import opened, shown
-from tunix_lite.config import ConfigError, RunConfig
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
 from tunix_lite.plain_text import visible
 
 HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or Ctrl-D ends"

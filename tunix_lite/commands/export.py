@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite import export as exporting
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import opened
 from tunix_lite.config import RunConfig
+from tunix_lite.inference import export as exporting
 
 
 @dataclass(frozen=True)

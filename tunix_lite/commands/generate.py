@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, RunConfig, at
-from tunix_lite.language_model import Asked, LanguageModel, open_model
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.inference.language_model import Asked, LanguageModel, open_model
 from tunix_lite.parallel.mesh import of_all
 from tunix_lite.plain_text import shortened, visible
 from tunix_lite.tasks.sources import json_of, lines_of
@@ -59,7 +60,7 @@ def generate(run: RunConfig, settings: Generate) -> None:
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
     model = opened(run, settings)
-    with at("generate"):
+    with error_context("generate"):
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
             for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
                 print(shown(text), end="", flush=True)

@@ -1,7 +1,7 @@
 """`tunix-lite launch --nprocs=4 key=value ...`: the same as `python -m tunix_lite.launch`."""
 
-from tunix_lite import launch
+from tunix_lite.distributed import launcher
 
 
 def main() -> None:
-    launch.main()
+    launcher.main()

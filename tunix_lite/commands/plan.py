@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, RunConfig, at
-from tunix_lite.parallel.host import take_gpu_memory
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.case import find_model
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
+from tunix_lite.planning.resolved import find_model
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _meshes(run: RunConfig, settings: PlanSettings, machine: Machine) -> list[di
     count = machine.num_devices
     if settings.mesh == "all":
         return planning.meshes(count)
-    with at("model.mesh_shape"):
+    with error_context("model.mesh_shape"):
         try:
             return [resolve_mesh_shape(run.model.mesh_shape, count)]
         except ValueError as error:

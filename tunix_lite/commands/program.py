@@ -20,12 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunix_lite.addresses import check_on_disk
-from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, build, unknown_key
-from tunix_lite.language_model import run_settings
-from tunix_lite.launch import check_config_dir, conf_dir, config_dir, folder_given, folder_key
-from tunix_lite.parallel.claim import LOCK
-from tunix_lite.parallel.host import keep_freed_memory
+from tunix_lite.config import RunConfig, build, unknown_key
+from tunix_lite.distributed.folder_lock import LOCK
+from tunix_lite.distributed.host_memory import keep_freed_memory
+from tunix_lite.distributed.launcher import check_config_dir, conf_dir, config_dir, folder_given, folder_key
+from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
 
@@ -42,7 +43,7 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
 def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> dict:
     """The settings as plain values; `of` are overrides that a program begins with. Raises ConfigError."""
     overrides = in_full(overrides)
-    with at(""):
+    with error_context(""):
         check_config_dir(more_conf)
     search = [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -206,13 +207,13 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
 def _check_places(words: list[str]) -> None:
     """Raises ConfigError for a folder that a run writes to, which Hydra would make, or a missing one of options."""
     _on_disk({folder_key(words): folder_given(words)})
-    with at(""):
+    with error_context(""):
         check_config_dir(config_dir(words))
 
 
 def _on_disk(places: dict) -> None:
     """Raises ConfigError for a setting that says an address, such as gs://bucket/run, and no folder."""
-    with at(""):
+    with error_context(""):
         for name, place in places.items():
             check_on_disk(name, place)
 
@@ -281,7 +282,7 @@ def _or_exit(action: Callable[[], object], made_by_hydra: Path | None = None, in
             sys.stdout.flush()
         # Else a thread that still writes would keep us, and what it leaves undone would fill the screen.
         os._exit(EXIT_FAILED)
-    except ConfigError as error:
+    except (ConfigError, RunFailed) as error:
         is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)  # as of who has it, and we do not
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)

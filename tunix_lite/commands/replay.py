@@ -12,10 +12,11 @@ import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, RunConfig
-from tunix_lite.language_model import LanguageModel, open_model
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
+from tunix_lite.inference.language_model import LanguageModel, open_model
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.plain_text import escaped
-from tunix_lite.policy import token_logprobs
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch
 

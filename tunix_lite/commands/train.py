@@ -6,40 +6,41 @@ import sys
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.config import ConfigError, RunConfig, RunFailed, at, plain
-from tunix_lite.launch import folder_given, fresh_folder, in_folder
+from tunix_lite.config import RunConfig, plain
+from tunix_lite.distributed.agreement import about, code_named
+from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.folder_lock import claimed_for_all
+from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.join import agree, has_joined, hosts, initialise, is_alone, leaving, noticing_lost_peers
+from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
+from tunix_lite.distributed.meeting import NotMet
+from tunix_lite.distributed.stopping import job_began
+from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import stamp
-from tunix_lite.parallel import distributed
-from tunix_lite.parallel.agreement import about, code_named
-from tunix_lite.parallel.claim import claimed_for_all
-from tunix_lite.parallel.host import take_gpu_memory
-from tunix_lite.parallel.meeting import NotMet
-from tunix_lite.parallel.sharing import from_all
-from tunix_lite.parallel.stopping import job_began
-from tunix_lite.prepare import Parts, prepare
+from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train_in_job
 
 
 def main() -> None:
     take_gpu_memory()
-    with distributed.leaving():
+    with leaving():
         program.main(start, check)
 
 
 def check(run: RunConfig, folder: Path) -> None:
     join(run)
     found, error = {}, None
-    with distributed.noticing_lost_peers():
+    with noticing_lost_peers():
         try:
             parts = prepare(run, RunDir(folder))
-            found = seen_of(run, parts) if len(distributed.hosts()) > 1 else {}
+            found = seen_of(run, parts) if len(hosts()) > 1 else {}
         except ConfigError as problem:  # perhaps of this machine alone, and the others must hear of it
             error = str(problem)
-        with at(""):
-            distributed.agree(found, error)
+        with error_context(""):
+            agree(found, error)
         if from_all(folder.is_dir())[0]:  # Hydra writes there, and not while another run has it
-            with at("", RunFailed), claimed_for_all(folder, run.launch.timeout):
+            with error_context("", RunFailed), claimed_for_all(folder, run.launch.timeout):
                 pass
 
 
@@ -55,8 +56,8 @@ def start(run: RunConfig, folder: Path) -> None:
     join(run)  # where a flag of Hydra's left no check to make
     sweep = program.sweep_folder()
     goes_on = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
-    with contextlib.ExitStack() as until_done, distributed.noticing_lost_peers():
-        with at("", RunFailed):
+    with contextlib.ExitStack() as until_done, noticing_lost_peers():
+        with error_context("", RunFailed):
             until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
         _, stopping = train_in_job(run, folder, job_began(os.environ), goes_on)
         if sweep is not None and (reason := stopping.reason()):  # perhaps said when the last step was made
@@ -66,17 +67,17 @@ def start(run: RunConfig, folder: Path) -> None:
 
 def join(run: RunConfig) -> None:
     """One run of all processes that were started as one, in the folder of the first of them."""
-    if distributed.has_joined():
+    if has_joined():
         return
     given, values = folder_given(sys.argv[1:]), plain(run)
     folder = given or fresh_folder(run.project_name, sys.argv)
-    with at(""):
+    with error_context(""):
         job_began(os.environ)  # can it be read?
-        if "$" in folder and not distributed.is_alone(run.launch, os.environ):
+        if "$" in folder and not is_alone(run.launch, os.environ):
             folder = program.resolved(folder, values)  # by each process, at another time of day: the first one's counts
         ours = about(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
-            place, agreed = distributed.initialise(run.launch, os.environ, ours)
+            place, agreed = initialise(run.launch, os.environ, ours)
         except NotMet as error:
             raise RunFailed(str(error)) from error
     if len(agreed.hosts) > 1 and (given is None or "$" in given):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.decoder import MOST_LAYERS, ModelConfig, RopeScaling, layer_weights
 from tunix_lite.plain_text import shown
-from tunix_lite.strangers import read_object
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 KEYS = {  # ModelConfig field -> key of config.json

@@ -18,6 +18,7 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import TOP_NAMES, Family
@@ -25,7 +26,6 @@ from tunix_lite.models.quantize import quantize, stored
 from tunix_lite.models.weights import Weight, dense, flat, is_quantized, is_weight, shardings, unstacked
 from tunix_lite.parallel.mesh import sharding
 from tunix_lite.plain_text import escaped, shown
-from tunix_lite.strangers import read_object
 from tunix_lite.types import Params
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tunix_lite.strangers import read_object
+from tunix_lite.files.untrusted import read_object
 
 _SMALL = ("*.json", "*.jinja", "tokenizer.model")  # configs, tokenizer, index of the weights
 _WEIGHTS = ("*.safetensors",)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from tunix_lite.addresses import check_on_disk
+from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.models import confined
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from flax import traverse_util
 
+from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import Family
@@ -14,7 +15,6 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import unstacked
 from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import escaped, shown
-from tunix_lite.strangers import as_path, read_object
 from tunix_lite.types import Params
 
 MOST_RANK = 2**16  # wider than any matrix that an adapter could stand in for

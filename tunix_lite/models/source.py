@@ -3,15 +3,17 @@
 `find` looks at everything but the weights, `fetch` gets them and looks at their headers, `load` makes the parameters.
 """
 
-import contextlib
 import hashlib
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from tunix_lite.addresses import check_on_disk
+from tunix_lite.errors import error_context
+from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import Family
@@ -20,7 +22,6 @@ from tunix_lite.models.quantize import STORAGE, init_stored, stored
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
 from tunix_lite.plain_text import shown
-from tunix_lite.strangers import as_path
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -59,6 +60,9 @@ class Source:
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
     name: str  # as the user said it
+
+
+_setting = partial(error_context, kind=ValueError)  # callers turn it into a ConfigError, or add their own place
 
 
 def find(model: Model) -> Source:
@@ -100,15 +104,6 @@ def find(model: Model) -> Source:
 
 def _untied(cfg: ModelConfig, model: Model) -> ModelConfig:
     return replace(cfg, tied=False) if model.untie_head else cfg
-
-
-@contextlib.contextmanager
-def _setting(name: str):
-    """Says which setting a ValueError is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def fetch(source: Source) -> Source:

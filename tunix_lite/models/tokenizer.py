@@ -14,10 +14,10 @@ from typing import Any
 
 import tokenizers
 
+from tunix_lite.files.untrusted import read_object, read_text
 from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
 from tunix_lite.plain_text import escaped, shortened, shown
-from tunix_lite.strangers import read_object, read_text
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (

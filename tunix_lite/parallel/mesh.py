@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.parallel.distributed import compile_afresh, nodes_of
+from tunix_lite.distributed.join import compile_afresh, nodes_of
 
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunix_lite.batching import lengths_of, plan_batch
-from tunix_lite.config import ConfigError, RunConfig
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.case import find_model, micro_batches_to_try, slots_of, with_micro_batch
+from tunix_lite.planning.batch_size import lengths_of, plan_batch
 from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
 from tunix_lite.planning.plan import Plan, estimated
+from tunix_lite.planning.resolved import find_model, micro_batches_to_try, slots_of, with_micro_batch
 
 MOST_NODES = 64  # of GPUs, that are tried
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.parallel.mesh import current_rules, profile
-from tunix_lite.planning.case import Case, shelf
+from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.planning.sizes import elements, num_bytes, tables
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory

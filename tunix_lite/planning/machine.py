@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import jax
 
-from tunix_lite.config import ConfigError, at
-from tunix_lite.parallel.host import GPU_SHARE
-from tunix_lite.parallel.sharing import from_all
+from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.host_memory import GPU_SHARE
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB, Hardware
 
@@ -32,7 +32,7 @@ def find_machine(target: str) -> Machine:
     """The devices that a name means, or those that jax sees. Raises ConfigError for a name of nothing."""
     if target == "attached":
         return attached()
-    with at("target"):
+    with error_context("target"):
         found = hardware.find_target(target)
     kind = found.hardware
     if kind.platform == "tpu":

@@ -15,7 +15,10 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import estimate, speed
-from tunix_lite.planning.case import (
+from tunix_lite.planning.hardware import GiB
+from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compiled, lowered
+from tunix_lite.planning.resolved import (
     Case,
     check_can_be_lowered,
     chooses_micro_batch,
@@ -23,9 +26,6 @@ from tunix_lite.planning.case import (
     micro_batches_to_try,
     with_micro_batch,
 )
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
-from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compiled, lowered
 from tunix_lite.planning.speed import Bound
 
 COMPILED, ESTIMATE = "compiled", "estimate"

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.micro_batches import Rows
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
+from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
+from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import adapter_weights, attached
 from tunix_lite.models.quantize import STORAGE, stored
-from tunix_lite.optim import make_optimizer, opt_state_shapes
 from tunix_lite.parallel.collectives import Group, collectives, grouped
 from tunix_lite.parallel.mesh import gathered, profile, sharding
-from tunix_lite.planning.case import Case, shelf
-from tunix_lite.policy import STORED, Policy, make_policy, scoring_program
+from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.step import make_train_step
 from tunix_lite.types import Batch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.learner.policy import STORED
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import spec
-from tunix_lite.planning.case import Case
-from tunix_lite.policy import STORED
+from tunix_lite.planning.resolved import Case
 
 
 @dataclass(frozen=True)

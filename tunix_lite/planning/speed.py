@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
-from tunix_lite.planning.case import Case, shelf
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.programs import Compiled
+from tunix_lite.planning.resolved import Case, shelf
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from tunix_lite.guard import marked, send
+from tunix_lite.distributed.guard import marked, send
 from tunix_lite.rewards.worker import outcome, shortened
 
 Outcome = tuple[str, Any]  # ("", what a function says) or (error, timeout, crash or not_number, how it failed)

@@ -7,10 +7,10 @@ from functools import partial
 
 import jax
 
+from tunix_lite.distributed.allgather import from_all
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, gathered, profile, sharding
-from tunix_lite.parallel.sharing import from_all
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import prompt_widths, shelf_of

@@ -129,7 +129,7 @@ class Task:
     process: int = 0  # of several processes each judges every so many-th completion, and all hear what was found
     num_processes: int = 1
     share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
-    stopping: Any = None  # knows whether the run is to end (parallel.stopping); None: it is not
+    stopping: Any = None  # knows whether the run is to end (distributed.stopping); None: it is not
     is_running: bool = False  # all processes take the same batches; not while one may still find its settings wrong
 
     @contextlib.contextmanager

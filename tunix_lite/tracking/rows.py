@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_lite.strangers import parse_object, read_lines
+from tunix_lite.files.untrusted import parse_object, read_lines
 
 MOST_STEPS = 2**63
 LARGEST = sys.float_info.max

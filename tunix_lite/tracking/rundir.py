@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tunix_lite.files.untrusted import read_object
 from tunix_lite.plain_text import encodable, shown, visible
-from tunix_lite.strangers import read_object
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import minutes
 from tunix_lite.tracking.rows import is_number, rows_until

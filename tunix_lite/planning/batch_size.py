@@ -11,9 +11,10 @@ of those that fit, the k whose rows make the fewest tokens for a shard, empty ro
 import math
 from dataclasses import dataclass
 
-from tunix_lite.config import ConfigError, RunConfig, Training
-from tunix_lite.micro_batches import Rows
-from tunix_lite.packing import RowShape, rows_needed_at_most, shared_rows_at_most
+from tunix_lite.config import RunConfig, Training
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 
 TOKENS_AT_ONCE = 2048  # of packed rows in a micro-batch of a shard, where nobody says
 LANES = 4  # that a row of shared prompts may have in any case: then most of what can be shared is

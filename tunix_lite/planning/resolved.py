@@ -6,16 +6,17 @@ from types import SimpleNamespace
 
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from tunix_lite.batching import BatchPlan, check_residual, lengths_of, plan_batch, plan_rows, row_width
-from tunix_lite.config import ConfigError, RunConfig, at
-from tunix_lite.micro_batches import Rows
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored
 from tunix_lite.models.source import BUNDLED, Model
 from tunix_lite.parallel.mesh import set_rules
-from tunix_lite.policy import DTYPES
+from tunix_lite.planning.batch_size import BatchPlan, check_residual, lengths_of, plan_batch, plan_rows, row_width
 from tunix_lite.rollout.engine import MOST_SLOTS
 from tunix_lite.rollout.work import prompt_widths, shelf_of
 
@@ -65,7 +66,7 @@ def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
 
     Raises ConfigError.
     """
-    with at("model"):
+    with error_context("model"):
         cfg, family = model.architecture, None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):
@@ -82,7 +83,7 @@ def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
 def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int], platform: str) -> Case:
     """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model or the batch."""
     set_rules(run.sharding)
-    with at("model.mesh_shape"):
+    with error_context("model.mesh_shape"):
         table = decoder.weights(cfg)
         for part in [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]:
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
@@ -90,11 +91,11 @@ def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: 
         raise ConfigError(f"generation: {total} tokens of prompt and completion; the model takes {cfg.max_positions}")
     batch = plan_batch(run, sizes["fsdp"])
     rows = plan_rows(run, batch)
-    with at("sharding"):
+    with error_context("sharding"):
         check_residual(run, rows, sizes["tp"])
     slots = slots_of(run, batch, sizes["fsdp"])
     case = Case(run, cfg, lora, sizes, batch, rows, slots, run.training.attention)
-    with at("training"):
+    with error_context("training"):
         return replace(case, attention=_choose_attention(case, platform))
 
 

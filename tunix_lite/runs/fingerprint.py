@@ -14,10 +14,10 @@ import optax
 
 from tunix_lite import __version__
 from tunix_lite.config import RunConfig, plain
+from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import source
 from tunix_lite.models.source import Source
 from tunix_lite.plain_text import escaped, shown
-from tunix_lite.strangers import read_object
 from tunix_lite.tasks.sources import digest_of_data
 
 SHOWN = 8  # differences in a message

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite import __version__
-from tunix_lite.config import ConfigError, at
-from tunix_lite.language_model import LanguageModel
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.untrusted import read_object
+from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder, families, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import fetch
 from tunix_lite.models.weights import Lora
-from tunix_lite.strangers import read_object
 from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
@@ -66,7 +66,7 @@ def check(model_has_adapters: bool, out: Path, kind: str, dtype: str | None, ove
             )
         if not (out / PROVENANCE).is_file():
             raise ConfigError(f"out={out} was not written by export (it has no {PROVENANCE}), so it is not replaced")
-        with at(f"out={out}"):
+        with error_context(f"out={out}"):
             written = read_object(out / PROVENANCE).get("files")
         written = {name for name in written if isinstance(name, str)} if isinstance(written, list) else set()
         if others := sorted({p.name for p in out.iterdir()} - written - {PROVENANCE}):
@@ -99,7 +99,7 @@ def export(
         written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
             raise ConfigError("the model was loaded rounded to bfloat16; load it with dtype fp32 to export it")
-    with at("model.family"):
+    with error_context("model.family"):
         families.check_flags(source.cfg, source.family)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -148,7 +148,7 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     wrapped = families.is_wrapped(source.folder, source.family)
     peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped)
     _copy_tokenizer(model, folder)
-    with at("what was written"):
+    with error_context("what was written"):
         read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(

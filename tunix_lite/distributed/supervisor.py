@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite.parallel.claim import LOCK
-from tunix_lite.parallel.distributed import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
+from tunix_lite.distributed.folder_lock import LOCK
+from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
 
 POLL = 0.05  # seconds
 LAST_LINES = 20

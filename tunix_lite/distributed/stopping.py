@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tunix_lite.parallel.distributed import HEARTBEAT, STARTED
+from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 OF_MACHINES = ("SIGTERM", "SIGHUP")  # what ends jobs and closes terminals sends them, at times both

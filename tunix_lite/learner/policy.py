@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.micro_batches import Rows, mapped
+from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.decoder import ModelConfig

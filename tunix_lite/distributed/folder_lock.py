@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.parallel import distributed
-from tunix_lite.parallel.sharing import from_all
+from tunix_lite.distributed import join
+from tunix_lite.distributed.allgather import from_all
 
 LOCK = ".lock"  # its name in the folder; it stays there, and says who was the last
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that has no locks
@@ -56,15 +56,15 @@ def claimed_for_all(folder: Path, timeout: float) -> Iterator[None]:
     """
     with contextlib.ExitStack() as until_done:
         error = None
-        if distributed.is_first():
+        if join.is_first():
             try:
                 until_done.enter_context(claimed(folder, timeout))
             except ValueError as problem:
                 error = str(problem)
-        distributed.agree({}, error)
+        join.agree({}, error)
         theirs, owner = from_all([str(folder.absolute()), claim_of(folder)])[0]
         error = f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {theirs}; all hosts must see it"
-        distributed.agree({}, None if is_claimed_by(owner, folder) else error)
+        join.agree({}, None if is_claimed_by(owner, folder) else error)
         yield
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite import packing
-from tunix_lite.packing import Layout, RowShape
+from tunix_lite.learner import packing
+from tunix_lite.learner.packing import Layout, RowShape
 from tunix_lite.parallel.mesh import axis_size, constrain, profile, put
 from tunix_lite.types import Batch, Max
 

@@ -10,9 +10,9 @@ import jax
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.parallel.distributed import is_of_a_peer
-from tunix_lite.parallel.sharing import from_all
-from tunix_lite.parallel.stopping import Leave, Stopping
+from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.stopping import Leave, Stopping
+from tunix_lite.errors import is_of_a_peer
 from tunix_lite.tasks.task import SaidByAll
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import is_number, lines_of

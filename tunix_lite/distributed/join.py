@@ -5,7 +5,6 @@ A process of several runs the same program as one alone: after `initialise` `jax
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 from collections import Counter
@@ -13,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tunix_lite.parallel import gloo
-from tunix_lite.parallel.agreement import About, Agreed, accelerator, agree_through_jax, disagreement, host_name
-from tunix_lite.parallel.meeting import is_loopback, meet
-from tunix_lite.parallel.place import Launch, Place, find_place
+from tunix_lite.distributed import gloo
+from tunix_lite.distributed.agreement import About, Agreed, accelerator, agree_through_jax, disagreement, host_name
+from tunix_lite.distributed.meeting import is_loopback, meet
+from tunix_lite.distributed.process_place import Launch, Place, find_place
+from tunix_lite.errors import is_of_a_peer
 
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"  # a file that `beat` touches, and a launcher looks at
 STARTED = "TUNIX_LITE_STARTED"  # when the job began, in seconds since 1970, as a launcher or a job script says it
@@ -68,7 +68,7 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
 
     if accelerator() == "CPU":
         gloo.greets_the_log()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: parallel/stopping.py
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: stopping.py
     limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
     if place.asks_jax:
         try:
@@ -224,20 +224,6 @@ def noticing_lost_peers():
 
 
 LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
-PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "heartbeat", "UNAVAILABLE", "unhealthy")
-PEER_WORDS += ("gloo/transport/tcp",)
-STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
-
-
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, rather than that something is wrong here.
-
-    jax raises some as ValueError, where an array is copied to the host; those begin with a status of XLA's.
-    """
-    is_of_jax = isinstance(error, RuntimeError) or (isinstance(error, ValueError) and STATUS.match(str(error)))
-    return bool(is_of_jax) and any(word in str(error) for word in PEER_WORDS)
-
-
 RESTARTS = "TUNIX_LITE_RESTARTS"  # how often our launcher has started this process before
 RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 

@@ -15,7 +15,10 @@ import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import ConfigError, RunConfig, at, build
+from tunix_lite.config import RunConfig, build
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.untrusted import as_path, check_settings
+from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
@@ -24,14 +27,12 @@ from tunix_lite.models.source import Model, Source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
-from tunix_lite.policy import DTYPES, token_logprobs
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import in_shards, make_sampler
 from tunix_lite.rollout.requests import Sampled
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
-from tunix_lite.strangers import as_path, check_settings
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
@@ -263,7 +264,7 @@ def load(
     if isinstance(model, RunConfig):
         model, seed = model.model, model.seed
     elif not isinstance(model, Model):
-        with at("model"):
+        with error_context("model"):
             folder = as_path(model)
         if (folder / RunDir.MODEL).is_file():
             run = folder
@@ -282,32 +283,32 @@ def load(
 
 def open_model(model: Model, run: Path | None, step: int | None, dtype: str, seed: int) -> LanguageModel:
     """The model of these settings; with `run`, its trained weights from that run's checkpoint. Raises ConfigError."""
-    with at(""):
+    with error_context(""):
         check_seed(seed)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
-    with at(""):  # the messages begin with the setting
+    with error_context(""):  # the messages begin with the setting
         found = source.find(model)
-    with at("model.mesh_shape"):
+    with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
-    with at("model"):
+    with error_context("model"):
         check_room(found, mesh)
     if run is None or found.lora is not None:  # else the checkpoint has all the weights
-        with at(""):
+        with error_context(""):
             found = source.fetch(found)
     with jax.set_mesh(mesh):
         if run is None:
-            with at("model.weights"):
+            with error_context("model.weights"):
                 if found.lora is None:
                     frozen, params = None, source.load_base(found, seed, dtype)
                 else:
                     frozen, params = source.load(found, seed)
         else:
             trained = source.tables(found)[1]
-            with at("checkpoint"):
+            with error_context("checkpoint"):
                 step, params = Checkpoints(RunDir(run).checkpoints).restore_params(weights.shapes(trained), step)
-            with at("model.weights"):
+            with error_context("model.weights"):
                 frozen = None if found.lora is None else source.load_base(found, seed, found.lora.base)
         acting = attached(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
@@ -333,7 +334,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
     A folder is data: nothing that it names is imported. Raises ConfigError if it is not that of a run, or if its
     settings cannot be, with the file and the key.
     """
-    with at("checkpoint"):
+    with error_context("checkpoint"):
         file = as_path(run) / RunDir.MODEL
         said = RunDir(file.parent).read_model()
         settings = said["model"]
@@ -349,7 +350,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
             )
         lora = settings.get("lora")
         if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
-            with at(f"{file}: model.lora"):
+            with error_context(f"{file}: model.lora"):
                 check_targets(lora["targets"])
         with named_after(file):
             build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")

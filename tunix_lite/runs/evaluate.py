@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tunix_lite.config import RunFailed, at
+from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.tasks.task import FAILED
 from tunix_lite.types import Metrics
 
@@ -12,7 +12,7 @@ def evaluate(policy, task, params, key, num_examples: int) -> Metrics:
     examples = task.held_out(num_examples)
     judging = task.judging(examples)
     rollout = policy.generate(params, task.prompts(examples), key, 1, temperature=0.0, on_finished=judging.see)
-    with at("evaluation", RunFailed):
+    with error_context("evaluation", RunFailed):
         judged = judging.judged(rollout)
     return {
         "eval/accuracy": float(np.mean(judged.correct)),

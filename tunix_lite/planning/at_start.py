@@ -4,16 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from tunix_lite.config import ConfigError, RunConfig
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.policy import Policy
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.case import Case, micro_batches_to_try, slots_of, with_micro_batch
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import attached
 from tunix_lite.planning.plan import Plan, largest_micro_batch, put_together, read, settled
 from tunix_lite.planning.programs import abstract, batch_shapes, compiled, train_step_of, update_arguments
-from tunix_lite.policy import Policy
+from tunix_lite.planning.resolved import Case, micro_batches_to_try, slots_of, with_micro_batch
 
 
 def fitting(run: RunConfig, model, say: Callable[[str], None]) -> tuple[RunConfig, Callable]:

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig, at
-from tunix_lite.optim import init_opt_state, opt_state_shapes
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import error_context
+from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.parallel.mesh import put
-from tunix_lite.prepare import Parts
+from tunix_lite.runs.setup import Parts
 from tunix_lite.tracking.console import Console
 from tunix_lite.types import Params, TrainState
 
@@ -34,7 +35,7 @@ def _shape(x) -> jax.ShapeDtypeStruct:
 
 def _restored(run: RunConfig, parts: Parts, like: TrainState, console: Console) -> tuple[TrainState, int]:
     checkpoints = Checkpoints(parts.resume_from)
-    with at("resume"):
+    with error_context("resume"):
         state = checkpoints.restore(like)
         step = int(state.step)
         skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)

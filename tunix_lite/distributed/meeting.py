@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from tunix_lite.parallel.agreement import About, Agreed, listed, verdict
-from tunix_lite.parallel.place import Place
+from tunix_lite.distributed.agreement import About, Agreed, listed, verdict
+from tunix_lite.distributed.process_place import Place
 
 MOST = 1 << 22  # bytes of what a process says
 MOST_WAITING = 64  # connections, besides one for each process, that may have said nothing yet

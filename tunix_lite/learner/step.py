@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tunix_lite.micro_batches import summed
+from tunix_lite.learner.micro_batches import summed
+from tunix_lite.learner.optim import updated
 from tunix_lite.models.lora import LoraConfig, attached
-from tunix_lite.optim import updated
 from tunix_lite.parallel.compiling import compiled_once
 
 DROPOUT = 0xD0  # folded into the seed, so that dropout and sampling share no numbers

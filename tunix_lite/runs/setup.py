@@ -9,21 +9,22 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.batching import BatchPlan, check_residual, plan_batch, plan_rows, row_width
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig, at
-from tunix_lite.fingerprint import check_same_run, fingerprint, read
-from tunix_lite.micro_batches import Rows
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.join import is_restart
+from tunix_lite.errors import error_context
+from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.learner.optim import describe
+from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
-from tunix_lite.optim import describe
-from tunix_lite.parallel.distributed import is_restart
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
-from tunix_lite.parallel.sharing import from_all
-from tunix_lite.planning.case import Case
-from tunix_lite.policy import DTYPES
-from tunix_lite.reference import Reference, find_reference
+from tunix_lite.planning.batch_size import BatchPlan, check_residual, plan_batch, plan_rows, row_width
+from tunix_lite.planning.resolved import Case
 from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read
+from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -53,26 +54,26 @@ class Parts:
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
-    with at(""):  # the messages begin with the setting
+    with error_context(""):  # the messages begin with the setting
         model = source.find(run.model)
-    with at("model.mesh_shape"):
+    with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
         source.check_mesh(model, mesh)
-    with at("generation"):
+    with error_context("generation"):
         check_generation(run, model)
     batch = plan_batch(run, mesh.shape["fsdp"])
     rows = plan_rows(run, batch)
-    with at("sharding"):
+    with error_context("sharding"):
         check_residual(run, rows, mesh.shape["tp"])
-    with at("training"):
+    with error_context("training"):
         attention = choose_attention(run, model, mesh, rows)
     lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
     among = {"process": jax.process_index(), "num_processes": jax.process_count(), "share": from_all}
     task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts, **among)
-    with at("hydra.run.dir"):
+    with error_context("hydra.run.dir"):
         run_dir.check()
-    with at("task"):
+    with error_context("task"):
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
@@ -81,11 +82,11 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
     resume_from = resume_from_folder(run, run_dir)
-    with at(""):
+    with error_context(""):
         model = source.fetch(model)
     differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
     damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
-    with at("resume"):
+    with error_context("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
     found = {"reference": reference, "differs": differs, "data": data, "damaged": damaged}
     return Parts(model, mesh, batch, rows, attention, task, resume_from, **found)
@@ -127,7 +128,7 @@ def check_generation(run: RunConfig, model: Source) -> None:
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
     resume, own = run.resume.folder, Checkpoints(run_dir.checkpoints).latest_step() is not None
-    with at("resume"):
+    with error_context("resume"):
         if own and resume == "none" and not is_restart():
             raise ValueError(f"none, but {run_dir.path} already holds checkpoints; auto continues them")
         if not own and resume in ("auto", "none"):
@@ -152,7 +153,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     """
     _, _, began, wrong = read_status(run_dir.status)
     found = [f"{wrong}: its seconds count from now, its accuracies are those of metrics.jsonl"] if wrong else []
-    with at("resume"):
+    with error_context("resume"):
         try:
             check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
         except ValueError as error:
@@ -167,7 +168,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
 
 def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
     """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError if it may not."""
-    with at("resume"):
+    with error_context("resume"):
         try:
             theirs = read(earlier.fingerprint)
         except ValueError as error:

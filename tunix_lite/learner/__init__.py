@@ -1,0 +1,1 @@
+"""The mathematics of an update: rows, micro-batches, log-probabilities, gradients. Knows no RunConfig, no folder."""
