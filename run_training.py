@@ -1,16 +1,22 @@
-"""Train a model: `python run_training.py algorithm=grpo task=arithmetic optimizer.learning_rate=1e-4`.
+"""Train a model: `python run_training.py algorithm=grpo task=arithmetic
+optimizer.learning_rate=1e-4`.
 
-Every setting in conf/ can be given on the command line; `--help` lists them, `--cfg job` shows what would run.
+Every setting in conf/ can be given on the command line; `--help` lists them, `--cfg job` shows what
+would run.
 """
 
 import sys
 
 try:
     from tunix_lite.commands.train import main
-except ModuleNotFoundError as error:  # most likely of a shell in which the environment is not active
+except (
+    ModuleNotFoundError
+) as error:  # most likely of a shell in which the environment is not active
     if error.name is None or error.name.startswith("tunix_lite"):
         raise
-    sys.exit(f"error: no module named {error.name}: source .venv/bin/activate (`make install` makes it)")
+    sys.exit(
+        f"error: no module named {error.name}: source .venv/bin/activate (`make install` makes it)"
+    )
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports the package, and needs no accelerator for that
+# autodoc imports the package, and needs no accelerator for that
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(HERE))
 
 import config_reference
@@ -37,7 +38,8 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "exclude-members": "replace"}
 
 
-GENERATED = (config_reference, model_table)  # pages with a part that is made of code
+# pages with a part that is made of code
+GENERATED = (config_reference, model_table)
 
 
 def fill(app, page, source):
@@ -49,7 +51,8 @@ def fill(app, page, source):
 
 
 def drop_empty_globs(app, page, source):
-    """The log and the decisions come as they are written, and a pattern that matches nothing is a warning."""
+    """The log and the decisions come as they are written, and a pattern that matches nothing is a
+    warning."""
     if page == "index":
         pattern = re.compile(r"^(\S+\*)\n", re.MULTILINE)
         source[0] = pattern.sub(lambda m: m[0] if any(HERE.glob(f"{m[1]}.md")) else "", source[0])
@@ -57,12 +60,17 @@ def drop_empty_globs(app, page, source):
 
 def skip_defaults(app, what, name, obj, skip, options):
     """A function that is the default of a field is not a method."""
-    return True if what == "class" and inspect.isfunction(obj) and "." not in obj.__qualname__ else None
+    return (
+        True
+        if what == "class" and inspect.isfunction(obj) and "." not in obj.__qualname__
+        else None
+    )
 
 
 def setup(app):
     app.connect("source-read", fill)
     app.connect("source-read", drop_empty_globs)
     app.connect("autodoc-skip-member", skip_defaults)
-    app.connect("env-get-outdated", lambda *_: [made.PAGE for made in GENERATED])  # so read them every time
+    # so read them every time
+    app.connect("env-get-outdated", lambda *_: [made.PAGE for made in GENERATED])
     app.connect("autodoc-process-docstring", docstrings.as_rst)

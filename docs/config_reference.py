@@ -1,4 +1,5 @@
-"""The configuration reference, made from the dataclasses: every setting, its type, its default and its comment."""
+"""The configuration reference, made from the dataclasses: every setting, its type, its default and
+its comment."""
 
 import ast
 import dataclasses
@@ -41,7 +42,8 @@ class Group:
     title: str
     prefix: str  # of its keys, with the dot
     kind: type
-    used: Callable | None  # (run) -> the instance that a run without overrides holds; None: it holds none
+    # (run) -> the instance that a run without overrides holds; None: it holds none
+    used: Callable | None
 
 
 GROUPS = (
@@ -53,7 +55,12 @@ GROUPS = (
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
     Group("Task", "task.", task.TaskConfig, lambda run: run.task),
-    Group("A reward of the task", "task.rewards.<name>.", task.Reward, lambda run: run.task.rewards["correct"]),
+    Group(
+        "A reward of the task",
+        "task.rewards.<name>.",
+        task.Reward,
+        lambda run: run.task.rewards["correct"],
+    ),
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Generation", "generation.", Generation, lambda run: run.generation),
@@ -72,12 +79,18 @@ GROUPS = (
     Group("The command plan", "", PlanSettings, None),
     Group("The command replay", "", Replay, None),
 )
-OF_PROGRAMS = {"command"}  # groups of which nobody chooses an option: a program begins with its own
-# What YAML may name where, the modules to look in, and the arguments that the caller passes: the rest are settings.
+# groups of which nobody chooses an option: a program begins with its own
+OF_PROGRAMS = {"command"}
+# What YAML may name where, the modules to look in, and the arguments that the caller passes: the
+# rest are settings.
 FUNCTIONS = (
     ("Rewards to advantages: `algorithm.advantages`", (advantages,), ("rewards_PG",)),
     ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
-    ("Completion to reward: `task.rewards.<name>.fn` and `task.correct`", (math, text), ("completion", "example")),
+    (
+        "Completion to reward: `task.rewards.<name>.fn` and `task.correct`",
+        (math, text),
+        ("completion", "example"),
+    ),
     ("Completion to the text of its answer: `task.extract`", (math, text), ("completion",)),
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
@@ -94,7 +107,8 @@ def _options() -> str:
     rows = []
     for file in sorted(conf_dir().glob("*/*.yaml")):
         first = file.read_text().splitlines()[0]
-        if first.startswith("#") and file.parent.name not in OF_PROGRAMS:  # the others are the only file of their group
+        # the others are the only file of their group
+        if first.startswith("#") and file.parent.name not in OF_PROGRAMS:
             rows.append((f"`{file.parent.name}={file.stem}`", _text(first.lstrip("# "))))
     return "## Options of groups\n\n" + as_table(("choose with", "what it is"), rows)
 
@@ -105,20 +119,33 @@ def _group(group: Group, run: config.RunConfig) -> str:
     rows = []
     for f in dataclasses.fields(group.kind):
         meaning = comments.get(f.name) or _first_paragraph(hints[f.name])
-        rows.append((f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning)))
+        rows.append(
+            (f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning))
+        )
     path = f"`{group.kind.__module__}.{group.kind.__qualname__}`"
     said = _text(_first_paragraph(group.kind))
-    return f"## {group.title}\n\n{said} Class: {path}.\n\n" + as_table(("key", "type", "default", "meaning"), rows)
+    return f"## {group.title}\n\n{said} Class: {path}.\n\n" + as_table(
+        ("key", "type", "default", "meaning"), rows
+    )
 
 
 def _functions() -> str:
     parts = ["## Functions that settings name"]
     for title, modules, passed in FUNCTIONS:
         rows = []
-        for function in (f for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)):
+        for function in (
+            f for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)
+        ):
             parameters = inspect.signature(function).parameters
-            if function.__module__ in [m.__name__ for m in modules] and _passed(parameters) == passed:
-                settings = [str(p.replace(annotation=p.empty)) for p in parameters.values() if p.name not in passed]
+            if (
+                function.__module__ in [m.__name__ for m in modules]
+                and _passed(parameters) == passed
+            ):
+                settings = [
+                    str(p.replace(annotation=p.empty))
+                    for p in parameters.values()
+                    if p.name not in passed
+                ]
                 shown = ", ".join(f"`{text}`" for text in settings)
                 rows.append((f"`{_path(function)}`", shown, _text(_first_paragraph(function))))
         parts += [f"### {title}", as_table(("`_target_`", "settings", "what it does"), rows)]
@@ -130,15 +157,28 @@ def _passed(parameters) -> tuple[str, ...]:
 
 
 def field_comments(kind: type) -> dict[str, str]:
-    """The comment that ends the line of each field, by the field's name; no entry where there is none."""
+    """The comment on the line of each field, or above it, by the field's name; no entry: none."""
     source = inspect.cleandoc("\n" + inspect.getsource(kind))
-    by_line = {
+    lines = source.splitlines()
+    comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: by_line[node.end_lineno] for node in fields if node.end_lineno in by_line}
+    found = {}
+    for node in ast.parse(source).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above = []
+        line = node.lineno - 1
+        while line in comments and lines[line - 1].lstrip().startswith("#"):
+            above.insert(0, comments[line])
+            line -= 1
+        if above:
+            found[node.target.id] = " ".join(above)
+        if node.end_lineno in comments:
+            found[node.target.id] = comments[node.end_lineno]
+    return found
 
 
 def _type(hint: Any) -> str:
@@ -159,7 +199,8 @@ def _type(hint: Any) -> str:
 
 
 def _default(f: dataclasses.Field, used: Any) -> str:
-    """What a run without overrides has; otherwise what the class has; otherwise it must be given."""
+    """What a run without overrides has; otherwise what the class has; otherwise it must be
+    given."""
     if used is not None:
         value = getattr(used, f.name)
     elif f.default is not dataclasses.MISSING:
@@ -194,9 +235,13 @@ def _first_paragraph(thing: Any) -> str:
 def _text(plain: str) -> str:
     """Plain text with `code` in it, as Markdown: nothing else in it is markup."""
     pieces = CODE.split(plain)
-    return "".join(p if i % 2 else re.sub(r"([\\*_<>\[\]])", r"\\\1", p) for i, p in enumerate(pieces))
+    return "".join(
+        p if i % 2 else re.sub(r"([\\*_<>\[\]])", r"\\\1", p) for i, p in enumerate(pieces)
+    )
 
 
 def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     cells = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells
+    )

@@ -1,4 +1,5 @@
-"""Docstrings are plain text with `code` in them; Sphinx wants reStructuredText. One becomes the other here."""
+"""Docstrings are plain text with `code` in them; Sphinx wants reStructuredText. One becomes the
+other here."""
 
 import re
 
@@ -6,9 +7,13 @@ CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 
 def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
-    """Code becomes ``code``, a paragraph with an indented line a literal block, and nothing else is markup."""
-    if lines and (getattr(obj, "__dataclass_fields__", None) and lines[0].startswith(f"{obj.__name__}(")):
-        lines[:] = []  # the docstring that dataclass makes up repeats the signature
+    """Code becomes ``code``, a paragraph with an indented line a literal block, and nothing else is
+    markup."""
+    if lines and (
+        getattr(obj, "__dataclass_fields__", None) and lines[0].startswith(f"{obj.__name__}(")
+    ):
+        # the docstring that dataclass makes up repeats the signature
+        lines[:] = []
     paragraphs, kept = "\n".join(lines).strip("\n").split("\n\n"), []
     for paragraph in paragraphs:
         if re.search(r"^\s", paragraph, re.MULTILINE):
@@ -19,6 +24,7 @@ def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def _line(text: str) -> str:
-    pieces = CODE.split(text)  # plain, code, plain, code ...
+    # plain, code, plain, code ...
+    pieces = CODE.split(text)
     plain = [re.sub(r"([\\*|_`])", r"\\\1", piece) for piece in pieces]
     return "".join(f"``{pieces[i]}``" if i % 2 else plain[i] for i in range(len(pieces)))

@@ -1,4 +1,5 @@
-"""The table of model sizes, made from conf/model/: names, parameters, meshes and the bytes of a frozen base."""
+"""The table of model sizes, made from conf/model/: names, parameters, meshes and the bytes of a
+frozen base."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,8 @@
-"""From a notebook or a script: load a model, ask it, score an answer, train it, export what came out.
+"""From a notebook or a script: load a model, ask it, score an answer, train it, export what came
+out.
 
-python examples/notebook.py [key=value ...]          # settings of the training, such as training.max_steps=5
+python examples/notebook.py [key=value ...]          # settings of the training, such as
+training.max_steps=5
 """
 
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 from tunix_lite.api import Generation, compose, export, load, train
 
 question = "What is 12 + 7 - 3?"
-model = load("bundled")  # or a folder in Hugging Face layout, a name on the hub, the folder of a run
+# or a folder in Hugging Face layout, a name on the hub, the folder of a run
+model = load("bundled")
 for completion in model.generate(question, Generation(32, 48), num_generations=2):
     print(completion.text)
 print("log p of an answer:", model.score(question, "The answer is 16.")[0].sum())

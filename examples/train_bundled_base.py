@@ -2,9 +2,10 @@
 
     python examples/train_bundled_base.py FOLDER [key=value ...]
 
-The model learns from demonstrations of which most give the answer at once and some show every step. It ends up
-answering at once, and often wrong; reinforcement learning can then find out that showing the steps pays.
-Writes a folder in Hugging Face layout. What it took, and what came out, is in docs/log.md.
+The model learns from demonstrations of which most give the answer at once and some show every step.
+It ends up answering at once, and often wrong; reinforcement learning can then find out that showing
+the steps pays. Writes a folder in Hugging Face layout. What it took, and what came out, is in
+docs/log.md.
 """
 
 import json
@@ -60,21 +61,30 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE, so that any text can be said; digits stay apart, words of the task become single tokens."""
+    """Byte-level BPE, so that any text can be said; digits stay apart, words of the task become
+    single tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     problems = Arithmetic(min_terms=3, max_terms=4, max_value=29, worked=0.5).train
-    corpus = [f"user\nWhat is {problems[i]['question']}?\nmodel\n{problems[i]['completion']}" for i in range(1000)]
+    corpus = [
+        f"user\nWhat is {problems[i]['question']}?\nmodel\n{problems[i]['completion']}"
+        for i in range(1000)
+    ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=512, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+        single="<bos> $A",
+        pair="<bos> $A <bos> $B",
+        special_tokens=[("<bos>", SPECIAL.index("<bos>"))],
     )
     return tokenizer
 
@@ -84,8 +94,14 @@ def write_tokenizer(folder: Path) -> None:
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
-    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
-    ids = {"bos_token_id": 2, "eos_token_id": [1, SPECIAL.index("<end_of_turn>")], "pad_token_id": 0}
+    _write(
+        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    )
+    ids = {
+        "bos_token_id": 2,
+        "eos_token_id": [1, SPECIAL.index("<end_of_turn>")],
+        "pad_token_id": 0,
+    }
     _write(folder / "generation_config.json", ids)
 
 
@@ -98,7 +114,11 @@ def main() -> None:
     shutil.rmtree(outputs, ignore_errors=True)
     state = train(run, outputs)
     hf.save_params(state.params, run.model.architecture, GEMMA3, folder, "BF16")
-    ids = {"bos_token_id": 2, "eos_token_id": [1, SPECIAL.index("<end_of_turn>")], "pad_token_id": 0}
+    ids = {
+        "bos_token_id": 2,
+        "eos_token_id": [1, SPECIAL.index("<end_of_turn>")],
+        "pad_token_id": 0,
+    }
     _write(
         folder / "config.json",
         config_json(run.model.architecture, GEMMA3, dtype="bfloat16", **ids),

@@ -232,8 +232,3 @@ def test_private_and_deprecated_jax_is_not_used():
         text = file.read_text()
         for word in ("jax._src", "pmap", "with mesh:", "jax.experimental.shard_map", "tree_map(lambda x"):
             assert word not in text, f"{file}: {word}"
-
-
-def test_from_the_entry_point_to_the_gradient_is_one_sitting():
-    path = ["../run_training.py", "commands/train.py", "train.py", "learner/step.py"]
-    assert sum(len((PACKAGE / f).read_text().splitlines()) for f in path) < 500

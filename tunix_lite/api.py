@@ -1,4 +1,5 @@
-"""What a notebook imports: settings, training, a model in the hand, export. examples/notebook.py shows it."""
+"""What a notebook imports: settings, training, a model in the hand, export. examples/notebook.py
+shows it."""
 
 from tunix_lite.commands.program import compose
 from tunix_lite.inference.export import export

@@ -1,4 +1,5 @@
-"""Plain values from YAML -> frozen dataclasses, and every check across settings. Knows neither Hydra nor a device."""
+"""Plain values from YAML -> frozen dataclasses, and every check across settings. Knows neither
+Hydra nor a device."""
 
 import dataclasses
 import difflib
@@ -31,7 +32,8 @@ from tunix_lite.tasks.task import TaskConfig
 # ---- the settings of a run, one class per folder of conf/
 
 
-CHOICES = {  # settings of Training that name one of a few
+# settings of Training that name one of a few
+CHOICES = {
     "packing": PACKING,
     "mixed_precision": tuple(DTYPES),
     "remat": tuple(REMAT),
@@ -48,61 +50,124 @@ class Training:
 
     max_steps: int = 60  # optimizer updates
     prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
-    micro_batch_size: int | str | None = None  # sequences per fsdp shard at a time; null: derived; auto: all that fit
-    gradient_accumulation_steps: int | None = None  # micro-batches summed into an update; null: derived
-    packing: str = "none"  # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
-    micro_batch_tokens: int | None = None  # packed, per fsdp shard at a time; null: 2048, or a row that is longer
-    mixed_precision: str = "fp32"  # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
-    remat: str = "none"  # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
-    attention: str = "auto"  # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
-    reduce_dtype: str = "float32"  # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
-    tp_reduce_dtype: str = "float32"  # what a layer's output is summed over tp in; bfloat16: half the bytes, less exact
-    sync_gradients_every: int = 1  # micro-batches whose gradients are summed on a shard before they cross the mesh
-    memory_check: str = "stop"  # a run that does not fit into memory by its plan: stop, or warn and start all the same
-    profile_communication: bool = False  # write communication.md, what an update sends, and a trace of three steps
+    micro_batch_size: int | str | None = (
+        # sequences per fsdp shard at a time; null: derived; auto: all that fit
+        None
+    )
+    gradient_accumulation_steps: int | None = (
+        # micro-batches summed into an update; null: derived
+        None
+    )
+    # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
+    packing: str = "none"
+    micro_batch_tokens: int | None = (
+        # packed, per fsdp shard at a time; null: 2048, or a row that is longer
+        None
+    )
+    mixed_precision: str = (
+        # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
+        "fp32"
+    )
+    # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
+    remat: str = "none"
+    # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
+    attention: str = "auto"
+    reduce_dtype: str = (
+        # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
+        "float32"
+    )
+    # what a layer's output is summed over tp in; bfloat16: half the bytes, less exact
+    tp_reduce_dtype: str = "float32"
+    sync_gradients_every: int = (
+        # micro-batches whose gradients are summed on a shard before they cross the mesh
+        1
+    )
+    # a run that does not fit into memory by its plan: stop, or warn and start all the same
+    memory_check: str = "stop"
+    profile_communication: bool = (
+        # write communication.md, what an update sends, and a trace of three steps
+        False
+    )
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
     save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
-    keep_best_checkpoints: int = 0  # and of those that stand at an evaluation the ones with the best held-out accuracy
-    max_minutes: float | None = None  # save and stop before the next step would end later; null: no limit
-    grace_seconds: float = 30.0  # between SIGTERM and the end of the machine: an update that takes longer is named then
-    max_skipped_in_a_row: int = 3  # updates that are not finite, and are not made, until the run gives up
+    keep_best_checkpoints: int = (
+        # and of those that stand at an evaluation the ones with the best held-out accuracy
+        0
+    )
+    max_minutes: float | None = (
+        # save and stop before the next step would end later; null: no limit
+        None
+    )
+    # between SIGTERM and the end of the machine: an update that takes longer is named then
+    grace_seconds: float = 30.0
+    max_skipped_in_a_row: int = (
+        # updates that are not finite, and are not made, until the run gives up
+        3
+    )
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or {choices[-1]}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
+                    f"{choices[-1]}"
+                )
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
-            raise ValueError(f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to derive it")
-        for name in ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens"):
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to "
+                "derive it"
+            )
+        for name in (
+            "prompts_per_step",
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+            "micro_batch_tokens",
+        ):
             if (value := getattr(self, name)) not in (None, "auto") and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
         if self.packing == "none" and self.micro_batch_tokens is not None:
-            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is none")
+            raise ValueError(
+                f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is "
+                "none"
+            )
         if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
             raise ValueError(
-                f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and prompts_per_step, not "
+                f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
+                "prompts_per_step, not "
                 "micro_batch_size or gradient_accumulation_steps"
             )
         for name in ("reduce_dtype", "tp_reduce_dtype"):
             if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
                 raise ValueError(
-                    f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set mixed_precision=bf16, or leave "
+                    f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set "
+                    "mixed_precision=bf16, or leave "
                     f"{name} at float32"
                 )
         if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
             raise ValueError(
-                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what a shard sums is "
+                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what "
+                "a shard sums is "
                 "float32 and crosses the mesh so; one of the two has to go"
             )
-        counts = "max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every", "max_skipped_in_a_row"
+        counts = (
+            "max_steps",
+            "log_interval_steps",
+            "keep_checkpoints",
+            "sync_gradients_every",
+            "max_skipped_in_a_row",
+        )
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ValueError(f"max_minutes={self.max_minutes} must be above 0, or null for no limit")
+            raise ValueError(
+                f"max_minutes={self.max_minutes} must be above 0, or null for no limit"
+            )
         if not 0 < self.grace_seconds < math.inf:
-            raise ValueError(f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give")
+            raise ValueError(
+                f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give"
+            )
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -110,7 +175,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy completions of held-out prompts, before the first update, at every interval and after the last."""
+    """Greedy completions of held-out prompts, before the first update, at every interval and after
+    the last."""
 
     num_examples: int = 256  # held-out examples; 0: no evaluation
     interval_steps: int = 10  # updates between two evaluations; 0: only first and last
@@ -137,7 +203,8 @@ class Tracking:
 class Resume:
     """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
 
-    folder: str = "auto"  # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
+    # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
+    folder: str = "auto"
     force: bool = False  # go on although settings or weights are not those of the checkpoint's run
 
     def __post_init__(self):
@@ -170,31 +237,42 @@ class RunConfig:
             with error_context("task"):
                 check_portable(self.task.functions())
         declared = reduction_of(self.algorithm)
-        if declared not in (None, *REDUCES) or (declared is None and self.training.packing != "none"):
+        if declared not in (None, *REDUCES) or (
+            declared is None and self.training.packing != "none"
+        ):
             raise ValueError(_undeclared(self.algorithm, declared, self.training.packing))
         if self.training.packing != "none" and self.model.lora.dropout:
             raise ValueError(
-                f"training.packing={self.training.packing} and model.lora.dropout={self.model.lora.dropout}: what is "
-                "dropped belongs to a sequence, and a packed row has several; one of the two has to go"
+                f"training.packing={self.training.packing} and "
+                f"model.lora.dropout={self.model.lora.dropout}: what is "
+                "dropped belongs to a sequence, and a packed row has several; one of the two has "
+                "to go"
             )
         if self.training.keep_best_checkpoints and not self.evaluation.num_examples:
-            raise ValueError("training.keep_best_checkpoints ranks by held-out accuracy; evaluation.num_examples is 0")
+            raise ValueError(
+                "training.keep_best_checkpoints ranks by held-out accuracy; "
+                "evaluation.num_examples is 0"
+            )
         every, updates = self.training.save_interval_steps, self.algorithm.updates_per_rollout
         if every % updates or self.training.max_steps % updates:
             raise ValueError(
-                f"training.save_interval_steps={every} and training.max_steps={self.training.max_steps} must be "
-                f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes between two rollouts"
+                f"training.save_interval_steps={every} and "
+                f"training.max_steps={self.training.max_steps} must be "
+                f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
+                "between two rollouts"
             )
 
     @property
     def learning_temperature(self) -> float:
-        """What scores are divided by in the policy that learns: that of sampling, and 1 where nothing is sampled."""
+        """What scores are divided by in the policy that learns: that of sampling, and 1 where
+        nothing is sampled."""
         return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
 
 
 REDUCES = {
     "tokens": "a loss that is a plain sum over tokens",
-    "sequences": "one that sums within a completion by tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
+    "sequences": "one that sums within a completion by "
+    "tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
 }
 
 
@@ -212,11 +290,15 @@ def reduction_of(algorithm: Any) -> str | None:
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
-    name, choices = type(algorithm).__name__, ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES)
+    name, choices = (
+        type(algorithm).__name__,
+        ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES),
+    )
     if declared is not None:
         return f"algorithm: {name}.reduces={declared!r}; it is {choices}"
     return (
-        f"training.packing={packing}: a row then holds several completions, and {name} does not say that its loss may "
+        f"training.packing={packing}: a row then holds several completions, and {name} does not "
+        "say that its loss may "
         f"be computed so; write into the class {choices}; or give training.packing=none"
     )
 
@@ -227,30 +309,44 @@ def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
 def build(kind: Any, value: Any, where: str = "") -> Any:
     """`value`, plain as YAML gives it, as `kind`.
 
-    Raises ConfigError, naming the place, for settings that are unknown (with the nearest known one), missing, of
-    another type, or refused by the dataclass itself. `_target_` names a class or function by dotted path: a class
-    is built from the other settings, a function gets them bound. It is obeyed where `kind` is Any or Callable, and
-    where it is a dataclass for that class and those derived from it. What it names is imported, so `value` must be
-    the user's own: of what a folder says, see strangers.check_settings.
+    Raises ConfigError, naming the place, for settings that are unknown (with the nearest known
+    one), missing, of another type, or refused by the dataclass itself. `_target_` names a class or
+    function by dotted path: a class is built from the other settings, a function gets them bound.
+    It is obeyed where `kind` is Any or Callable, and where it is a dataclass for that class and
+    those derived from it. What it names is imported, so `value` must be the user's own: of what a
+    folder says, see strangers.check_settings.
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (types.UnionType, Union):  # `X | None`, or of several plain types the one that the value has
+    # `X | None`, or of several plain types the one that the value has
+    if origin in (
+        types.UnionType,
+        Union,
+    ):
         kinds = [kind for kind in args if kind is not type(None)]
-        return None if value is None else build(type(value) if type(value) in kinds else kinds[0], value, where)
+        return (
+            None
+            if value is None
+            else build(type(value) if type(value) in kinds else kinds[0], value, where)
+        )
     if kind is Any or origin is Callable or kind is Callable:
         raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
     if origin is dict:
-        return {key: build(args[1], item, f"{where}.{key}") for key, item in _a(dict, value, where).items()}
+        return {
+            key: build(args[1], item, f"{where}.{key}")
+            for key, item in _a(dict, value, where).items()
+        }
     if origin is tuple:
         items = _a(list, value, where)
         kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(items):
             raise ConfigError(f"{where}: expected {len(kinds)} entries, got {value!r}")
-        return tuple(build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items)))
+        return tuple(
+            build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items))
+        )
     if kind is float and type(value) is int:
         return float(value)
     if kind is float and type(value) is float and not math.isfinite(value):
@@ -259,13 +355,16 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A setting as YAML would have it, classes and functions by their path: what `build` would make it of."""
+    """A setting as YAML would have it, classes and functions by their path: what `build` would make
+    it of."""
     if dataclasses.is_dataclass(value):
         return {"_target_": _path(type(value))} | {
             f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)
         }
     if isinstance(value, partial):
-        return {"_target_": _path(value.func)} | {name: plain(item) for name, item in value.keywords.items()}
+        return {"_target_": _path(value.func)} | {
+            name: plain(item) for name, item in value.keywords.items()
+        }
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -292,22 +391,37 @@ def _build_dataclass(kind, values, where):
     missing = [
         name
         for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and name not in values
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and name not in values
     ]
     if missing:
         raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
     with error_context(where):
-        return kind(**{name: build(hints[name], value, _join(where, name)) for name, value in values.items()})
+        return kind(
+            **{
+                name: build(hints[name], value, _join(where, name))
+                for name, value in values.items()
+            }
+        )
 
 
 def _build_target(kind, values, where):
     settings = {key: value for key, value in values.items() if key != TARGET}
     path = _a(str, values[TARGET], f"{where}.{TARGET}")
-    kinds = [kind for kind in (get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind])]
-    takes_any = any(kind is Any or kind is Callable or get_origin(kind) is Callable for kind in kinds)
+    kinds = [
+        kind
+        for kind in (get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind])
+    ]
+    takes_any = any(
+        kind is Any or kind is Callable or get_origin(kind) is Callable for kind in kinds
+    )
     classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
     if not takes_any and not classes:
-        raise ConfigError(f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove it")
+        raise ConfigError(
+            f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove "
+            "it"
+        )
     module, _, name = path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
@@ -315,7 +429,9 @@ def _build_target(kind, values, where):
         raise ConfigError(f"{where}._target_: cannot import {path!r} ({error})") from error
     if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
         names = " or ".join(_path(each) for each in classes)
-        raise ConfigError(f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it")
+        raise ConfigError(
+            f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it"
+        )
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     if not callable(target):
@@ -332,13 +448,17 @@ def _build_target(kind, values, where):
 def _refuse_unknown(values, known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(unknown_key(_join(where, str(key)), [_join(where, name) for name in known]))
+            raise ConfigError(
+                unknown_key(_join(where, str(key)), [_join(where, name) for name in known])
+            )
 
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a setting that does not exist, with the nearest one that does."""
     section, _, name = key.rpartition(".")
-    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(key, known, 1, cutoff=0.8)
+    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(
+        key, known, 1, cutoff=0.8
+    )
     here = [k for k in known if k.rpartition(".")[0] == section]
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(here or known)}"
     return f"{key}: there is no such setting; {hint}"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be right. The message begins with where it stands and says what would be right."""
+    """A setting that cannot be right. The message begins with where it stands and says what would
+    be right."""
 
 
 class RunFailed(ValueError):
@@ -15,10 +16,11 @@ class RunFailed(ValueError):
 
 @contextlib.contextmanager
 def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[None]:
-    """Raises a ValueError from inside as `kind`, with `where` before its message: users know settings, not code.
+    """Raises a ValueError from inside as `kind`, with `where` before its message: users know
+    settings, not code.
 
-    ConfigError and RunFailed pass unchanged, because they name a place already. So do errors of a lost peer, which
-    `distributed.join.noticing_lost_peers` handles.
+    ConfigError and RunFailed pass unchanged, because they name a place already. So do errors of a
+    lost peer, which `distributed.join.noticing_lost_peers` handles.
     """
     try:
         yield
@@ -30,15 +32,26 @@ def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[
         raise kind(f"{where}: {error}" if where else str(error)) from error
 
 
-PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "heartbeat", "UNAVAILABLE", "unhealthy")
+PEER_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "heartbeat",
+    "UNAVAILABLE",
+    "unhealthy",
+)
 PEER_WORDS += ("gloo/transport/tcp",)
-STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
+STATUS = re.compile(
+    r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): "
+)
 
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether an error says that another process is gone, rather than that something is wrong here.
 
-    jax raises some as ValueError, where an array is copied to the host; those begin with a status of XLA's.
+    jax raises some as ValueError, where an array is copied to the host; those begin with a status
+    of XLA's.
     """
-    is_of_jax = isinstance(error, RuntimeError) or (isinstance(error, ValueError) and STATUS.match(str(error)))
+    is_of_jax = isinstance(error, RuntimeError) or (
+        isinstance(error, ValueError) and STATUS.match(str(error))
+    )
     return bool(is_of_jax) and any(word in str(error) for word in PEER_WORDS)

@@ -1,4 +1,5 @@
-"""`python -m tunix_lite.launch`: the same as `tunix-lite launch`. Its code is distributed/launcher.py."""
+"""`python -m tunix_lite.launch`: the same as `tunix-lite launch`. Its code is
+distributed/launcher.py."""
 
 from tunix_lite.distributed.launcher import main
 

@@ -24,7 +24,14 @@ from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import attached
 from tunix_lite.planning import report
-from tunix_lite.planning.at_start import check_at_rest, check_fits, fitting, foresee, in_short, learning
+from tunix_lite.planning.at_start import (
+    check_at_rest,
+    check_fits,
+    fitting,
+    foresee,
+    in_short,
+    learning,
+)
 from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
@@ -47,19 +54,25 @@ from tunix_lite.types import Batch, Metrics, Params, TrainState
 def train(run: RunConfig, folder: str | Path) -> TrainState:
     """Trains as `run` says, and leaves everything in `folder`. Returns the last state.
 
-    Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with how to go on, if
-    the folder can no longer be written. What micro_batch_size=auto tries is in train.log, whether anything fits or not.
+    Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with
+    how to go on, if the folder can no longer be written. What micro_batch_size=auto tries is in
+    train.log, whether anything fits or not.
     """
     return train_in_job(run, folder, time.time(), f"hydra.run.dir={folder}")[0]
 
 
-def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str) -> tuple[TrainState, Stopping]:
-    """The same in a job that began then (time.time()) and goes on with this setting; and what may have stopped it."""
+def train_in_job(
+    run: RunConfig, folder: str | Path, began: float, goes_on: str
+) -> tuple[TrainState, Stopping]:
+    """The same in a job that began then (time.time()) and goes on with this setting; and what may
+    have stopped it."""
     run_dir = RunDir(Path(folder), jax.process_index())
     parts = prepare(run, run_dir)
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
-    told = partial(in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps)
+    told = partial(
+        in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps
+    )
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
         gloo.log_into(run_dir.log)
@@ -75,16 +88,20 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
         status.about = provenance(run, parts)
         console.panel(*panel(run, parts, run_dir))
         limits = run.training
-        stopping = Stopping(limits.max_minutes, console.say, time.time() - began, limits.grace_seconds)
+        stopping = Stopping(
+            limits.max_minutes, console.say, time.time() - began, limits.grace_seconds
+        )
         try:
             with told(), contextlib.ExitStack() as closing:
                 state = fit(run, parts, run_dir, console, status, stopping, closing)
         except Leave as leave:
             state = leave.state
         except BaseException as error:
-            if status.started:  # else found while loading: whatever the folder said before still holds
+            # else found while loading: whatever the folder said before still holds
+            if status.started:
                 word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                with contextlib.suppress(OSError):  # perhaps of the same disk; the error under way says more
+                # perhaps of the same disk; the error under way says more
+                with contextlib.suppress(OSError):
                     status.write(word, error=f"{type(error).__name__}: {error}")
                     console.say(f"{word} after step {status.steps}; {saved(run_dir)}", style="red")
             raise
@@ -95,13 +112,21 @@ def train_in_job(run: RunConfig, folder: str | Path, began: float, goes_on: str)
 
 
 def fit(
-    run: RunConfig, parts: Parts, run_dir: RunDir, console: Console, status: Status, stopping: Stopping, closing
+    run: RunConfig,
+    parts: Parts,
+    run_dir: RunDir,
+    console: Console,
+    status: Status,
+    stopping: Stopping,
+    closing,
 ) -> TrainState:
-    """The loop: experience, update, and what people want to know about it. `closing` shuts what it opens."""
+    """The loop: experience, update, and what people want to know about it. `closing` shuts what it
+    opens."""
     algorithm, task, settings = run.algorithm, parts.task, run.training
     optimizer = make_optimizer(run.optimizer, settings.max_steps)
     workers = task.with_workers(run.rewards, console.say, stopping)
-    task = closing.enter_context(workers)  # they start while the model loads
+    # they start while the model loads
+    task = closing.enter_context(workers)
     check_at_rest(case_of(run, parts, run.rollout), console.say)
     console.busy("loading the model…")
     state, frozen, policy, rollout, skipped = initial_state(run, parts, run_dir, optimizer, console)
@@ -109,14 +134,18 @@ def fit(
     start = int(state.step)
     begins = parts.resume_from != run_dir.checkpoints
     status.start(start, begins)
-    if skipped >= limit:  # it gave up here, and nothing has changed since
+    # it gave up here, and nothing has changed since
+    if skipped >= limit:
         raise FloatingPointError(diverged(start, skipped, parts.resume_from))
-    closing.enter_context(stopping)  # until all is on disk
+    # until all is on disk
+    closing.enter_context(stopping)
     kept = settings.keep_checkpoints, settings.keep_best_checkpoints
     checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
     row = None if begins else unmeasured(run, run_dir, start)
     cut = None if begins or not start else start if row is None else start - 1
-    trackers: list[Tracker] = [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []
+    trackers: list[Tracker] = (
+        [JsonLines(run_dir.metrics, resume_at=cut)] if run_dir.is_first else []
+    )
     if run.tracking.tensorboard and run_dir.is_first:
         trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
     for opened in (checkpoints, *trackers):
@@ -126,9 +155,13 @@ def fit(
     rows, every = parts.rows, settings.sync_gradients_every
     train_step = parts.train_step
     if train_step is None:
-        train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every)
+        train_step = make_train_step(
+            policy, algorithm, optimizer, rows.num_parts, lora, run.seed, every
+        )
     seed_key, seconds = jax.random.key(run.seed), Counter()
-    policy = timed(replace(policy, generate=partial(policy.generate, between_chunks=stopping.look)), seconds)
+    policy = timed(
+        replace(policy, generate=partial(policy.generate, between_chunks=stopping.look)), seconds
+    )
     profiled = settings.profile_communication and run_dir.is_first
     profile = Profile(run_dir.path if profiled else None, settings.max_steps - start)
     closing.callback(profile.close)
@@ -140,7 +173,8 @@ def fit(
             return {}
         began = time.perf_counter()
         acting = attached(frozen, state.params, lora)
-        if status.steps > start:  # a launcher's clock starts with the first beat, and before it all is compiled
+        # a launcher's clock starts with the first beat, and before it all is compiled
+        if status.steps > start:
             beat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
@@ -160,12 +194,16 @@ def fit(
     def tell(done: int, metrics: Metrics, judged: Judged | None) -> None:
         """What there is to know of a whole step."""
         _log(trackers, done, metrics)
-        if judged is not None and is_due(done, run.tracking.samples_interval_steps, settings.max_steps):
+        if judged is not None and is_due(
+            done, run.tracking.samples_interval_steps, settings.max_steps
+        ):
             _keep_samples(run, run_dir, console, done, judged)
         status.steps = done
 
     accuracy, updates = None, algorithm.updates_per_rollout
-    ends = Unfinished(run, run_dir, status, console.say, lambda: state, save, checkpoints.wait, start)
+    ends = Unfinished(
+        run, run_dir, status, console.say, lambda: state, save, checkpoints.wait, start
+    )
     closing.enter_context(ends.kept(stopping))
 
     console.busy("compiling…")
@@ -197,7 +235,8 @@ def fit(
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
                 with stopping.until_done(COMPILATION):
-                    update = train_step.compiled(state, frozen, laid_out)  # here: compiling is not updating
+                    # here: compiling is not updating
+                    update = train_step.compiled(state, frozen, laid_out)
                 if step == start:
                     profile.write_table(update, parts.mesh)
                 stopping.before_update()
@@ -233,7 +272,8 @@ def fit(
                 unsaved = error
             raise FloatingPointError(diverged(done, skipped, run_dir.checkpoints, metrics, unsaved))
         saves = reason or is_due(done, settings.save_interval_steps, settings.max_steps)
-        if saves or "eval/accuracy" in metrics:  # who kills us leaves it so
+        # who kills us leaves it so
+        if saves or "eval/accuracy" in metrics:
             status.write("running")
         if saves:
             save()
@@ -246,10 +286,11 @@ def fit(
 def initial_state(
     run: RunConfig, parts: Parts, run_dir: RunDir, optimizer, console
 ) -> tuple[TrainState, Params | None, Policy, RolloutConfig, int]:
-    """What trains, the frozen base beside it (None without adapters), the policy that acts with both, how it samples,
-    and how many updates in a row were skipped until now.
+    """What trains, the frozen base beside it (None without adapters), the policy that acts with
+    both, how it samples, and how many updates in a row were skipped until now.
 
-    The reference of the KL term (reference.py) is made of the weights as they are loaded, before a checkpoint is read.
+    The reference of the KL term (reference.py) is made of the weights as they are loaded, before a
+    checkpoint is read.
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with error_context("model.weights"):
@@ -259,25 +300,38 @@ def initial_state(
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
-    weights, why = memory.choose_weights(acting, model.cfg, dtype, run.generation, run.rollout, slots, asked)
+    weights, why = memory.choose_weights(
+        acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
+    )
     console.say(f"sampling: {slots} slots, {why}")
     rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
     ends = tokenizer.eos_ids, tokenizer.pad_id
     tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
-    generate = make_generate(model.cfg, run.generation, *ends, dtype, rollout, tokenizer, tp_reduce_dtype)
+    generate = make_generate(
+        model.cfg, run.generation, *ends, dtype, rollout, tokenizer, tp_reduce_dtype
+    )
     scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
-    scoring |= {"reduce_dtype": jnp.dtype(run.training.reduce_dtype), "tp_reduce_dtype": tp_reduce_dtype}
-    policy = make_policy(model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring)
+    scoring |= {
+        "reduce_dtype": jnp.dtype(run.training.reduce_dtype),
+        "tp_reduce_dtype": tp_reduce_dtype,
+    }
+    policy = make_policy(
+        model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring
+    )
     return state, frozen, policy, rollout, skipped
 
 
 # ---- small print
 
 
-def _keep_skipped(run_dir: RunDir, console: Console, step: int, metrics: Metrics, batch: Batch) -> None:
+def _keep_skipped(
+    run_dir: RunDir, console: Console, step: int, metrics: Metrics, batch: Batch
+) -> None:
     """The batch of an update that was not made, for whoever looks for the reason."""
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    file = run_dir.write_skipped(step, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
+    file = run_dir.write_skipped(
+        step, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
+    )
     console.say(f"step {step} skipped: {numbers(metrics)}; its batch is in {file}", style="red")
 
 
@@ -295,7 +349,9 @@ def _timing(began: float, collected: float, ended: float, seconds: Counter) -> M
     }
 
 
-def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, judged: Judged) -> None:
+def _keep_samples(
+    run: RunConfig, run_dir: RunDir, console: Console, step: int, judged: Judged
+) -> None:
     """All completions of this step to a file, and a few of them, best and worst, to the console."""
     rows = [
         {
@@ -308,6 +364,12 @@ def _keep_samples(run: RunConfig, run_dir: RunDir, console: Console, step: int, 
         for i, text in enumerate(judged.completions)
     ]
     run_dir.write_samples(step, rows)
-    ranked = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
-    places = np.linspace(0, len(ranked) - 1, min(run.tracking.samples_shown, len(ranked))).round().astype(int)
+    ranked = sorted(
+        (row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"]
+    )
+    places = (
+        np.linspace(0, len(ranked) - 1, min(run.tracking.samples_shown, len(ranked)))
+        .round()
+        .astype(int)
+    )
     console.samples(step, [ranked[i] for i in places])

@@ -3,7 +3,7 @@
 Shape letters, used as suffixes on array names across the package:
 
   B sequences   P prompts   G generations per prompt (B = P * G)   T tokens of a sequence
-  S key slots   D embed     N query heads   K key/value heads   Q query heads per key head (N = K * Q)
+  S key slots   D embed     N query heads   K key/value heads   Q query heads a key head (N = K * Q)
   H head size   F feed-forward size   V vocabulary   L layers
 """
 
@@ -12,15 +12,18 @@ from typing import Any
 import flax.struct
 import jax
 
-Params = Any  # nested dict of arrays, keyed by the names in the weight table
-Metrics = dict[str, Any]  # "part/name" -> number
+# nested dict of arrays, keyed by the names in the weight table
+Params = Any
+# "part/name" -> number
+Metrics = dict[str, Any]
 
 
 @flax.struct.dataclass
 class Prompts:
     """Left-padded prompts, so that every completion starts in the same column.
 
-    Example: two prompts of 2 and 3 tokens -> tokens [[0, 5, 6], [7, 8, 9]], token_mask [[F, T, T], [T, T, T]].
+    Example: two prompts of 2 and 3 tokens -> tokens [[0, 5, 6], [7, 8, 9]], token_mask [[F, T, T],
+    [T, T, T]].
     """
 
     tokens: jax.Array  # [P, T] int32
@@ -29,17 +32,24 @@ class Prompts:
 
 @flax.struct.dataclass
 class Max:
-    """A metric of a loss that micro-batches and shards do not add up: the largest of their values is that of all."""
+    """A metric of a loss that micro-batches and shards do not add up: the largest of their values
+    is that of all."""
 
     value: jax.Array  # a number
 
 
-FINISH = ("length", "eos", "stop")  # why a completion ended: no room left; end-of-sequence token; as settings say
+# why a completion ended: no room left; end-of-sequence token; as settings say
+FINISH = (
+    "length",
+    "eos",
+    "stop",
+)
 
 
 @flax.struct.dataclass
 class Rollout:
-    """Sampled completions: each row is a left-padded prompt, then a right-padded completion. Arrays of the host."""
+    """Sampled completions: each row is a left-padded prompt, then a right-padded completion. Arrays
+    of the host."""
 
     tokens: Any  # [B, T] int32
     token_mask: Any  # [B, T] bool, True on real tokens of prompt and completion
@@ -47,12 +57,16 @@ class Rollout:
     logprobs: Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
     finish: Any  # [B] int8, index into FINISH
     whole_logprobs: Any  # [B, T] float32 under softmax(scores / temperature), nothing cut off
-    seconds: Any = None  # [B, 2] from the start of the rollout until the first tokens, and until the end
+    seconds: Any = (
+        # [B, 2] from the start of the rollout until the first tokens, and until the end
+        None
+    )
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
 
     @property
     def finished(self):
-        """[B] bool: it ended by itself, before its length ran out. The sampler says so, not the last token."""
+        """[B] bool: it ended by itself, before its length ran out. The sampler says so, not the
+        last token."""
         return self.finish > 0
 
 
@@ -60,9 +74,9 @@ class Rollout:
 class Batch:
     """What one update learns from. Every field is [B, T] and speaks of `tokens[b, t]`.
 
-    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by one. Algorithms make
-    the first six fields. Those below are made of them when the sequences are laid out in rows (packing.py), and the
-    others then have the shape of the rows, [R, W].
+    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by
+    one. Algorithms make the first six fields. Those below are made of them when the sequences are
+    laid out in rows (packing.py), and the others then have the shape of the rows, [R, W].
     """
 
     tokens: jax.Array  # int32
@@ -73,13 +87,24 @@ class Batch:
     ref_logprobs: jax.Array | None = None  # float32, under the reference of the KL term
     segment_ids: jax.Array | None = None  # int32, which sequence of its row a token is of; 0: none
     positions: jax.Array | None = None  # int32, of a token in its sequence
-    branches: jax.Array | None = None  # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
-    scored: jax.Array | None = None  # [R, M] int32, the columns of the tokens that count; None: the last M
-    previous: jax.Array | None = None  # [R, M] int32, the columns whose hidden states predict them; None: those before
+    branches: jax.Array | None = (
+        # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
+        None
+    )
+    scored: jax.Array | None = (
+        # [R, M] int32, the columns of the tokens that count; None: the last M
+        None
+    )
+    previous: jax.Array | None = (
+        # [R, M] int32, the columns whose hidden states predict them; None: those before
+        None
+    )
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
-    lead: int = flax.struct.field(pytree_node=False, default=0)  # columns of shared prompts (packing.RowShape)
-    lane: int = flax.struct.field(pytree_node=False, default=0)  # columns of each lane after them; 0: there are none
+    # columns of shared prompts (packing.RowShape)
+    lead: int = flax.struct.field(pytree_node=False, default=0)
+    # columns of each lane after them; 0: there are none
+    lane: int = flax.struct.field(pytree_node=False, default=0)
 
 
 @flax.struct.dataclass

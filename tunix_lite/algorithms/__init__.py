@@ -1,1 +1,2 @@
-"""Algorithms: `collect` makes a Batch, `loss` turns log-probabilities and that Batch into a number."""
+"""Algorithms: `collect` makes a Batch, `loss` turns log-probabilities and that Batch into a
+number."""

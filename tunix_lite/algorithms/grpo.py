@@ -1,9 +1,10 @@
-"""Group Relative Policy Optimisation (arXiv:2402.03300) and the family that differs from it in settings.
+"""Group Relative Policy Optimisation (arXiv:2402.03300) and the family that differs from it in
+settings.
 
 loss = - sum_t w_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + kl_coef sum_t w_t KL_t
-rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting. Metrics are sums with
-the same weights: means over tokens where the weights sum to one, as those of per_token and per_sequence do. One is a
-maximum (types.Max).
+rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting.
+Metrics are sums with the same weights: means over tokens where the weights sum to one, as those of
+per_token and per_sequence do. One is a maximum (types.Max).
 """
 
 import inspect
@@ -19,7 +20,8 @@ from tunix_lite.algorithms.kept import advantages_of_kept, agreeing, weights_of_
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Max
 
-MAX_LOG_RATIO = 20.0  # beyond it a ratio is clipped anyway, and exp stays finite
+# beyond it a ratio is clipped anyway, and exp stays finite
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class GRPO:
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # and above 1 + clip_high
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
-    old_logprobs: str = "whole"  # of the ratio: whole: nothing cut off; sampled: of what top_k, top_p ... left to draw
+    # of the ratio: whole: nothing cut off; sampled: of what top_k, top_p ... left to draw
+    old_logprobs: str = "whole"
 
     def __post_init__(self):
         if self.num_generations < 2:
             raise ValueError(
-                f"num_generations={self.num_generations}: a completion is judged against the others of its group, "
+                f"num_generations={self.num_generations}: a completion is judged against the "
+                "others of its group, "
                 "so it takes at least 2 (8 is usual)"
             )
         if self.updates_per_rollout < 1:
@@ -52,21 +56,28 @@ class GRPO:
             try:
                 inspect.signature(getattr(self, name)).bind("an array")
             except TypeError as error:
-                raise ValueError(f"{name} is called with one array and its settings: {error}") from error
+                raise ValueError(
+                    f"{name} is called with one array and its settings: {error}"
+                ) from error
 
     needs_demonstrations = False
-    reduces = "tokens"  # the loss adds up tokens and nothing else
+    # the loss adds up tokens and nothing else
+    reduces = "tokens"
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
     def collect(self, policy, task, params, examples, key):
-        """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was seen on the way."""
+        """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was
+        seen on the way."""
         group = [example for example in examples for _ in range(self.num_generations)]
-        judging = task.judging(group)  # of each completion as soon as it ends, while others are still drawn
+        # of each completion as soon as it ends, while others are still drawn
+        judging = task.judging(group)
         prompts = task.prompts(examples)
-        rollout = policy.generate(params, prompts, key, self.num_generations, on_finished=judging.see)
+        rollout = policy.generate(
+            params, prompts, key, self.num_generations, on_finished=judging.see
+        )
         judged = judging.judged(rollout)
         rewards_PG = judged.rewards.reshape(-1, self.num_generations)
         kept_B = ~judged.dropped
@@ -75,9 +86,13 @@ class GRPO:
         batch = Batch(
             tokens=rollout.tokens,
             token_mask=rollout.token_mask,
-            loss_weight=weights_of_kept(self.weighting, np.asarray(rollout.completion_mask), kept_B),
+            loss_weight=weights_of_kept(
+                self.weighting, np.asarray(rollout.completion_mask), kept_B
+            ),
             advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
-            old_logprobs=rollout.logprobs if self.old_logprobs == "sampled" else rollout.whole_logprobs,
+            old_logprobs=rollout.logprobs
+            if self.old_logprobs == "sampled"
+            else rollout.whole_logprobs,
         )
         if self.needs_reference:
             batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
@@ -93,7 +108,8 @@ class GRPO:
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
         gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
         loss = -jnp.sum(batch.loss_weight * gain_BT)
-        bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages  # where clipping took the gradient
+        # where clipping took the gradient
+        bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages
         metrics = {
             "train/ratio_outside_clip": jnp.sum(batch.loss_weight * (ratio_BT != clipped_BT)),
             "train/clipped_low": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT < 1))),
@@ -111,8 +127,9 @@ class GRPO:
 def kl(ref_gap_BT, ratio_BT):
     """Per-token KL(policy || reference), from ref_gap = ref_logprob - logprob of the sampled token.
 
-    Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in expectation is
-    the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both right off-policy as well.
+    Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in
+    expectation is the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both
+    right off-policy as well.
     """
     weight_BT = jax.lax.stop_gradient(ratio_BT)
     d_BT = jnp.clip(jax.lax.stop_gradient(ref_gap_BT), -MAX_LOG_RATIO, MAX_LOG_RATIO)

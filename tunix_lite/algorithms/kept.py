@@ -1,4 +1,5 @@
-"""Learning from the completions that were kept, as if those whose reward failed had never been there."""
+"""Learning from the completions that were kept, as if those whose reward failed had never been
+there."""
 
 from collections.abc import Callable
 
@@ -6,7 +7,8 @@ import numpy as np
 
 
 def advantages_of_kept(advantages: Callable, rewards_PG, kept_PG) -> np.ndarray:
-    """[P, G]; 0 for what was not kept, and for what is alone in its group: it has nothing to be compared with.
+    """[P, G]; 0 for what was not kept, and for what is alone in its group: it has nothing to be
+    compared with.
 
     Whole groups are handed over together, those that are short one by one.
     """

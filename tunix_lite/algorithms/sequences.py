@@ -1,9 +1,10 @@
-"""Sums and means over a sequence, for losses that are more than a sum over tokens, such as GSPO's ratio.
+"""Sums and means over a sequence, for losses that are more than a sum over tokens, such as GSPO's
+ratio.
 
-A row of a batch is not a sequence: where `training.packing` sets several side by side, a sum over a row mixes them. The
-functions here sum over the tokens that count (loss_weight is not 0) of the same completion, wherever it lies, and give
-every such token the result. A completion never reaches from one row into another, so micro-batches and shards of a mesh
-do not matter. Both have gradients.
+A row of a batch is not a sequence: where `training.packing` sets several side by side, a sum over a
+row mixes them. The functions here sum over the tokens that count (loss_weight is not 0) of the same
+completion, wherever it lies, and give every such token the result. A completion never reaches from
+one row into another, so micro-batches and shards of a mesh do not matter. Both have gradients.
 """
 
 import jax
@@ -13,11 +14,13 @@ from tunix_lite.types import Batch
 
 
 def sequence_sum(x_BT: jax.Array, batch: Batch) -> jax.Array:
-    """[B, T] -> [B, T]: at each token that counts, the sum of x over those of its completion; 0 at all others.
+    """[B, T] -> [B, T]: at each token that counts, the sum of x over those of its completion; 0 at
+    all others.
 
     What x holds at tokens that do not count never matters.
 
-    Example: two completions in a row, x = [1, 2, 5], segment_ids = [1, 1, 2], all count -> [3, 3, 5].
+    Example: two completions in a row, x = [1, 2, 5], segment_ids = [1, 1, 2], all count -> [3, 3,
+    5].
     """
     counts_BT = batch.loss_weight != 0
     return jnp.where(counts_BT, _total(jnp.where(counts_BT, x_BT, 0), batch), 0)
@@ -34,9 +37,11 @@ def sequence_mean(x_BT: jax.Array, batch: Batch) -> jax.Array:
 
 def _total(x_BT, batch: Batch):
     """The sum over the sequence, at each of its tokens."""
-    if batch.scored is None:  # the rows are the sequences
+    # the rows are the sequences
+    if batch.scored is None:
         return jnp.broadcast_to(jnp.sum(x_BT, axis=1, keepdims=True), x_BT.shape)
-    # A sequence, or what it does not share with others, stands in neighbouring columns: see packing.py.
+    # A sequence, or what it does not share with others, stands in neighbouring columns: see
+    # packing.py.
     starts_BT = batch.segment_ids != jnp.roll(batch.segment_ids, 1, axis=1)
     if batch.branches is not None:
         starts_BT |= batch.branches != jnp.roll(batch.branches, 1, axis=1)
@@ -47,7 +52,8 @@ def _total(x_BT, batch: Batch):
 def _of_runs(x_BT, starts_BT):
     """At each column, the sum over its run of columns; `starts` marks the first of each.
 
-    Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number each time.
+    Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number
+    each time.
     """
 
     def add(earlier, later):
@@ -60,5 +66,9 @@ def _of_runs(x_BT, starts_BT):
     return until_BT + after_BT - x_BT
 
 
-# Each column has the same share in the sums of its whole run, so the slope of the sums is summed in the same way.
-_of_runs.defvjp(lambda x, starts: (_of_runs(x, starts), starts), lambda starts, slope: (_of_runs(slope, starts), None))
+# Each column has the same share in the sums of its whole run, so the slope of the sums is summed in
+# the same way.
+_of_runs.defvjp(
+    lambda x, starts: (_of_runs(x, starts), starts),
+    lambda starts, slope: (_of_runs(slope, starts), None),
+)

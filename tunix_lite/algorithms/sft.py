@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: make the demonstrated completions likely. loss = - sum_t w_t log p(token_t)."""
+"""Supervised fine-tuning: make the demonstrated completions likely. loss = - sum_t w_t log
+p(token_t)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +16,26 @@ class SFT:
 
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 
-    num_generations = 1  # a demonstration per prompt
+    # a demonstration per prompt
+    num_generations = 1
     updates_per_rollout = 1
     needs_reference = False
     needs_demonstrations = True
-    reduces = "tokens"  # the loss adds up tokens and nothing else
+    # the loss adds up tokens and nothing else
+    reduces = "tokens"
 
     def collect(self, policy, task, params, examples, key):
         tokens, token_mask, completion_mask = task.demonstrations(examples)
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
         if task.long_prompts == "truncate":
             metrics["prompts/truncated"] = task.truncated(examples)
-        return Batch(tokens=tokens, token_mask=token_mask, loss_weight=self.weighting(completion_mask)), metrics, None
+        return (
+            Batch(
+                tokens=tokens, token_mask=token_mask, loss_weight=self.weighting(completion_mask)
+            ),
+            metrics,
+            None,
+        )
 
     def loss(self, logprobs_BT, batch: Batch):
         return -jnp.sum(batch.loss_weight * logprobs_BT), {}

@@ -16,7 +16,10 @@ HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or
 class Chat:
     """Whom to talk to."""
 
-    checkpoint: str | None = None  # the folder of a run, whose newest weights speak; null: model.weights as they are
+    checkpoint: str | None = (
+        # the folder of a run, whose newest weights speak; null: model.weights as they are
+        None
+    )
     step: int | None = None  # of an older checkpoint of that run; null: the newest
     system: str | None = None  # what the system message says; null: there is none
 
@@ -33,7 +36,9 @@ def chat(run: RunConfig, settings: Chat) -> None:
     """Reads lines until there are no more, and answers each as the conversation so far asks."""
     model = opened(run, settings)
     if not model.tokenizer.has_chat_template:
-        raise ConfigError(f"{model.source.name} has no chat template; tunix-lite generate continues a text")
+        raise ConfigError(
+            f"{model.source.name} has no chat template; tunix-lite generate continues a text"
+        )
     print(HELP, file=sys.stderr)
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     said, turn = list(start), 0
@@ -51,7 +56,8 @@ def chat(run: RunConfig, settings: Chat) -> None:
             asked = [*said, {"role": "user", "content": line}]
             try:
                 answer = _answer(model, asked, run, turn)
-            except ValueError as error:  # too long, or not as the template wants it: the conversation stays as it was
+            except ValueError as error:
+                # too long, or not as the template wants it: the conversation stays as it was
                 print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
                 continue
             said, turn = [*asked, {"role": "assistant", "content": answer}], turn + 1
@@ -59,7 +65,8 @@ def chat(run: RunConfig, settings: Chat) -> None:
 
 def _ask() -> str | None:
     """A line of the user's; None when there are no more."""
-    if sys.stdin is None:  # closed
+    # closed
+    if sys.stdin is None:
         return None
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
@@ -69,7 +76,8 @@ def _ask() -> str | None:
 
 def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
     pieces = []
-    seed = (run.seed + turn) % 2**32  # each turn draws anew
+    # each turn draws anew
+    seed = (run.seed + turn) % 2**32
     for text in model.stream(asked, run.generation, seed, run.rollout):
         pieces.append(text)
         print(shown(text), end="", flush=True)

@@ -1,4 +1,5 @@
-"""`tunix-lite export checkpoint=outputs/latest`: what a run trained, as a folder that vLLM and transformers read."""
+"""`tunix-lite export checkpoint=outputs/latest`: what a run trained, as a folder that vLLM and
+transformers read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,25 @@ from tunix_lite.inference import export as exporting
 class Export:
     """What to write, and where."""
 
-    checkpoint: str | None = None  # the folder of a run, whose newest weights are written; null: model.weights as is
+    checkpoint: str | None = (
+        # the folder of a run, whose newest weights are written; null: model.weights as is
+        None
+    )
     step: int | None = None  # of an older checkpoint of that run; null: the newest
     out: str | None = None  # the folder to write; null: export/<kind> in the folder of the run
-    kind: str = "auto"  # full, merged (adapters added to their base), adapter (PEFT); auto: adapter if any, else full
-    dtype: str | None = None  # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
+    # full, merged (adapters added to their base), adapter (PEFT); auto: adapter if any, else full
+    kind: str = "auto"
+    dtype: str | None = (
+        # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
+        None
+    )
     overwrite: bool = False  # replace a folder that export wrote before
 
     def __post_init__(self):
         if self.out is None and self.checkpoint is None:
-            raise ValueError("give checkpoint=RUN, or say with out=FOLDER where to write model.weights")
+            raise ValueError(
+                "give checkpoint=RUN, or say with out=FOLDER where to write model.weights"
+            )
         if self.step is not None and self.checkpoint is None:
             raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
 
@@ -38,7 +48,9 @@ def export(run: RunConfig, settings: Export) -> None:
     guess = ("adapter" if has_adapters else "full") if settings.kind == "auto" else settings.kind
     out = Path(settings.out or Path(settings.checkpoint) / "export" / guess).expanduser()
     kind = exporting.check(has_adapters, out, settings.kind, settings.dtype, settings.overwrite)
-    written = exporting.export(opened(run, settings, "fp32"), out, kind, settings.dtype, settings.overwrite)
+    written = exporting.export(
+        opened(run, settings, "fp32"), out, kind, settings.dtype, settings.overwrite
+    )
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{written.kind}: {size:,.1f} MB in {written.folder}")
     print(f"read back: scores differ by {written.difference:.2g} of their size")

@@ -1,4 +1,5 @@
-"""`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, what it sends and how fast it can be."""
+"""`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, what it sends and how fast
+it can be."""
 
 import os
 import shlex
@@ -24,40 +25,54 @@ from tunix_lite.planning.resolved import find_model
 class PlanSettings:
     """For which devices to plan, and how closely to look."""
 
-    target: str = "attached"  # devices to plan for, there or not: h100x8, v5e-16 ...; attached: those that jax sees
-    mesh: str = "run"  # run: as model.mesh_shape says; all: every fsdp x tp that divides model and batch, best first
+    # devices to plan for, there or not: h100x8, v5e-16 ...; attached: those that jax sees
+    target: str = "attached"
+    # run: as model.mesh_shape says; all: every fsdp x tp that divides model and batch, best first
+    mesh: str = "run"
     analytic: bool = False  # formulas instead of the compiler, in a second and without it installed
     compile_most: int = 4  # with mesh=all, how many meshes are compiled; the others are estimates
-    out: str | None = None  # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
+    out: str | None = (
+        # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
+        None
+    )
 
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
         if self.compile_most < 1:
-            raise ValueError(f"compile_most={self.compile_most} must be at least 1; analytic=true compiles nothing")
+            raise ValueError(
+                f"compile_most={self.compile_most} must be at least 1; analytic=true compiles "
+                "nothing"
+            )
 
 
 def main() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # compilers of absent devices say that they are absent
-    take_gpu_memory()  # of attached ones, what a run would have
+    # compilers of absent devices say that they are absent
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # of attached ones, what a run would have
+    take_gpu_memory()
     program.command("plan", PlanSettings, plan)
 
 
 def plan(run: RunConfig, settings: PlanSettings) -> None:
     """Plans, writes the files, and says it on one screen."""
     found = make_plans(run, settings, sys.argv[1:])
-    folder = Path(settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}").expanduser()
+    folder = Path(
+        settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
+    ).expanduser()
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
 
 
 def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plans:
-    """All that was asked for; `words` are the command line, to which what would fit is added. Raises ConfigError."""
+    """All that was asked for; `words` are the command line, to which what would fit is added.
+    Raises ConfigError."""
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
     plans, refused = [], []
     meshes = _meshes(run, settings, machine)
-    machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])  # a mesh may take the first ones only
+    # a mesh may take the first ones only
+    machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])
     for sizes in meshes:
         try:
             plans.append(planning.estimated(run, machine, cfg, lora, sizes))
@@ -66,9 +81,12 @@ def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plan
                 raise
             refused.append((sizes, str(error)))
     if not plans:
-        reasons = "; ".join(f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused)
+        reasons = "; ".join(
+            f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused
+        )
         raise ConfigError(
-            f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: {reasons}"
+            f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: "
+            f"{reasons}"
         )
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
@@ -89,7 +107,9 @@ def _meshes(run: RunConfig, settings: PlanSettings, machine: Machine) -> list[di
         except ValueError as error:
             theirs = f"target {machine.name} has {count} devices"
             ours = machine.name == "attached"
-            raise ValueError(str(error) if ours else str(error).replace(f"jax sees {count}", theirs)) from error
+            raise ValueError(
+                str(error) if ours else str(error).replace(f"jax sees {count}", theirs)
+            ) from error
 
 
 def _say(text: str) -> None:
@@ -97,19 +117,33 @@ def _say(text: str) -> None:
 
 
 def _advised(plans: Plans, settings: PlanSettings, words: list[str]) -> Plans:
-    """The plans, with the command that would fit where none does. Where there is a compiler, it has the last word."""
+    """The plans, with the command that would fit where none does. Where there is a compiler, it has
+    the last word."""
     if any(plan.fits is not False for plan in plans.plans):
         return plans
 
     def look(changed: Plan) -> Plan:
-        return changed if settings.analytic else planning.with_compiled(changed, devices_of(changed.machine), _say)
+        return (
+            changed
+            if settings.analytic
+            else planning.with_compiled(changed, devices_of(changed.machine), _say)
+        )
 
     overrides, found = advice(plans.plans[0], look)
-    peak = f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, {report.source(found)}"
+    peak = (
+        f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
+        f"{report.source(found)}"
+    )
     if found.fits:
         return replace(plans, command=command(words, overrides), change=f"would fit, with {peak}:")
-    least = f"the least is {peak}, with {' '.join(overrides)}" if overrides else "nothing makes it smaller"
-    return replace(plans, change=f"nothing that was tried fits, and a larger target is needed: {least}")
+    least = (
+        f"the least is {peak}, with {' '.join(overrides)}"
+        if overrides
+        else "nothing makes it smaller"
+    )
+    return replace(
+        plans, change=f"nothing that was tried fits, and a larger target is needed: {least}"
+    )
 
 
 def command(words: list[str], overrides: tuple[str, ...]) -> str:

@@ -1,4 +1,5 @@
-"""`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by sequence."""
+"""`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by
+sequence."""
 
 import zipfile
 import zlib
@@ -20,9 +21,19 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch
 
-SHOWN = 80  # characters of a text
-ARRAYS = ("tokens", "token_mask", "loss_weight", "advantages", "old_logprobs", "ref_logprobs")  # of a batch, unpacked
-MOST_BYTES = 2**32  # of a batch, unpacked: a small file can hold very many zeros
+# characters of a text
+SHOWN = 80
+# of a batch, unpacked
+ARRAYS = (
+    "tokens",
+    "token_mask",
+    "loss_weight",
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+)
+# of a batch, unpacked: a small file can hold very many zeros
+MOST_BYTES = 2**32
 
 
 @dataclass(frozen=True)
@@ -31,12 +42,17 @@ class Replay:
 
     checkpoint: str | None = None  # the folder of the run
     skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
-    step: int | None = None  # of the checkpoint whose weights are used; null: those that saw it, or the newest before
+    step: int | None = (
+        # of the checkpoint whose weights are used; null: those that saw it, or the newest before
+        None
+    )
     batch_size: int = 8  # sequences at a time; changes memory, not what is said
 
     def __post_init__(self):
         if self.checkpoint is None or self.skipped is None:
-            raise ValueError("give checkpoint=FOLDER, of a run, and skipped=STEP, an update that it did not make")
+            raise ValueError(
+                "give checkpoint=FOLDER, of a run, and skipped=STEP, an update that it did not make"
+            )
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
 
@@ -51,7 +67,11 @@ def replay(run: RunConfig, settings: Replay) -> None:
     batch, step = read(folder, settings), settings.step
     if step is None:
         step = nearest(folder, settings.skipped)
-    others = "" if saw(folder, settings.skipped, step) else " (not those that saw them, which are not kept)"
+    others = (
+        ""
+        if saw(folder, settings.skipped, step)
+        else " (not those that saw them, which are not kept)"
+    )
     seed = program.run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
@@ -59,15 +79,25 @@ def replay(run: RunConfig, settings: Replay) -> None:
     logprobs_BT = scored(model, batch, run.learning_temperature, settings.batch_size)
     losses_B, found = judged(run.algorithm, batch, logprobs_BT)
     finite_B = np.isfinite(losses_B)
-    print(f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step {step}{others}")
     print(
-        f"loss {losses_B.sum():g}; of the {finite_B.sum()} sequences whose loss is finite {losses_B[finite_B].sum():g}"
+        f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step "
+        f"{step}{others}"
+    )
+    print(
+        f"loss {losses_B.sum():g}; of the {finite_B.sum()} sequences whose loss is finite "
+        f"{losses_B[finite_B].sum():g}"
     )
     for b, names in found.items():
-        what = ", ".join(f"{name} at {count} of its tokens" for name, count in names.items()) or "its loss"
+        what = (
+            ", ".join(f"{name} at {count} of its tokens" for name, count in names.items())
+            or "its loss"
+        )
         print(f"sequence {b}: not finite: {what}\n  {_text(model, batch, b)}")
     if not found:
-        print("all that goes into the loss is finite: look at its gradient, or try the weights of another step=")
+        print(
+            "all that goes into the loss is finite: look at its gradient, or try the weights of "
+            "another step="
+        )
 
 
 def read(folder: RunDir, settings: Replay) -> Batch:
@@ -75,12 +105,17 @@ def read(folder: RunDir, settings: Replay) -> Batch:
     file = folder.skipped(settings.skipped)
     if not file.is_file():
         kept = ", ".join(sorted(f.name for f in file.parent.glob("step_*.npz"))) or "nothing"
-        raise ConfigError(f"skipped={settings.skipped}: there is no {file}; {file.parent} holds {kept}")
+        raise ConfigError(
+            f"skipped={settings.skipped}: there is no {file}; {file.parent} holds {kept}"
+        )
     try:
         with zipfile.ZipFile(file) as packed:
             if (size := sum(entry.file_size for entry in packed.infolist())) > MOST_BYTES:
-                raise ValueError(f"it holds {size:,} bytes, and {MOST_BYTES:,} are the most that are read")
-        with np.load(file) as arrays:  # no pickles: numpy refuses them unless it is asked for them
+                raise ValueError(
+                    f"it holds {size:,} bytes, and {MOST_BYTES:,} are the most that are read"
+                )
+        # no pickles: numpy refuses them unless it is asked for them
+        with np.load(file) as arrays:
             found = {name: arrays[name] for name in arrays}
         if unknown := sorted(found.keys() - ARRAYS):
             raise ValueError(f"a batch has no {unknown[0]}")
@@ -88,9 +123,13 @@ def read(folder: RunDir, settings: Replay) -> Batch:
         _check_arrays(batch)
         return batch
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
-        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})") from error
+        raise ConfigError(
+            f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})"
+        ) from error
     except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})") from error
+        raise ConfigError(
+            f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})"
+        ) from error
 
 
 def _in_words(error: Exception) -> str:
@@ -104,28 +143,38 @@ def _check_arrays(batch: Batch) -> None:
         if value is not None and (
             value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf"
         ):
-            raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are")
+            raise ValueError(
+                f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are"
+            )
     if batch.tokens.dtype.kind not in "iu" or not batch.tokens.size:
-        raise ValueError(f"tokens are {batch.tokens.dtype} {list(batch.tokens.shape)}; they are whole numbers")
+        raise ValueError(
+            f"tokens are {batch.tokens.dtype} {list(batch.tokens.shape)}; they are whole numbers"
+        )
     if batch.token_mask.dtype != bool:
         raise ValueError(f"token_mask is {batch.token_mask.dtype}; it is true or false")
 
 
 def saw(folder: RunDir, skipped: int, step: int) -> bool:
-    """Whether the weights of this checkpoint are those that saw the batch: no update in between was made."""
+    """Whether the weights of this checkpoint are those that saw the batch: no update in between was
+    made."""
     between = range(step + 1, skipped) if step < skipped else range(skipped, step + 1)
     return all(folder.skipped(number).is_file() for number in between)
 
 
 def nearest(folder: RunDir, skipped: int) -> int:
-    """A checkpoint of the weights that saw the batch; else the newest of those before. Raises ConfigError."""
+    """A checkpoint of the weights that saw the batch; else the newest of those before. Raises
+    ConfigError."""
     steps = Checkpoints(folder.checkpoints).steps()
     if not steps:
-        raise ConfigError(f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the batch")
+        raise ConfigError(
+            f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the "
+            "batch"
+        )
     same, before = [s for s in steps if saw(folder, skipped, s)], [s for s in steps if s < skipped]
     if not same + before:
         raise ConfigError(
-            f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes the weights of step "
+            f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes "
+            "the weights of step "
             f"{steps[0]}, which have been updated since"
         )
     return max(same or before)
@@ -133,25 +182,39 @@ def nearest(folder: RunDir, skipped: int) -> int:
 
 def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> np.ndarray:
     """[B, T] float32, what these weights think of the batch."""
-    score = jax.jit(partial(token_logprobs, cfg=model.cfg, temperature=temperature, dtype=model.dtype))
+    score = jax.jit(
+        partial(token_logprobs, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
+    )
     B, parts = len(batch.tokens), []
     with jax.set_mesh(model.mesh):
         for start in range(0, B, batch_size):
-            rows = np.minimum(np.arange(start, start + batch_size), B - 1)  # of one size, so that one is compiled
-            parts.append(np.asarray(score(model.params, batch.tokens[rows], batch.token_mask[rows])))
+            # of one size, so that one is compiled
+            rows = np.minimum(np.arange(start, start + batch_size), B - 1)
+            parts.append(
+                np.asarray(score(model.params, batch.tokens[rows], batch.token_mask[rows]))
+            )
     return np.concatenate(parts)[:B]
 
 
 def judged(algorithm, batch: Batch, logprobs_BT) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
-    """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum over sequences."""
+    """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum
+    over sequences."""
     counts_BT = batch.loss_weight != 0
-    given = {"logprobs": logprobs_BT, "loss_weight": batch.loss_weight, "advantages": batch.advantages}
+    given = {
+        "logprobs": logprobs_BT,
+        "loss_weight": batch.loss_weight,
+        "advantages": batch.advantages,
+    }
     given |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
     losses, found = [], {}
     for b in range(len(batch.tokens)):
         row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), batch)
         losses.append(float(algorithm.loss(jnp.asarray(logprobs_BT[b : b + 1]), row)[0]))
-        wrong = {name: int((~np.isfinite(x[b]) & counts_BT[b]).sum()) for name, x in given.items() if x is not None}
+        wrong = {
+            name: int((~np.isfinite(x[b]) & counts_BT[b]).sum())
+            for name, x in given.items()
+            if x is not None
+        }
         if any(wrong.values()) or not np.isfinite(losses[-1]):
             found[b] = {name: count for name, count in wrong.items() if count}
     return np.array(losses), found

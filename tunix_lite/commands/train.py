@@ -11,7 +11,15 @@ from tunix_lite.distributed.agreement import about, code_named
 from tunix_lite.distributed.allgather import from_all
 from tunix_lite.distributed.folder_lock import claimed_for_all
 from tunix_lite.distributed.host_memory import take_gpu_memory
-from tunix_lite.distributed.join import agree, has_joined, hosts, initialise, is_alone, leaving, noticing_lost_peers
+from tunix_lite.distributed.join import (
+    agree,
+    has_joined,
+    hosts,
+    initialise,
+    is_alone,
+    leaving,
+    noticing_lost_peers,
+)
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_began
@@ -35,17 +43,21 @@ def check(run: RunConfig, folder: Path) -> None:
         try:
             parts = prepare(run, RunDir(folder))
             found = seen_of(run, parts) if len(hosts()) > 1 else {}
-        except ConfigError as problem:  # perhaps of this machine alone, and the others must hear of it
+        except (
+            ConfigError
+        ) as problem:  # perhaps of this machine alone, and the others must hear of it
             error = str(problem)
         with error_context(""):
             agree(found, error)
-        if from_all(folder.is_dir())[0]:  # Hydra writes there, and not while another run has it
+        # Hydra writes there, and not while another run has it
+        if from_all(folder.is_dir())[0]:
             with error_context("", RunFailed), claimed_for_all(folder, run.launch.timeout):
                 pass
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """What must be the same on all hosts and is not in the settings: the files, and the code, that they name."""
+    """What must be the same on all hosts and is not in the settings: the files, and the code, that
+    they name."""
     first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
     examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
     found = {"weights": stamp(parts.model), "data or tokenizer": parts.task.digest(examples)}
@@ -53,14 +65,16 @@ def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
 
 
 def start(run: RunConfig, folder: Path) -> None:
-    join(run)  # where a flag of Hydra's left no check to make
+    # where a flag of Hydra's left no check to make
+    join(run)
     sweep = program.sweep_folder()
     goes_on = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
     with contextlib.ExitStack() as until_done, noticing_lost_peers():
         with error_context("", RunFailed):
             until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
         _, stopping = train_in_job(run, folder, job_began(os.environ), goes_on)
-        if sweep is not None and (reason := stopping.reason()):  # perhaps said when the last step was made
+        # perhaps said when the last step was made
+        if sweep is not None and (reason := stopping.reason()):
             print(f"{reason}: no further run of the sweep begins", flush=True)
             sys.exit(0)
 
@@ -72,9 +86,11 @@ def join(run: RunConfig) -> None:
     given, values = folder_given(sys.argv[1:]), plain(run)
     folder = given or fresh_folder(run.project_name, sys.argv)
     with error_context(""):
-        job_began(os.environ)  # can it be read?
+        # can it be read?
+        job_began(os.environ)
         if "$" in folder and not is_alone(run.launch, os.environ):
-            folder = program.resolved(folder, values)  # by each process, at another time of day: the first one's counts
+            # by each process, at another time of day: the first one's counts
+            folder = program.resolved(folder, values)
         ours = about(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)
@@ -83,4 +99,5 @@ def join(run: RunConfig) -> None:
     if len(agreed.hosts) > 1 and (given is None or "$" in given):
         sys.argv += in_folder(agreed.folder, sys.argv)
     if place.process_id > 0:
-        sys.argv.append("hydra.output_subdir=null")  # .hydra/ is written by one
+        # .hydra/ is written by one
+        sys.argv.append("hydra.output_subdir=null")

@@ -21,17 +21,21 @@ from tunix_lite.distributed.allgather import from_all
 PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 NOT_COMPARED = {"launch.process_id"}
-SHOWN = 5  # differences, or processes, in a message
+# differences, or processes, in a message
+SHOWN = 5
 
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold several
-# Variables of jax that a process may have to itself: its place in the run, its devices (which `accelerator` and
-# check_devices compare), caches, and what it says or writes for people. All others may change programs.
+# variables that hold several
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Variables of jax that a process may have to itself: its place in the run, its devices (which
+# `accelerator` and check_devices compare), caches, and what it says or writes for people. All
+# others may change programs.
 OWN_VARIABLES = re.compile(
     r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
     r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_|INCLUDE_\w*DUMPS)"
 )
 OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
-VARIABLE = "variable "  # what their names begin with in messages
+# what their names begin with in messages
+VARIABLE = "variable "
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,27 @@ class Agreed:
 
 
 def about(settings: dict, folder: str | None = None) -> About:
-    """This process: packages, code, kind of devices, variables of jax, and the settings of its run as plain values."""
+    """This process: packages, code, kind of devices, variables of jax, and the settings of its run
+    as plain values."""
     found = {f"package {name}": _version(name) for name in PACKAGES}
-    found |= {f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"}
+    found |= {
+        f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"
+    }
     found |= {"tunix-lite's code": code(Path(__file__).parents[1])}
     found |= {"python": platform.python_version(), "accelerator": accelerator()}
     return About(found | variables(os.environ) | flat(settings), folder, host_name())
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
-    """Every setting as text, by its whole name. Of an absolute path the end: its start belongs to a machine."""
+    """Every setting as text, by its whole name. Of an absolute path the end: its start belongs to a
+    machine."""
     if isinstance(value, dict):
         dot = f"{name}." if name else ""
-        return {key: text for part, item in value.items() for key, text in flat(item, f"{dot}{part}").items()}
+        return {
+            key: text
+            for part, item in value.items()
+            for key, text in flat(item, f"{dot}{part}").items()
+        }
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
     return {} if name in NOT_COMPARED else {name: Path(value).name if is_path else str(value)}
 
@@ -72,16 +84,20 @@ def flat(value: object, name: str = "") -> dict[str, str]:
 def code(folder: Path) -> str:
     """A digest of the Python files in a folder: two commits of a checkout have one version."""
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
-    return _digest("".join(f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)).encode())
+    return _digest(
+        "".join(f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)).encode()
+    )
 
 
 def code_named(settings: Any, name: str = "") -> dict[str, str]:
-    """A digest of the file of each function and class in built settings that is not of this package."""
+    """A digest of the file of each function and class in built settings that is not of this
+    package."""
     found = {}
     for where, named in _named(settings, name):
         if (named.__module__ or "").partition(".")[0] == __name__.partition(".")[0]:
             continue
-        with contextlib.suppress(OSError, TypeError):  # written in C, or in a notebook: no file
+        # written in C, or in a notebook: no file
+        with contextlib.suppress(OSError, TypeError):
             if file := inspect.getsourcefile(inspect.unwrap(named)):
                 found[f"code of {where}"] = _digest(Path(file).read_bytes())
     return found
@@ -111,9 +127,12 @@ def _digest(data: bytes) -> str:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of jax and XLA that may change a program, without those that a process may have to itself."""
+    """Variables of jax and XLA that may change a program, without those that a process may have to
+    itself."""
     found = {name: value for name, value in sorted(environ.items()) if name.startswith("JAX_")}
-    found = {name: value for name, value in found.items() if value and not OWN_VARIABLES.match(name)}
+    found = {
+        name: value for name, value in found.items() if value and not OWN_VARIABLES.match(name)
+    }
     for name in FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
@@ -137,7 +156,11 @@ def accelerator() -> str:
     if any(re.fullmatch(r"nvidia\d+", name) for name in names):
         return "NVIDIA GPU"
     return (
-        "TPU" if any(re.fullmatch(r"accel\d+|vfio", name) and _version("libtpu") != "none" for name in names) else "CPU"
+        "TPU"
+        if any(
+            re.fullmatch(r"accel\d+|vfio", name) and _version("libtpu") != "none" for name in names
+        )
+        else "CPU"
     )
 
 
@@ -149,18 +172,24 @@ def host_name() -> str:
 
 
 def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
-    """Who differs from most in what, in words; None: nobody. Of two halves, that of process 0 is right.
+    """Who differs from most in what, in words; None: nobody. Of two halves, that of process 0 is
+    right.
 
-    `said` is, by process, its name and its values; a value that a process does not have is no difference.
+    `said` is, by process, its name and its values; a value that a process does not have is no
+    difference.
     """
     differences = []
     for key in dict.fromkeys(key for _, values in said.values() for key in values):
         have = {p: values[key] for p, (_, values) in sorted(said.items()) if key in values}
-        counts = Counter(have.values())  # in the order of processes, and the first of equals is the most common
+        # in the order of processes, and the first of equals is the most common
+        counts = Counter(have.values())
         usual = counts.most_common(1)[0][0]
         for value in [value for value in counts if value != usual]:
             odd = [said[p][0] for p, own in have.items() if own == value]
-            differences.append(f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, the others {usual}")
+            differences.append(
+                f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, the others "
+                f"{usual}"
+            )
     if not differences:
         return None
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
@@ -169,7 +198,9 @@ def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
 
 def listed(names: list[str]) -> str:
     """process 1, process 2 and 7 more."""
-    shown = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    shown = (
+        names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    )
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
@@ -177,7 +208,12 @@ REMEDY = "Start all of them with the same command and the same packages"
 
 
 def verdict(everyone: dict[int, About]) -> str | None:
-    unset = {name: "not set" for own in everyone.values() for name in own.values if name.startswith(VARIABLE)}
+    unset = {
+        name: "not set"
+        for own in everyone.values()
+        for name in own.values
+        if name.startswith(VARIABLE)
+    }
     said = {p: (f"process {p} ({own.host})", unset | own.values) for p, own in everyone.items()}
     text = disagreement(said)
     return None if text is None else f"{text}. {REMEDY}"
@@ -192,7 +228,9 @@ def agree_through_jax(own: About, error: str | None = None) -> Agreed:
     Raises ValueError, on all of them: a process that knows its own error says that one.
     """
     everyone = gathered(own, error)
-    wrong = {p: theirs.values["error"] for p, theirs in everyone.items() if "error" in theirs.values}
+    wrong = {
+        p: theirs.values["error"] for p, theirs in everyone.items() if "error" in theirs.values
+    }
     if error is not None:
         raise ValueError(error)
     for p, text in wrong.items():

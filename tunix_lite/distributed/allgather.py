@@ -5,7 +5,8 @@ from typing import Any
 
 
 def from_all(value: Any) -> list:
-    """What each process gave, by process; plain values, as JSON has them. All of them must come here, jax started."""
+    """What each process gave, by process; plain values, as JSON has them. All of them must come
+    here, jax started."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

@@ -1,9 +1,10 @@
-"""Outlives the launcher of a run and nothing else: should that be killed, what it has started is gone soon after.
+"""Outlives the launcher of a run and nothing else: should that be killed, what it has started is
+gone soon after.
 
-A program of its own, of the standard library alone. It reads a pipe whose other end only the launcher holds: numbers
-of processes, a line each, and at the end a dot. If the end comes without one, the launcher was killed. What belongs to
-the run has the launcher's temporary folder in its environment: reward workers, too, and what they started, in whatever
-session.
+A program of its own, of the standard library alone. It reads a pipe whose other end only the
+launcher holds: numbers of processes, a line each, and at the end a dot. If the end comes without
+one, the launcher was killed. What belongs to the run has the launcher's temporary folder in its
+environment: reward workers, too, and what they started, in whatever session.
 """
 
 import contextlib
@@ -14,13 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-GRACE = 300.0  # seconds for an update that is under way and a checkpoint, once the launcher is gone
+# seconds for an update that is under way and a checkpoint, once the launcher is gone
+GRACE = 300.0
 POLL = 0.2
 
 
 def main() -> None:
     pipe, folder = int(sys.argv[1]), Path(sys.argv[2])
-    os.setsid()  # who kills the launcher's group does not mean us
+    # who kills the launcher's group does not mean us
+    os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with open(pipe) as said:
@@ -31,8 +34,9 @@ def main() -> None:
 
 
 def end_all(processes: set[int], folder: Path, grace: float = GRACE) -> None:
-    """Asks these processes to stop, wakes them if they are stopped, and ends them when the time is up; with the last
-    of them ends all that belongs to the run. They have been asked already, as a rule: twice at once is once."""
+    """Asks these processes to stop, wakes them if they are stopped, and ends them when the time is
+    up; with the last of them ends all that belongs to the run. They have been asked already, as a
+    rule: twice at once is once."""
     mark, until = f"={folder}/".encode(), time.monotonic() + grace
     for pid in processes & marked(mark):
         send(pid, signal.SIGTERM)
@@ -44,12 +48,15 @@ def end_all(processes: set[int], folder: Path, grace: float = GRACE) -> None:
 
 
 def marked(mark: bytes) -> set[int]:
-    """The processes, but us, in whose environment this stands, as they were started; those that have ended not."""
+    """The processes, but us, in whose environment this stands, as they were started; those that
+    have ended not."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone, or another user's
+        # gone, or another user's
+        with contextlib.suppress(OSError):
             pid = int(process.name)
-            if mark in (process / "environ").read_bytes() and pid != os.getpid():  # of one that has ended it is empty
+            # of one that has ended it is empty
+            if mark in (process / "environ").read_bytes() and pid != os.getpid():
                 found.add(pid)
     return found
 

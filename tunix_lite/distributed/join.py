@@ -1,6 +1,8 @@
-"""One run of several processes: they meet, agree, and start jax.distributed; what they owe each other at the end.
+"""One run of several processes: they meet, agree, and start jax.distributed; what they owe each
+other at the end.
 
-A process of several runs the same program as one alone: after `initialise` `jax.devices()` are those of all.
+A process of several runs the same program as one alone: after `initialise` `jax.devices()` are
+those of all.
 """
 
 import contextlib
@@ -13,19 +15,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunix_lite.distributed import gloo
-from tunix_lite.distributed.agreement import About, Agreed, accelerator, agree_through_jax, disagreement, host_name
+from tunix_lite.distributed.agreement import (
+    About,
+    Agreed,
+    accelerator,
+    agree_through_jax,
+    disagreement,
+    host_name,
+)
 from tunix_lite.distributed.meeting import is_loopback, meet
 from tunix_lite.distributed.process_place import Launch, Place, find_place
 from tunix_lite.errors import is_of_a_peer
 
-HEARTBEAT = "TUNIX_LITE_HEARTBEAT"  # a file that `beat` touches, and a launcher looks at
-STARTED = "TUNIX_LITE_STARTED"  # when the job began, in seconds since 1970, as a launcher or a job script says it
+# a file that `beat` touches, and a launcher looks at
+HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
+# when the job began, in seconds since 1970, as a launcher or a job script says it
+STARTED = "TUNIX_LITE_STARTED"
 
 _joined: list[tuple[Place, Agreed]] = []
 
 
 def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tuple[Place, Agreed]:
-    """Joins the processes of this run, once, before a device is used: they meet, agree, and start jax.distributed.
+    """Joins the processes of this run, once, before a device is used: they meet, agree, and start
+    jax.distributed.
 
     Raises ValueError where they cannot be a run, on all of them with the same words.
     """
@@ -47,13 +59,15 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
 
 
 def is_alone(launch: Launch, environ: Mapping[str, str]) -> bool:
-    """Whether this process is a run by itself, as far as that is known before jax starts; else others may join."""
+    """Whether this process is a run by itself, as far as that is known before jax starts; else
+    others may join."""
     place = find_place(launch, environ)
     return place.num_processes == 1 and not place.asks_jax
 
 
 def agree(values: dict[str, str], error: str | None = None) -> None:
-    """Raises ValueError, on all processes, if one of them has another value than the rest, or an error; alone, its own.
+    """Raises ValueError, on all processes, if one of them has another value than the rest, or an
+    error; alone, its own.
 
     For what is found only after they have joined. All of them must come here.
     """
@@ -68,14 +82,20 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
 
     if accelerator() == "CPU":
         gloo.greets_the_log()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself: stopping.py
-    limits = {"initialization_timeout": launch.timeout, "heartbeat_timeout_seconds": launch.heartbeat_timeout}
+    # it would take SIGTERM for itself: stopping.py
+    jax.config.update("jax_enable_preemption_service", False)
+    limits = {
+        "initialization_timeout": launch.timeout,
+        "heartbeat_timeout_seconds": launch.heartbeat_timeout,
+    }
     if place.asks_jax:
         try:
             jax.distributed.initialize(**limits)
-        except ValueError as error:  # in the words of jax's arguments
+        except ValueError as error:
+            # in the words of jax's arguments
             raise ValueError(
-                f"{place.source}: jax found no other processes here ({error}); say launch.coordinator=HOST:PORT, "
+                f"{place.source}: jax found no other processes here ({error}); say "
+                "launch.coordinator=HOST:PORT, "
                 "launch.num_processes and launch.process_id"
             ) from error
         return
@@ -85,16 +105,19 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
         place.num_processes,
         place.process_id,
         devices,
-        cluster_detection_method="deactivate",  # or Slurm's variables would give each process one GPU
+        # or Slurm's variables would give each process one GPU
+        cluster_detection_method="deactivate",
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         **limits,
     )
 
 
 def compile_afresh() -> None:
-    """On several CPU devices, programs that are read from disk mix up their collectives: none is kept there.
+    """On several CPU devices, programs that are read from disk mix up their collectives: none is
+    kept there.
 
-    Measured with jaxlib 0.10.2 (docs/log.md): they crash or hang, or could exchange arrays of one size without a word.
+    Measured with jaxlib 0.10.2 (docs/log.md): they crash or hang, or could exchange arrays of one
+    size without a word.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -102,7 +125,8 @@ def compile_afresh() -> None:
     used = jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache
     if used and jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # jax asks that once, at its first program, and keeps the answer
+        # jax asks that once, at its first program, and keeps the answer
+        compilation_cache.reset_cache()
         if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
             text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
@@ -128,9 +152,11 @@ def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> N
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
     import jax
 
-    if jax.process_count() != place.num_processes:  # on TPU VMs no variable says so, and libtpu shows the whole slice
+    # on TPU VMs no variable says so, and libtpu shows the whole slice
+    if jax.process_count() != place.num_processes:
         raise ValueError(
-            f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a TPU slice, and this "
+            f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a "
+            "TPU slice, and this "
             f"run knows of {place.num_processes}: start every host with launch.coordinator=auto"
         )
     if place.num_processes == 1 and launch.expect_devices is None:
@@ -140,20 +166,33 @@ def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> N
     kinds = {d.process_index: d.device_kind for d in devices}
     values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
     if text := disagreement({p: (f"process {p}", said) for p, said in values.items()}):
-        raise ValueError(f"{text}. Every process must have as many devices, of one kind: look at its machine")
+        raise ValueError(
+            f"{text}. Every process must have as many devices, of one kind: look at its machine"
+        )
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    if on_node.isdecimal() and place.num_local == 1 and devices[0].platform == "gpu" and counts[0] < int(on_node):
+    if (
+        on_node.isdecimal()
+        and place.num_local == 1
+        and devices[0].platform == "gpu"
+        and counts[0] < int(on_node)
+    ):
         raise ValueError(
             f"Slurm has {on_node} GPUs for us on this node and shows this process {counts[0]}: say "
-            f"--gpus-per-task={on_node}, or start a process for each GPU with --ntasks-per-node={on_node}"
+            f"--gpus-per-task={on_node}, or start a process for each GPU with "
+            f"--ntasks-per-node={on_node}"
         )
     if launch.expect_devices not in (None, len(devices)):
         raise ValueError(
-            f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: {counts[0]} "
+            f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: "
+            f"{counts[0]} "
             f"({kinds[0]}) in each of {len(counts)} processes. "
-            + ("A process of several on a machine has one GPU: start one for each. " if place.num_local > 1 else "")
-            + "Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax has its GPU or TPU "
-            "package"
+            + (
+                "A process of several on a machine has one GPU: start one for each. "
+                if place.num_local > 1
+                else ""
+            )
+            + "Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax "
+            "has its GPU or TPU package"
         )
 
 
@@ -188,15 +227,18 @@ def nodes_of(devices: list) -> list[list]:
 
 
 def beat(doing: str = "") -> None:
-    """Tells a launcher that this process is alive, and what it does. Without a launcher, nothing."""
+    """Tells a launcher that this process is alive, and what it does. Without a launcher,
+    nothing."""
     if file := os.environ.get(HEARTBEAT):
-        with contextlib.suppress(OSError):  # a full disk is not a reason to end a run
+        # a full disk is not a reason to end a run
+        with contextlib.suppress(OSError):
             Path(file).write_text(doing)
 
 
 @contextlib.contextmanager
 def leaving():
-    """Inside, a process of several that fails ends at once: jax would wait minutes for the others to end, too."""
+    """Inside, a process of several that fails ends at once: jax would wait minutes for the others
+    to end, too."""
     try:
         yield
     except BaseException as error:
@@ -213,7 +255,8 @@ def leaving():
 
 @contextlib.contextmanager
 def noticing_lost_peers():
-    """Inside, the error that another process is gone becomes a line that says so, and the end of this one."""
+    """Inside, the error that another process is gone becomes a line that says so, and the end of
+    this one."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -224,7 +267,8 @@ def noticing_lost_peers():
 
 
 LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
-RESTARTS = "TUNIX_LITE_RESTARTS"  # how often our launcher has started this process before
+# how often our launcher has started this process before
+RESTARTS = "TUNIX_LITE_RESTARTS"
 RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 

@@ -1,7 +1,9 @@
-"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts the processes of a run, and watches.
+"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts the processes of a
+run, and watches.
 
-On one machine nothing else is needed. On several, MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the same on all and RANK
-is the number of the first process of this one. Whatever happens to a process, the others do not outlive it for long.
+On one machine nothing else is needed. On several, MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the
+same on all and RANK is the number of the first process of this one. Whatever happens to a process,
+the others do not outlive it for long.
 """
 
 import argparse
@@ -20,7 +22,16 @@ from tunix_lite.distributed.process_place import ASK_JAX, Launch, find_place
 from tunix_lite.distributed.supervisor import Rules, supervise
 from tunix_lite.files.addresses import check_on_disk
 
-SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}  # flags of Hydra's that run nothing
+# flags of Hydra's that run nothing
+SHOWS_ONLY = {
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+}
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
@@ -41,7 +52,9 @@ class Group:
         port = self.port or str(free_port())
         same = {"MASTER_ADDR": self.address, "MASTER_PORT": port, "WORLD_SIZE": str(self.world)}
         same |= {"LOCAL_WORLD_SIZE": str(self.nprocs)}
-        return [same | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)]
+        return [
+            same | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
+        ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,39 +62,61 @@ def main(arguments: list[str] | None = None) -> None:
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
     try:
         if late := next((word for word in program if word.startswith(OWN)), None):
-            raise ValueError(f"{late} is the launcher's: it stands before the program and its settings")
+            raise ValueError(
+                f"{late} is the launcher's: it stands before the program and its settings"
+            )
         check_on_disk(folder_key(program), folder_given(program))
         check_config_dir(config_dir(program))
         group = group_of(known.nprocs, os.environ)
         check_places(program, group.world)
         rules = rules_of(known, program)
         if rules.max_restarts and SWEEPS & set(program):
-            raise ValueError("launch.max_restarts is for one run: with --multirun it would begin all of them again")
+            raise ValueError(
+                "launch.max_restarts is for one run: with --multirun it would begin all of them "
+                "again"
+            )
         if rules.max_restarts and "${now" in (folder_given(program) or ""):
             raise ValueError(
-                "launch.max_restarts needs a hydra.run.dir that is the same at every start, without ${now:...}"
+                "launch.max_restarts needs a hydra.run.dir that is the same at every start, "
+                "without ${now:...}"
             )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if group.first == 0 and not SHOWS_ONLY & set(program) and folder_given(program) is None:
-        program = program + in_folder(fresh_folder(project_name(program), program), program)  # of every restart, too
+        # of every restart, too
+        program = program + in_folder(fresh_folder(project_name(program), program), program)
     try:
         code = supervise(command(program), group.environments, logs_of(program), rules)
-    except OSError as error:  # no memory for another process, no temporary folder
-        print(f"error: the launcher cannot go on, and has ended its processes: {error}", file=sys.stderr)
+    except OSError as error:
+        # no memory for another process, no temporary folder
+        print(
+            f"error: the launcher cannot go on, and has ended its processes: {error}",
+            file=sys.stderr,
+        )
         code = 1
     sys.exit(code)
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    about = "Starts the processes of a run on this machine and watches them; the first one has the screen."
+    about = (
+        "Starts the processes of a run on this machine and watches them; the first one has the "
+        "screen."
+    )
     parser = argparse.ArgumentParser("tunix-lite launch", description=about, allow_abbrev=False)
-    parser.add_argument("--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="as launch.max_restarts=N")
-    parser.add_argument("--stall-timeout", type=float, metavar="SECONDS", help="as launch.stall_timeout=SECONDS")
     parser.add_argument(
-        "--grace", type=float, default=5, metavar="SECONDS", help="between asking a process to end and ending it; 5"
+        "--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1"
+    )
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="as launch.max_restarts=N")
+    parser.add_argument(
+        "--stall-timeout", type=float, metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5,
+        metavar="SECONDS",
+        help="between asking a process to end and ending it; 5",
     )
     what = "what each runs: FILE.py key=value ...; without a file it is tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
@@ -92,7 +127,8 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
     """Who is started here, by what the environment says of other machines. Raises ValueError."""
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
-    if "WORLD_SIZE" not in environ:  # Slurm and xpk number machines: each has one launcher
+    # Slurm and xpk number machines: each has one launcher
+    if "WORLD_SIZE" not in environ:
         node = find_place(Launch(), environ)
         if node.coordinator is None:
             return Group(nprocs, nprocs, port=environ.get("MASTER_PORT"))
@@ -101,15 +137,19 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
     if environ["WORLD_SIZE"].strip() == str(nprocs):
         if (rank := environ.get("RANK", "0").strip()).strip("0"):
             raise ValueError(
-                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this machine, and RANK=0 "
+                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this "
+                "machine, and RANK=0 "
                 "is the first; WORLD_SIZE is the number of all on all machines"
             )
-        return Group(nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT"))
+        return Group(
+            nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
+        )
     place = find_place(Launch(), {name: environ[name] for name in TORCH if name in environ})
     if place.process_id + nprocs > place.num_processes:
         raise ValueError(
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
-            f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the number of the first "
+            f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the "
+            "number of the first "
             "process on this machine, WORLD_SIZE the number of all on all"
         )
     host, _, port = place.coordinator.rpartition(":")
@@ -128,7 +168,9 @@ def rules_of(known: argparse.Namespace, program: list[str]) -> Rules:
     if stall is None:
         stall = _number("stall_timeout", settings, float, "a number of seconds, and 0 for ever")
     if not all(0 <= number < math.inf for number in (restarts, stall, known.grace)):
-        raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative, nor without end")
+        raise ValueError(
+            "--max-restarts, --stall-timeout and --grace must not be negative, nor without end"
+        )
     return Rules(stall or None, restarts, known.grace)
 
 
@@ -146,9 +188,12 @@ def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
 
 
 def check_places(program: list[str], world: int) -> None:
-    """Raises ValueError where settings say who the processes are: all that are started here would be the same one."""
+    """Raises ValueError where settings say who the processes are: all that are started here would
+    be the same one."""
     if removed := next((word for word in program if re.match(r"~launch\b", word)), None):
-        raise ValueError(f"{removed}: the launcher reads launch, and cannot do without; give it a value instead")
+        raise ValueError(
+            f"{removed}: the launcher reads launch, and cannot do without; give it a value instead"
+        )
     settings = _of_command_line(program)
     with contextlib.suppress(ValueError):
         settings = settings_of_launch(program)
@@ -157,7 +202,8 @@ def check_places(program: list[str], world: int) -> None:
         if value in (None, "null") or (value == ASK_JAX and world == 1):
             continue
         raise ValueError(
-            f"launch.{name}={value}: the launcher says which process each one is; for several machines it reads "
+            f"launch.{name}={value}: the launcher says which process each one is; for several "
+            "machines it reads "
             "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
         )
 
@@ -169,16 +215,27 @@ REMEDY = "--max-restarts=N and --stall-timeout=SECONDS tell the launcher"
 
 
 def settings_of_launch(program: list[str]) -> dict:
-    """launch.* as the files and the command line of the run have it. Raises ValueError where only Hydra can tell."""
+    """launch.* as the files and the command line of the run have it. Raises ValueError where only
+    Hydra can tell."""
     folders = conf_folders(program)
     main = _yaml(folders[0] / "config.yaml")
-    chosen = [entry["launch"] for entry in main.get("defaults") or [] if isinstance(entry, dict) and "launch" in entry]
+    chosen = [
+        entry["launch"]
+        for entry in main.get("defaults") or []
+        if isinstance(entry, dict) and "launch" in entry
+    ]
     option = str(said("launch", program) or next(iter(chosen), "default"))
     for file in _other_options(program, folders):
         if re.search(r"(?m)^[^#\n]*\blaunch[\w.]*:", file.read_text(errors="replace")):
-            raise ValueError(f"{file} has settings of launch, which the launcher does not read there; {REMEDY}")
+            raise ValueError(
+                f"{file} has settings of launch, which the launcher does not read there; {REMEDY}"
+            )
     own = main.get("launch")
-    return _of_option(option, folders) | (own if isinstance(own, dict) else {}) | _of_command_line(program)
+    return (
+        _of_option(option, folders)
+        | (own if isinstance(own, dict) else {})
+        | _of_command_line(program)
+    )
 
 
 def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
@@ -189,20 +246,30 @@ def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
 
 
 def conf_folders(program: list[str]) -> list[Path]:
-    """Where Hydra looks, in its order: what conf/ has comes before an option of that name elsewhere."""
+    """Where Hydra looks, in its order: what conf/ has comes before an option of that name
+    elsewhere."""
     parser = argparse.ArgumentParser(add_help=False)
-    for flags in (("--config-dir", "-cd"), ("--config-name", "-cn"), ("--config-path", "-cp"), ("--cfg", "-c")):
+    for flags in (
+        ("--config-dir", "-cd"),
+        ("--config-name", "-cn"),
+        ("--config-path", "-cp"),
+        ("--cfg", "-c"),
+    ):
         parser.add_argument(*flags, nargs="?")
     known, _ = parser.parse_known_args(program)
     if known.config_name or known.config_path:
         raise ValueError(f"--config-name and --config-path are not read by the launcher; {REMEDY}")
     places = re.split(r"[\s,]+", (said("hydra.searchpath", program) or "").strip("[] "))
-    more = [known.config_dir, *(_unquoted(place).removeprefix("file://") for place in places if "pkg:" not in place)]
+    more = [
+        known.config_dir,
+        *(_unquoted(place).removeprefix("file://") for place in places if "pkg:" not in place),
+    ]
     return [conf_dir(), *(Path(folder) for folder in more if folder)]
 
 
 def conf_dir() -> Path:
-    """conf/ of the checkout that this package stands in, or the copy inside an installed package."""
+    """conf/ of the checkout that this package stands in, or the copy inside an installed
+    package."""
     checkout = PACKAGE.parent / "conf"
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
@@ -212,7 +279,9 @@ def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -
     name = option.removesuffix(".yaml")
     if name in within or len(name) > 100:
         raise ValueError(f"launch={option} cannot be read; {REMEDY}")
-    file = next((f for folder in folders if (f := folder / "launch" / f"{name}.yaml").is_file()), None)
+    file = next(
+        (f for folder in folders if (f := folder / "launch" / f"{name}.yaml").is_file()), None
+    )
     if file is None:
         where = " or ".join(str(folder / "launch") for folder in folders)
         raise ValueError(f"launch={option}: there is no {name}.yaml in {where}; {REMEDY}")
@@ -240,8 +309,13 @@ def _of_command_line(program: list[str]) -> dict[str, str]:
 
 
 def said(key: str, words: list[str]) -> str | None:
-    """What a command line says of a setting, written in any of Hydra's ways: key=, +key= or ++key=, with quotes."""
-    found = [match[1] for word in words if (match := re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL))]
+    """What a command line says of a setting, written in any of Hydra's ways: key=, +key= or ++key=,
+    with quotes."""
+    found = [
+        match[1]
+        for word in words
+        if (match := re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL))
+    ]
     return _unquoted(found[-1]) if found else None
 
 
@@ -301,11 +375,13 @@ def in_folder(folder: str, words: list[str]) -> list[str]:
 
 def fresh_folder(project: str, words: list[str]) -> str:
     """Where a run, or a sweep, that starts now writes to by itself, as conf/config.yaml says."""
-    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{'-sweep' if SWEEPS & set(words) else ''}"
+    sweep = "-sweep" if SWEEPS & set(words) else ""
+    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{sweep}"
 
 
 def project_name(words: list[str]) -> str:
-    with contextlib.suppress(ValueError):  # the run itself says what is wrong with the file
+    # the run itself says what is wrong with the file
+    with contextlib.suppress(ValueError):
         return said("project_name", words) or str(_yaml(conf_dir() / "config.yaml")["project_name"])
     return "tunix_lite"
 

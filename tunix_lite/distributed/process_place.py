@@ -1,27 +1,46 @@
-"""Which of the processes of a run this one is, from its settings or the variables of what started it."""
+"""Which of the processes of a run this one is, from its settings or the variables of what started
+it."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TORCH_PORT = "29500"  # what torchrun takes where nobody says another
-JAX_PORT = "1234"  # what MaxText does
+# what torchrun takes where nobody says another
+TORCH_PORT = "29500"
+# what MaxText does
+JAX_PORT = "1234"
 ASK_JAX = "auto"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the processes of a run find each other, and what their launcher watches; as one process, nothing."""
+    """How the processes of a run find each other, and what their launcher watches; as one process,
+    nothing."""
 
-    coordinator: str | None = None  # host:port of process 0; null: from the variables of what started us; auto: ask jax
+    coordinator: str | None = (
+        # host:port of process 0; null: from the variables of what started us; auto: ask jax
+        None
+    )
     num_processes: int | None = None  # with coordinator: of the whole run
     process_id: int | None = None  # with coordinator: of this one, from 0
     timeout: int = 300  # seconds that processes wait for each other at the start
     heartbeat_timeout: int = 100  # seconds of silence after which jax gives a process up
-    expect_devices: int | None = None  # devices of the whole run, or it does not start; null: as many as there are
-    tp_across_nodes: bool = False  # let tp cross from one machine to another, over a network that is much slower
-    stall_timeout: int = 1800  # of the launcher: seconds without a step until it stops the run; 0: it waits for ever
-    max_restarts: int = 0  # of the launcher: times that a run that failed goes on from its newest checkpoint
+    expect_devices: int | None = (
+        # devices of the whole run, or it does not start; null: as many as there are
+        None
+    )
+    tp_across_nodes: bool = (
+        # let tp cross from one machine to another, over a network that is much slower
+        False
+    )
+    stall_timeout: int = (
+        # of the launcher: seconds without a step until it stops the run; 0: it waits for ever
+        1800
+    )
+    max_restarts: int = (
+        # of the launcher: times that a run that failed goes on from its newest checkpoint
+        0
+    )
 
     def __post_init__(self):
         for name in ("num_processes", "timeout", "heartbeat_timeout", "expect_devices"):
@@ -46,11 +65,18 @@ class Place:
 
 
 def find_place(launch: Launch, environ: Mapping[str, str]) -> Place:
-    """Our place, from settings, torchrun's variables, xpk's, Slurm's, or those that jax knows; without any, alone.
+    """Our place, from settings, torchrun's variables, xpk's, Slurm's, or those that jax knows;
+    without any, alone.
 
     Raises ValueError naming the setting or variable that cannot be, and what would be right.
     """
-    places = (_of_settings(launch), _of_torchrun(environ), _of_xpk(environ), _of_slurm(environ), _of_jax(environ))
+    places = (
+        _of_settings(launch),
+        _of_torchrun(environ),
+        _of_xpk(environ),
+        _of_slurm(environ),
+        _of_jax(environ),
+    )
     place = next((place for place in places if place is not None), Place())
     return place if place.num_processes > 1 or place.asks_jax else Place(source=place.source)
 
@@ -58,42 +84,64 @@ def find_place(launch: Launch, environ: Mapping[str, str]) -> Place:
 def _of_settings(launch: Launch) -> Place | None:
     if launch.coordinator == ASK_JAX:
         return Place(source="launch.coordinator=auto", asks_jax=True)
-    given = {f"launch.{name}": getattr(launch, name) for name in ("coordinator", "num_processes", "process_id")}
+    given = {
+        f"launch.{name}": getattr(launch, name)
+        for name in ("coordinator", "num_processes", "process_id")
+    }
     if all(value is None for value in given.values()) or launch.num_processes == 1:
         return None if launch.num_processes is None else Place(source="launch.num_processes")
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(
-            f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 "
+            f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
+            "launch.process_id=0 "
             "to N-1 belong together"
         )
     host, port = _host_and_port("launch.coordinator", launch.coordinator)
-    _check_rank("launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes)
-    return Place(launch.process_id, launch.num_processes, f"{host}:{port}", source="launch.coordinator")
+    _check_rank(
+        "launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes
+    )
+    return Place(
+        launch.process_id, launch.num_processes, f"{host}:{port}", source="launch.coordinator"
+    )
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
     if "WORLD_SIZE" not in environ or ("RANK" not in environ and "SLURM_PROCID" in environ):
-        return None  # under srun a script often exports WORLD_SIZE, and Slurm counts the processes
+        # under srun a script often exports WORLD_SIZE, and Slurm counts the processes
+        return None
     if (count := _number("WORLD_SIZE", environ)) == 1:
         return Place(source="WORLD_SIZE=1")
     if missing := [name for name in ("MASTER_ADDR", "RANK") if not environ.get(name)]:
-        means = {"MASTER_ADDR": "the address of process 0", "RANK": "the number of this process, from 0"}[missing[0]]
+        means = {
+            "MASTER_ADDR": "the address of process 0",
+            "RANK": "the number of this process, from 0",
+        }[missing[0]]
         raise ValueError(f"WORLD_SIZE={count}, but {missing[0]} is not set: it is {means}")
     rank = _number("RANK", environ)
     _check_rank("RANK", rank, "WORLD_SIZE", count)
-    port, source = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT)), "MASTER_ADDR and MASTER_PORT"
-    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun itself listens on its port
-        port, source = port % 65535 + 1, "MASTER_ADDR and MASTER_PORT + 1, torchrun having the port itself"
+    port, source = (
+        _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT)),
+        "MASTER_ADDR and MASTER_PORT",
+    )
+    # torchrun itself listens on its port
+    if "TORCHELASTIC_RUN_ID" in environ:
+        port, source = (
+            port % 65535 + 1,
+            "MASTER_ADDR and MASTER_PORT + 1, torchrun having the port itself",
+        )
     local = _number("LOCAL_RANK", environ, 0), _number("LOCAL_WORLD_SIZE", environ, 1)
     _check_rank("LOCAL_RANK", local[0], "LOCAL_WORLD_SIZE", local[1])
     return Place(rank, count, f"{environ['MASTER_ADDR']}:{port}", *local, source)
 
 
 def _of_xpk(environ: Mapping[str, str]) -> Place | None:
-    name = next((n for n in ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_ADDRESS") if environ.get(n)), None)
+    name = next(
+        (n for n in ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_ADDRESS") if environ.get(n)), None
+    )
     counter = next((n for n in ("NNODES", "JAX_PROCESS_COUNT") if environ.get(n)), None)
     if name is None or counter is None:
-        return None  # on TPUs xpk says no more than the address, and jax knows the rest
+        # on TPUs xpk says no more than the address, and jax knows the rest
+        return None
     count = _number(counter, environ)
     if counter == "NNODES":
         said, rank = "NODE_RANK", _number("NODE_RANK", environ)
@@ -113,25 +161,35 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Place | None:
-    """Inside srun. jax detects it too, but then gives each process one GPU, though it be alone on its node."""
+    """Inside srun. jax detects it too, but then gives each process one GPU, though it be alone on
+    its node."""
     if any(name not in environ for name in SLURM):
         return None
     count, rank = _number("SLURM_NTASKS", environ), _number("SLURM_PROCID", environ)
     _check_rank("SLURM_PROCID", rank, "SLURM_NTASKS", count)
     host = environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"])
-    port = _port("MASTER_PORT", environ.get("MASTER_PORT", str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)))
-    per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")))
+    port = _port(
+        "MASTER_PORT",
+        environ.get("MASTER_PORT", str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)),
+    )
+    per_node = tasks_per_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+    )
     node = _number("SLURM_NODEID", environ, 0)
     num_local = per_node[node] if node < len(per_node) else 1
-    return Place(rank, count, f"{host}:{port}", _number("SLURM_LOCALID", environ), num_local, "srun")
+    return Place(
+        rank, count, f"{host}:{port}", _number("SLURM_LOCALID", environ), num_local, "srun"
+    )
 
 
 def first_node(text: str) -> str:
-    """Of Slurm's list: gpu[003-007,012] begins with gpu003, and rack[1-2]n[1-4] with rack1n1. Raises ValueError."""
+    """Of Slurm's list: gpu[003-007,012] begins with gpu003, and rack[1-2]n[1-4] with rack1n1.
+    Raises ValueError."""
     first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", text)
     if first is None:
         raise ValueError(
-            f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes "
+            f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with "
+            "launch.num_processes "
             "and launch.process_id, or MASTER_ADDR says where process 0 is"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
@@ -139,7 +197,11 @@ def first_node(text: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """Of Slurm: 2(x3),1 is 2, 2, 2, 1."""
-    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    return [
+        int(n)
+        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        for _ in range(int(times or 1))
+    ]
 
 
 def _of_jax(environ: Mapping[str, str]) -> Place | None:
@@ -160,13 +222,18 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
     if text is None and default is not None:
         return default
     if text is None or not text.strip().isdecimal():
-        raise ValueError(f"{name}={text!r}: it is a whole number" if text is not None else f"{name} is not set")
+        raise ValueError(
+            f"{name}={text!r}: it is a whole number" if text is not None else f"{name} is not set"
+        )
     return int(text)
 
 
 def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ValueError(f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example {TORCH_PORT}")
+        raise ValueError(
+            f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
+            f"{TORCH_PORT}"
+        )
     return int(text)
 
 
@@ -179,4 +246,6 @@ def _host_and_port(name: str, text: str) -> tuple[str, int]:
 
 def _check_rank(name: str, rank: int, counter: str, count: int) -> None:
     if not 0 <= rank < count:
-        raise ValueError(f"{name}={rank}, but {counter}={count}: processes count from 0 to {count - 1}")
+        raise ValueError(
+            f"{name}={rank}, but {counter}={count}: processes count from 0 to {count - 1}"
+        )

@@ -1,7 +1,9 @@
-"""When a run is to end before its last step: a signal asked for it, or its time is up. All processes end together.
+"""When a run is to end before its last step: a signal asked for it, or its time is up. All
+processes end together.
 
-A run stops between two rollouts, where its state is that of a whole step. While a rollout is sampled and judged that
-state does not change, so nothing is lost but the rollout if it stops there; only an update must be waited for.
+A run stops between two rollouts, where its state is that of a whole step. While a rollout is
+sampled and judged that state does not change, so nothing is lost but the rollout if it stops there;
+only an update must be waited for.
 """
 
 import contextlib
@@ -18,52 +20,87 @@ from jax.experimental import multihost_utils
 from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-OF_MACHINES = ("SIGTERM", "SIGHUP")  # what ends jobs and closes terminals sends them, at times both
-ECHO = 2.0  # seconds
-UPDATE, COMPILATION = "update", "compilation"  # what cannot be ended
-PERIOD = 2.0  # seconds of sampling after which several processes ask each other, at most a tenth of the grace
+# what ends jobs and closes terminals sends them, at times both
+OF_MACHINES = ("SIGTERM", "SIGHUP")
+# seconds
+ECHO = 2.0
+# what cannot be ended
+UPDATE, COMPILATION = "update", "compilation"
+# seconds of sampling after which several processes ask each other, at most a tenth of the grace
+PERIOD = 2.0
 
 _OURS = time.time()
 
 
 def job_began(environ: Mapping[str, str]) -> float:
-    """When, in seconds since 1970: as a launcher or a job script says, else when this process did. Raises ValueError.
+    """When, in seconds since 1970: as a launcher or a job script says, else when this process did.
+    Raises ValueError.
 
-    So max_minutes counts what went before: attempts that failed, meeting, waiting for the folder, compiling.
+    So max_minutes counts what went before: attempts that failed, meeting, waiting for the folder,
+    compiling.
     """
     said = environ.get(STARTED) or _OURS
     try:
         return float(said)
     except ValueError:
-        raise ValueError(f"{STARTED}={said} is no number of seconds since 1970, as `date +%s` says it") from None
+        raise ValueError(
+            f"{STARTED}={said} is no number of seconds since 1970, as `date +%s` says it"
+        ) from None
 
 
 class Leave(BaseException):
-    """The run ends here, on all of its processes: between two whole steps, with nothing changed since the last one.
+    """The run ends here, on all of its processes: between two whole steps, with nothing changed
+    since the last one.
 
     Not an Exception: no `except` of an algorithm or a reward is meant for it.
     """
 
 
 class Stopping:
-    """Inside `with`, the first signal is kept for `reason` and `look`; the second is a KeyboardInterrupt, at once.
+    """Inside `with`, the first signal is kept for `reason` and `look`; the second is a
+    KeyboardInterrupt, at once.
 
-    Signals are SIGTERM, Ctrl-C and SIGHUP; one that is ignored when we come, as nohup does with SIGHUP, stays ignored.
-    Outside of the main thread, where Python has no signals, only the time counts.
+    Signals are SIGTERM, Ctrl-C and SIGHUP; one that is ignored when we come, as nohup does with
+    SIGHUP, stays ignored. Outside of the main thread, where Python has no signals, only the time
+    counts.
     """
 
-    def __init__(self, max_minutes: float | None, say: Callable[[str], None], passed: float = 0.0, grace: float = 30.0):
-        """passed: the seconds of max_minutes that are gone already; grace: training.grace_seconds."""
-        self._until = None if max_minutes is None else time.monotonic() + 60 * max_minutes - max(passed, 0.0)
+    def __init__(
+        self,
+        max_minutes: float | None,
+        say: Callable[[str], None],
+        passed: float = 0.0,
+        grace: float = 30.0,
+    ):
+        """passed: the seconds of max_minutes that are gone already; grace:
+        training.grace_seconds."""
+        self._until = (
+            None if max_minutes is None else time.monotonic() + 60 * max_minutes - max(passed, 0.0)
+        )
         self._said, self._say, self._before = None, say, {}
-        self._heard = 0.0  # when the first signal came
-        self._longest, self._looked = 0.0, None  # of a step, in seconds; when we were last asked
-        self.may_leave = False  # nothing has changed since the last step at which a run can be resumed
-        self.has_learned = False  # there is a step to keep that was not there when the run began
-        self._under_way: tuple[str, int, float] | None = None  # what cannot be ended, how often it comes, since when
-        self._update_seconds = 0.0  # of the longest one so far
+        # when the first signal came
+        self._heard = 0.0
+        # of a step, in seconds; when we were last asked
+        self._longest, self._looked = 0.0, None
+        self.may_leave = (
+            # nothing has changed since the last step at which a run can be resumed
+            False
+        )
+        # there is a step to keep that was not there when the run began
+        self.has_learned = False
+        self._under_way: tuple[str, int, float] | None = (
+            # what cannot be ended, how often it comes, since when
+            None
+        )
+        # of the longest one so far
+        self._update_seconds = 0.0
         self._period, self._grace = min(PERIOD, grace / 10), grace
-        self._chunks, self._every, self._asked = 0, 1, None  # since we last asked; between two times; when that was
+        # since we last asked; between two times; when that was
+        self._chunks, self._every, self._asked = (
+            0,
+            1,
+            None,
+        )
         self._watch: tuple[int, threading.Thread, int] | None = None
 
     def __enter__(self) -> "Stopping":
@@ -93,15 +130,17 @@ class Stopping:
         self._said, self._heard = signal.Signals(number).name, time.monotonic()
 
     def _is_echo(self, number: int) -> bool:
-        """Whether a second signal is the first one once more: a scheduler signals every process of a job, and
-        the launcher hands its signal on. Two Ctrl-C come from a person; a launcher that means it kills instead."""
+        """Whether a second signal is the first one once more: a scheduler signals every process of
+        a job, and the launcher hands its signal on. Two Ctrl-C come from a person; a launcher that
+        means it kills instead."""
         name, machines = signal.Signals(number).name, OF_MACHINES
         from_a_machine = name in machines or HEARTBEAT in os.environ
         is_same = name == self._said or (name in machines and self._said in machines)
         return from_a_machine and is_same and time.monotonic() < self._heard + ECHO
 
     def _begin_to_watch(self) -> None:
-        """A thread that says what a signal will do: the handler itself waits while compiled code runs, for minutes."""
+        """A thread that says what a signal will do: the handler itself waits while compiled code
+        runs, for minutes."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -111,10 +150,12 @@ class Stopping:
             with open(reading, "rb", buffering=0) as signals:
                 while came := signals.read(1):
                     if came[0] in numbers:
-                        with contextlib.suppress(OSError):  # the run itself will find that disk full
+                        # the run itself will find that disk full
+                        with contextlib.suppress(OSError):
                             self._say(self._promise(signal.Signals(came[0]).name))
                         break
-                while signals.read(64):  # until it is closed
+                # until it is closed
+                while signals.read(64):
                     pass
 
         thread = threading.Thread(target=watch, daemon=True)
@@ -124,7 +165,11 @@ class Stopping:
     def _promise(self, name: str) -> str:
         """What happens now that this signal has come."""
         once_more = "; once more stops at once"
-        kept = "with a checkpoint" if self.has_learned else "and no step has been made that could be saved"
+        kept = (
+            "with a checkpoint"
+            if self.has_learned
+            else "and no step has been made that could be saved"
+        )
         if self._under_way is None:
             when = "" if self.may_leave or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
@@ -134,8 +179,10 @@ class Stopping:
         left = since + times * self._update_seconds - time.monotonic()
         if left > self._grace:
             return (
-                f"{name}: the {what} under way takes about {left:.0f} s more, longer than training.grace_seconds="
-                f"{self._grace:g}, and cannot be ended: stopping after it, with a checkpoint, if we are given the time"
+                f"{name}: the {what} under way takes about {left:.0f} s more, longer than "
+                "training.grace_seconds="
+                f"{self._grace:g}, and cannot be ended: stopping after it, with a checkpoint, if "
+                "we are given the time"
                 f"{once_more}"
             )
         about = f", in about {left:.0f} s" if left > 1 else ""
@@ -143,7 +190,8 @@ class Stopping:
 
     @contextlib.contextmanager
     def until_done(self, what: str, times: int = 1) -> Iterator[None]:
-        """Inside runs what cannot be ended, an UPDATE or a COMPILATION; `times`: that often, until the run can stop."""
+        """Inside runs what cannot be ended, an UPDATE or a COMPILATION; `times`: that often, until
+        the run can stop."""
         began = time.monotonic()
         self._under_way = what, times, began
         try:
@@ -156,14 +204,16 @@ class Stopping:
     # ---- whoever can stop asks
 
     def is_asked(self) -> bool:
-        """Whether this process need not wait for what the state does not depend on; the others may not know yet."""
+        """Whether this process need not wait for what the state does not depend on; the others may
+        not know yet."""
         return self.may_leave and self._said is not None
 
     def look(self) -> None:
-        """Between two chunks of a rollout: raises Leave, at the same chunk on all processes, if one was asked to stop.
+        """Between two chunks of a rollout: raises Leave, at the same chunk on all processes, if one
+        was asked to stop.
 
-        Alone, that costs nothing. Several processes ask each other now and then, after a number of chunks that all of
-        them know, since all know how long the chunks have taken on the slowest.
+        Alone, that costs nothing. Several processes ask each other now and then, after a number of
+        chunks that all of them know, since all know how long the chunks have taken on the slowest.
         """
         if not self.may_leave:
             return
@@ -196,8 +246,8 @@ class Stopping:
     def reason(self) -> str | None:
         """Why to end after this step, the same on all processes; None: go on. Ask once a step.
 
-        Time is up when another step as long as the longest so far would not end in time. The first one does not count:
-        it loads and compiles.
+        Time is up when another step as long as the longest so far would not end in time. The first
+        one does not count: it loads and compiles.
         """
         now = time.monotonic()
         self._longest, self._looked = max(self._longest, now - (self._looked or now)), now

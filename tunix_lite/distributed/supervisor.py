@@ -1,7 +1,9 @@
-"""Watches the processes of a run on this machine: one ends badly or stalls, and the others are ended and it is named.
+"""Watches the processes of a run on this machine: one ends badly or stalls, and the others are
+ended and it is named.
 
-The first process has the screen; what the others say goes to files. The first signal is handed on, and they stop by
-themselves, with a checkpoint; the second ends them. Both ways they are watched until the last one is gone.
+The first process has the screen; what the others say goes to files. The first signal is handed on,
+and they stop by themselves, with a checkpoint; the second ends them. Both ways they are watched
+until the last one is gone.
 """
 
 import contextlib
@@ -22,20 +24,28 @@ from pathlib import Path
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
 
-POLL = 0.05  # seconds
+# seconds
+POLL = 0.05
 LAST_LINES = 20
-WRONG_SETTINGS = 2  # an exit code that another try would not change
-STALLED = 124  # as timeout(1) says it
+# an exit code that another try would not change
+WRONG_SETTINGS = 2
+# as timeout(1) says it
+STALLED = 124
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}  # exit codes: it had nothing to save
-KEPT = 1 << 16  # bytes of what a process said that are looked at when it has ended
+# exit codes: it had nothing to save
+BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
+# bytes of what a process said that are looked at when it has ended
+KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
 class Rules:
     """When a run is given up, and when it is tried again."""
 
-    stall_timeout: float | None = None  # seconds without a heartbeat, after the first; None: for ever
+    stall_timeout: float | None = (
+        # seconds without a heartbeat, after the first; None: for ever
+        None
+    )
     max_restarts: int = 0
     grace: float = 5.0  # seconds between asking a process to end and ending it
 
@@ -48,13 +58,17 @@ class Failure:
     code: int
 
 
-def supervise(command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: Rules) -> int:
-    """Runs `command` once in each environment, again if that fails and the rules allow it. The exit code of it all.
+def supervise(
+    command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: Rules
+) -> int:
+    """Runs `command` once in each environment, again if that fails and the rules allow it. The exit
+    code of it all.
 
     Raises OSError if a process cannot be started; then none is left.
     """
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-    started = os.environ.get(STARTED) or str(time.time())  # of a whole job where its script says so
+    # of a whole job where its script says so
+    started = os.environ.get(STARTED) or str(time.time())
     with (
         Signals() as signals,
         tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats,
@@ -64,8 +78,14 @@ def supervise(command: list[str], environments: Callable[[], list[dict]], logs: 
             processes, kept = [], writable(logs)
             try:
                 for environment in environments():
-                    environment = environment | ({RESTARTS: str(restarts)} if restarts else {}) | {STARTED: started}
-                    processes.append(Process(command, environment, len(processes), kept, Path(beats)))
+                    environment = (
+                        environment
+                        | ({RESTARTS: str(restarts)} if restarts else {})
+                        | {STARTED: started}
+                    )
+                    processes.append(
+                        Process(command, environment, len(processes), kept, Path(beats))
+                    )
                     guard(processes[-1].pid)
                 failure = watch(processes, rules, signals)
             finally:
@@ -82,7 +102,8 @@ def supervise(command: list[str], environments: Callable[[], list[dict]], logs: 
 
 
 def watch(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
-    """Until all have ended well (None), or one has not and the others are ended. A signal goes to all of them."""
+    """Until all have ended well (None), or one has not and the others are ended. A signal goes to
+    all of them."""
     while not signals.count:
         codes = [process.look() for process in processes]
         if None not in codes:
@@ -94,14 +115,19 @@ def watch(processes: list["Process"], rules: Rules, signals: "Signals") -> Failu
 
 
 def _stopping(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
-    """After a signal: they stop by themselves. Where one does not end well, the others have `grace` seconds more.
+    """After a signal: they stop by themselves. Where one does not end well, the others have `grace`
+    seconds more.
 
     They are not asked a second time: that would stop them in the middle of saving.
     """
     asked, until = 1, math.inf
     for process in processes:
         process.send(signals.last)
-    while None in [process.look() for process in processes] and signals.count == asked and time.monotonic() < until:
+    while (
+        None in [process.look() for process in processes]
+        and signals.count == asked
+        and time.monotonic() < until
+    ):
         if until == math.inf and any(process.code for process in processes):
             until = time.monotonic() + rules.grace
         if until == math.inf and (failure := _stalled(processes, rules.stall_timeout)):
@@ -109,7 +135,8 @@ def _stopping(processes: list["Process"], rules: Rules, signals: "Signals") -> F
         time.sleep(POLL)
     left = [process for process in processes if process.code is None]
     failed = [process for process in processes if process.code and process.code not in BY_SIGNAL]
-    if any(process.code in BY_SIGNAL for process in processes):  # the others may have lost it
+    # the others may have lost it
+    if any(process.code in BY_SIGNAL for process in processes):
         failed = [process for process in failed if not process.is_victim()]
     failure = _named(failed)
     end(left, 0.0)
@@ -125,12 +152,16 @@ def _stopping(processes: list["Process"], rules: Rules, signals: "Signals") -> F
     return Failure(text, 128 + signals.last)
 
 
-def _others_ended(failure: Failure, processes: list["Process"], grace: float, signals: "Signals") -> Failure:
+def _others_ended(
+    failure: Failure, processes: list["Process"], grace: float, signals: "Signals"
+) -> Failure:
     began = time.monotonic()
     end(processes, grace, signals)
     if len(processes) == 1 or not failure.text:
         return failure
-    return Failure(f"{failure.text}\nthe others were ended in {time.monotonic() - began:.1f} s", failure.code)
+    return Failure(
+        f"{failure.text}\nthe others were ended in {time.monotonic() - began:.1f} s", failure.code
+    )
 
 
 def _ended(left: list["Process"], grace: float) -> str:
@@ -139,13 +170,16 @@ def _ended(left: list["Process"], grace: float) -> str:
 
 
 def end(processes: list["Process"], grace: float, signals: "Signals | None" = None) -> None:
-    """Asks those that still run to end, and ends them when their time is up, or a signal says it should be at once."""
+    """Asks those that still run to end, and ends them when their time is up, or a signal says it
+    should be at once."""
     until, asked = time.monotonic() + grace, signals.count if signals else 0
     if grace > 0:
         for process in processes:
             process.send(signal.SIGTERM)
     while (
-        None in [p.look() for p in processes] and time.monotonic() < until and (not signals or signals.count == asked)
+        None in [p.look() for p in processes]
+        and time.monotonic() < until
+        and (not signals or signals.count == asked)
     ):
         time.sleep(POLL)
     for process in processes:
@@ -160,26 +194,35 @@ def _named(processes: list["Process"]) -> Failure | None:
     failed = [p for p in processes if p.code not in (None, 0)]
     if not failed:
         return None
-    culprit = min(failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index))
+    culprit = min(
+        failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index)
+    )
     if culprit.index == 0 and culprit.code == WRONG_SETTINGS:
-        return Failure("", WRONG_SETTINGS)  # it has said so on the screen
+        # it has said so on the screen
+        return Failure("", WRONG_SETTINGS)
     text = f"{culprit} {how(culprit.code)}"
     if culprit.lost_a_peer():
         text += ": it lost a process on another machine, whose own output says why"
-    return Failure(f"{text}\n{culprit.last_lines()}", culprit.code if culprit.code > 0 else 128 - culprit.code)
+    return Failure(
+        f"{text}\n{culprit.last_lines()}", culprit.code if culprit.code > 0 else 128 - culprit.code
+    )
 
 
 def how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    hint = {"SIGKILL": ", as by a machine that is out of memory", "SIGSEGV": ", in compiled code"}.get(name, "")
+    hint = {
+        "SIGKILL": ", as by a machine that is out of memory",
+        "SIGSEGV": ", in compiled code",
+    }.get(name, "")
     return f"was ended by {name}{hint}"
 
 
 def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
-    """All wait for one, so all are silent: it is one that is stopped, else one that has not finished the step that
-    others have, else the one that has been silent the longest. Before the first step only a stopped one counts."""
+    """All wait for one, so all are silent: it is one that is stopped, else one that has not
+    finished the step that others have, else the one that has been silent the longest. Before the
+    first step only a stopped one counts."""
     running = [p for p in processes if p.code is None]
     if limit is None or not running:
         return None
@@ -192,7 +235,9 @@ def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
     state = "is stopped, as by SIGSTOP," if stopped else "stalled"
     lasted = silent[culprit] if silent[culprit] is not None else stopped.get(culprit)
     since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
-    doing = "; ".join(f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items())
+    doing = "; ".join(
+        f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items()
+    )
     text = f"{culprit} {state} {since}, and launch.stall_timeout={limit:g}. Last signs: {doing}"
     return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
 
@@ -203,17 +248,34 @@ def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
 class Process:
     """One of them, its output, and its heartbeat."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path):
-        self.index, self.rank, self.code, self.ended = index, int(environment["RANK"]), None, math.inf
+    def __init__(
+        self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path
+    ):
+        self.index, self.rank, self.code, self.ended = (
+            index,
+            int(environment["RANK"]),
+            None,
+            math.inf,
+        )
         self._beat, self._stopped = beats / f"p{self.rank}", None
         self._beat.unlink(missing_ok=True)
         self._is_kept = logs is not None
         self._log = (beats if logs is None else logs) / f"p{self.rank}.log"
         self._file = self._log.open("ab", buffering=0)
         self._began, self._trace, self._heard = self._file.tell(), Trace(), b""
-        environment = os.environ | environment | {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
-        output = {"stderr": subprocess.PIPE} if index == 0 else {"stdout": self._file, "stderr": subprocess.STDOUT}
-        output |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": _end_with_us}
+        environment = (
+            os.environ | environment | {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
+        )
+        output = (
+            {"stderr": subprocess.PIPE}
+            if index == 0
+            else {"stdout": self._file, "stderr": subprocess.STDOUT}
+        )
+        output |= {
+            "stdin": subprocess.DEVNULL,
+            "start_new_session": True,
+            "preexec_fn": _end_with_us,
+        }
         self._started = subprocess.Popen(command, env=environment, **output)
         if self._started.stderr is not None:
             os.set_blocking(self._started.stderr.fileno(), False)
@@ -227,7 +289,8 @@ class Process:
 
     def look(self) -> int | None:
         """Its exit code, if it has ended; shows what it has said on its standard error since."""
-        self.code = self._started.poll()  # before its last words are read
+        # before its last words are read
+        self.code = self._started.poll()
         if self.code is not None:
             self.ended = min(self.ended, time.monotonic())
         if self._started.stderr is not None:
@@ -242,7 +305,10 @@ class Process:
             self._file.write(said)
         except OSError as error:
             if self._is_kept:
-                say(f"{self._log} cannot be written ({error.strerror}): what {self} says is on the screen only")
+                say(
+                    f"{self._log} cannot be written ({error.strerror}): what {self} says is on the "
+                    "screen only"
+                )
             self._is_kept = False
 
     def send(self, number: int) -> None:
@@ -264,8 +330,14 @@ class Process:
 
     def last_lines(self) -> str:
         """The end of what it said in this attempt, as far as it is not on the screen."""
-        lines = Trace().without(self._said().rstrip(b"\n") + b"\n").decode(errors="replace").splitlines()
-        said = [line for line in lines if not line.startswith("[Gloo] Rank")]  # it says so on every new connection
+        lines = (
+            Trace()
+            .without(self._said().rstrip(b"\n") + b"\n")
+            .decode(errors="replace")
+            .splitlines()
+        )
+        # it says so on every new connection
+        said = [line for line in lines if not line.startswith("[Gloo] Rank")]
         if self.index == 0:
             return "its last words are above" + (f", and in {self._log}" if self._is_kept else "")
         where = "its last lines" + (f", of {self._log}:" if self._is_kept else ":")
@@ -304,22 +376,30 @@ class Process:
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self._started.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+            return Path(f"/proc/{self._started.pid}/stat").read_text().rpartition(")")[2].split()[
+                0
+            ] in ("T", "t")
         return False
 
 
 class Trace:
-    """Takes the C++ trace out of what a process says when another one is gone: it is in the log, not on the screen."""
+    """Takes the C++ trace out of what a process says when another one is gone: it is in the log,
+    not on the screen."""
 
-    BEGINS = re.compile(rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_\w+|client|distributed_runtime\w*)\.(cc|h):")
-    GOES_ON = re.compile(rb"\d*\n?$|The tasks have crashed|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check| +@ +0x")
+    BEGINS = re.compile(
+        rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_\w+|client|distributed_runtime\w*)\.(cc|h):"
+    )
+    GOES_ON = re.compile(
+        rb"\d*\n?$|The tasks have crashed|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check| +@ +0x"
+    )
 
     def __init__(self):
         self._inside, self.rest = False, b""
 
     def without(self, said: bytes) -> bytes:
         *lines, rest = (self.rest + said).splitlines(keepends=True) or [b""]
-        if rest.endswith(b"\n") or not re.match(rb"[EF]\d|[ \d*TRa]", rest):  # half a line of a trace waits
+        # half a line of a trace waits
+        if rest.endswith(b"\n") or not re.match(rb"[EF]\d|[ \d*TRa]", rest):
             lines, rest = [*lines, rest], b""
         self.rest = rest
         return b"".join(line for line in lines if not self._is_of_a_trace(line))
@@ -336,7 +416,8 @@ class Signals:
         self.count, self.last, self._before = 0, signal.SIGTERM, {}
 
     def __enter__(self) -> "Signals":
-        heard = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        # nohup ignores one
+        heard = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._asked) for number in heard}
         return self
 
@@ -350,7 +431,8 @@ class Signals:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
-    """Inside, should we be killed, whatever has this folder in its environment is gone soon after (Linux): guard.py.
+    """Inside, should we be killed, whatever has this folder in its environment is gone soon after
+    (Linux): guard.py.
 
     Gives a function that is told of each process that was started.
     """
@@ -358,13 +440,21 @@ def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     reading, writing = os.pipe()
-    call = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(reading), str(folder)]
+    call = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("guard.py")),
+        str(reading),
+        str(folder),
+    ]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     guard = subprocess.Popen(call, pass_fds=(reading,), cwd="/", **nothing)
     os.close(reading)
 
     def say_to_it(text: str) -> None:
-        with contextlib.suppress(OSError):  # somebody ended it
+        # somebody ended it
+        with contextlib.suppress(OSError):
             os.write(writing, text.encode())
 
     try:
@@ -376,7 +466,8 @@ def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _end_with_us() -> None:
-    """In a process that has just begun: should the launcher be killed, it is asked to end, too (Linux)."""
+    """In a process that has just begun: should the launcher be killed, it is asked to end, too
+    (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -394,10 +485,15 @@ def writable(logs: Path) -> Path | None:
 
 def leave_nothing(logs: Path, made: list[Path]) -> None:
     """Removes the folders, the innermost first, that were made for a run, if that never began."""
-    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= {".hydra", LOCK, logs.name}:
+    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= {
+        ".hydra",
+        LOCK,
+        logs.name,
+    }:
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
-            with contextlib.suppress(OSError):  # it holds something else
+            # it holds something else
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
@@ -406,6 +502,7 @@ def say(text: str) -> None:
 
 
 def show(said: bytes) -> None:
-    with contextlib.suppress(OSError):  # the screen may be a file on a full disk, or gone
+    # the screen may be a file on a full disk, or gone
+    with contextlib.suppress(OSError):
         sys.stderr.buffer.write(said)
         sys.stderr.buffer.flush()

@@ -1,7 +1,8 @@
 """What somebody else wrote, read as data: files of model folders, of runs and of adapters.
 
-They come from anywhere. Read is only what is a file (a pipe would block), up to a size and a depth, and as UTF-8.
-Whatever is wrong with it is one ValueError that begins with the file. docs/references/trust.md says what this is for.
+They come from anywhere. Read is only what is a file (a pipe would block), up to a size and a depth,
+and as UTF-8. Whatever is wrong with it is one ValueError that begins with the file.
+docs/references/trust.md says what this is for.
 """
 
 import contextlib
@@ -14,11 +15,15 @@ from typing import Any, BinaryIO
 
 from tunix_lite.plain_text import escaped, shown
 
-MOST_BYTES = 16 * 2**20  # of a file: the index of a model of a trillion parameters has 9 MB
-MOST_LINE = 2**20  # bytes of a line of metrics.jsonl: a step has a few thousand
-MOST_DEPTH = 64  # lists and objects in one another
+# of a file: the index of a model of a trillion parameters has 9 MB
+MOST_BYTES = 16 * 2**20
+# bytes of a line of metrics.jsonl: a step has a few thousand
+MOST_LINE = 2**20
+# lists and objects in one another
+MOST_DEPTH = 64
 
-TARGET = "_target_"  # in settings of the user's own it names what to call
+# in settings of the user's own it names what to call
+TARGET = "_target_"
 
 
 def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -27,17 +32,22 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object in a text. Raises ValueError, beginning with `name`, which says where the text stands."""
+    """The JSON object in a text. Raises ValueError, beginning with `name`, which says where the
+    text stands."""
     try:
         said = json.loads(text)
     except RecursionError:
-        raise ValueError(f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read") from None
+        raise ValueError(
+            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
     if not isinstance(said, dict):
         raise ValueError(f"{name} does not hold an object")
     if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(said, MOST_DEPTH):
-        raise ValueError(f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read")
+        raise ValueError(
+            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+        )
     return said
 
 
@@ -46,7 +56,9 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
     with _opened(file) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"{file} has more than {most:,} bytes, which is the most that is read of such a file")
+        raise ValueError(
+            f"{file} has more than {most:,} bytes, which is the most that is read of such a file"
+        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -56,8 +68,8 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
 def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
     r"""(line, whether that is all of it) for each line of a file, without the newline that ends it.
 
-    Of a line longer than `most` bytes only the first `most` are given. Nothing but \n ends a line. Raises ValueError,
-    beginning with the file.
+    Of a line longer than `most` bytes only the first `most` are given. Nothing but \n ends a line.
+    Raises ValueError, beginning with the file.
     """
     with _opened(file) as stream:
         while part := stream.readline(most + 1):
@@ -71,7 +83,8 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
 def _opened(file: Path) -> Iterator[BinaryIO]:
     """The bytes of an ordinary file. Raises ValueError, beginning with the file."""
     try:
-        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe with nobody at its other end does not block so
+        # a pipe with nobody at its other end does not block so
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({_reason(error)})") from error
     try:
@@ -88,21 +101,24 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 def check_only_files(folder: Path) -> None:
     """Raises ValueError, with the place, if anything below a folder is neither a file nor a folder.
 
-    Whoever reads a pipe or a device may wait for ever. Links to folders are refused, too, as they may lead anywhere.
+    Whoever reads a pipe or a device may wait for ever. Links to folders are refused, too, as they
+    may lead anywhere.
     """
     for place, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             path = Path(place, name)
             try:
                 kind = path.stat().st_mode
-            except OSError:  # gone since, or a link to nowhere: whoever reads it says so
+            except OSError:
+                # gone since, or a link to nowhere: whoever reads it says so
                 continue
             if not stat.S_ISREG(kind) and (path.is_symlink() or not stat.S_ISDIR(kind)):
                 raise ValueError(f"{escaped(str(path.relative_to(folder)))} is not a file")
 
 
 def as_path(name: str | Path) -> Path:
-    """The path that a setting says. Raises ValueError for one that cannot be: no such user, or too long."""
+    """The path that a setting says. Raises ValueError for one that cannot be: no such user, or too
+    long."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -112,10 +128,11 @@ def as_path(name: str | Path) -> Path:
 
 
 def check_settings(values: Any, file: Path, where: str = "") -> None:
-    """Raises ValueError, with the file and the key, if `_target_` stands anywhere in settings that a folder brought.
+    """Raises ValueError, with the file and the key, if `_target_` stands anywhere in settings that
+    a folder brought.
 
-    It names what to import and to call, and a folder names nothing of that kind. A text that acts on a terminal is
-    refused, too: settings stand in messages.
+    It names what to import and to call, and a folder names nothing of that kind. A text that acts
+    on a terminal is refused, too: settings stand in messages.
     """
     left = [(where, values)]
     while left:
@@ -124,7 +141,8 @@ def check_settings(values: Any, file: Path, where: str = "") -> None:
             for key, item in value.items():
                 if key == TARGET:
                     raise ValueError(
-                        f"{file}: {f'{place}.' if place else ''}{TARGET}: a folder is data, and names nothing to call; "
+                        f"{file}: {f'{place}.' if place else ''}{TARGET}: a folder is data, and "
+                        "names nothing to call; "
                         f"remove this key. {TARGET} is for the command line and for conf/"
                     )
                 left.append((f"{place}.{escaped(str(key))}" if place else escaped(str(key)), item))
@@ -139,7 +157,8 @@ def _reason(error: Exception) -> str:
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Whether containers stand deeper in one another than `most`, without going down into them by recursion."""
+    """Whether containers stand deeper in one another than `most`, without going down into them by
+    recursion."""
     level = [value]
     for _ in range(most):
         level = [

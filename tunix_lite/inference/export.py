@@ -1,7 +1,8 @@
-"""A model out of the house: a folder in Hugging Face layout that transformers and vLLM read, or a PEFT adapter.
+"""A model out of the house: a folder in Hugging Face layout that transformers and vLLM read, or a
+PEFT adapter.
 
-What is written is read back, and its scores are compared with the model's, before the folder gets its name: a folder
-that exists is whole and says what the model says.
+What is written is read back, and its scores are compared with the model's, before the folder gets
+its name: a folder that exists is whole and says what the model says.
 """
 
 import json
@@ -29,8 +30,12 @@ from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-PROVENANCE = "tunix_lite.json"  # marks a folder as ours, so that overwrite=true cannot destroy anything else
-# how far scores may move, relative to their size, when trained float32 weights are rounded to what is written
+PROVENANCE = (
+    # marks a folder as ours, so that overwrite=true cannot destroy anything else
+    "tunix_lite.json"
+)
+# how far scores may move, relative to their size, when trained float32 weights are rounded to what
+# is written
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
 
 
@@ -40,65 +45,105 @@ class Exported:
 
     folder: Path
     kind: str  # full, merged or adapter
-    difference: float  # of the scores over the vocabulary after reading back, relative to their size
+    difference: (
+        # of the scores over the vocabulary after reading back, relative to their size
+        float
+    )
     serve: str  # the command that serves it
 
 
-def check(model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool) -> str:
-    """The kind that will be written. Raises ConfigError for what cannot be, before anything is loaded or written."""
+def check(
+    model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool
+) -> str:
+    """The kind that will be written. Raises ConfigError for what cannot be, before anything is
+    loaded or written."""
     kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if (kind == "full") == model_has_adapters:
         right = "merged or adapter" if model_has_adapters else "full"
-        raise ConfigError(f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give {right}")
+        raise ConfigError(
+            f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
+            f"{right}"
+        )
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, or null for that of the original")
+        raise ConfigError(
+            f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, or null for that of the original"
+        )
     if dtype is not None and kind == "adapter":
-        raise ConfigError(f"dtype={dtype}: adapters are written in float32, as they train; leave it out")
+        raise ConfigError(
+            f"dtype={dtype}: adapters are written in float32, as they train; leave it out"
+        )
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ConfigError(f"out={out}: {there} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise ConfigError(
-                f"out={out} exists and is not empty; give another folder, or overwrite=true to replace it"
+                f"out={out} exists and is not empty; give another folder, or overwrite=true to "
+                "replace it"
             )
         if not (out / PROVENANCE).is_file():
-            raise ConfigError(f"out={out} was not written by export (it has no {PROVENANCE}), so it is not replaced")
+            raise ConfigError(
+                f"out={out} was not written by export (it has no {PROVENANCE}), so it is not "
+                "replaced"
+            )
         with error_context(f"out={out}"):
             written = read_object(out / PROVENANCE).get("files")
-        written = {name for name in written if isinstance(name, str)} if isinstance(written, list) else set()
+        written = (
+            {name for name in written if isinstance(name, str)}
+            if isinstance(written, list)
+            else set()
+        )
         if others := sorted({p.name for p in out.iterdir()} - written - {PROVENANCE}):
-            raise ConfigError(f"out={out} holds {others[0]}, which export did not write, so it is not replaced")
+            raise ConfigError(
+                f"out={out} holds {others[0]}, which export did not write, so it is not replaced"
+            )
     if jax.process_count() > 1:
-        raise ConfigError("export runs in one process; start it on one host with the run's folder at hand")
+        raise ConfigError(
+            "export runs in one process; start it on one host with the run's folder at hand"
+        )
     return kind
 
 
 def export(
-    model: LanguageModel, out: str | Path, kind: str = "auto", dtype: str | None = None, overwrite: bool = False
+    model: LanguageModel,
+    out: str | Path,
+    kind: str = "auto",
+    dtype: str | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Writes the model to the folder `out`, reads it back and compares. Raises ConfigError.
 
-    kind: full (all weights, of a model without adapters), merged (adapters added to their base), adapter (PEFT), or
-    auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original stores each tensor,
-    bf16 for a model born here.
+    kind: full (all weights, of a model without adapters), merged (adapters added to their base),
+    adapter (PEFT), or auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32;
+    None: as the original stores each tensor, bf16 for a model born here.
     """
     out = Path(out).expanduser().resolve()
     source = model.source
     kind = check(source.lora is not None, out, kind, dtype, overwrite)
-    for what, folder in (("the base", source.folder), ("the adapter", source.lora and source.lora.adapter)):
+    for what, folder in (
+        ("the base", source.folder),
+        ("the adapter", source.lora and source.lora.adapter),
+    ):
         if folder is not None and out == Path(folder).resolve():
-            raise ConfigError(f"out={out} is the folder of {what} that the model stands on; give another")
+            raise ConfigError(
+                f"out={out} is the folder of {what} that the model stands on; give another"
+            )
     if kind == "adapter" and source.folder is None:
-        raise ConfigError("kind=adapter: the base has random weights that nobody else has; give kind=merged")
+        raise ConfigError(
+            "kind=adapter: the base has random weights that nobody else has; give kind=merged"
+        )
     if source.family is None:
-        raise ConfigError("model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES))
+        raise ConfigError(
+            "model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES)
+        )
     if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
         written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
-            raise ConfigError("the model was loaded rounded to bfloat16; load it with dtype fp32 to export it")
+            raise ConfigError(
+                "the model was loaded rounded to bfloat16; load it with dtype fp32 to export it"
+            )
     with error_context("model.family"):
         families.check_flags(source.cfg, source.family)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +169,9 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     cfg, family = model.cfg, model.source.family
     stored = _stored(model, dtype)
     hf.save_params(model.params, cfg, family, folder, stored)
-    coarsest = max((stored[name] for name in hf.hf_weights(cfg, family)), key=lambda name: TOLERANCE[name])
+    coarsest = max(
+        (stored[name] for name in hf.hf_weights(cfg, family)), key=lambda name: TOLERANCE[name]
+    )
     config = _config(model, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(model, folder)
@@ -146,19 +193,24 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     leaves = {name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)}
     adapters = {"layers": {name: {"a": leaf.a, "b": leaf.b} for name, leaf in leaves.items()}}
     wrapped = families.is_wrapped(source.folder, source.family)
-    peft.save_adapters(adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped)
+    peft.save_adapters(
+        adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped
+    )
     _copy_tokenizer(model, folder)
     with error_context("what was written"):
         read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(
-        lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf, model.params, is_leaf=lambda x: isinstance(x, Lora)
+        lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,
+        model.params,
+        is_leaf=lambda x: isinstance(x, Lora),
     )
     return _compare(model, attach(base, again, read), 1e-5)
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """How far the scores of `params` are from the model's, relative to their size, over two rows of tokens.
+    """How far the scores of `params` are from the model's, relative to their size, over two rows of
+    tokens.
 
     Raises ConfigError if that is more than rounding explains.
     """
@@ -174,8 +226,10 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(ours))
     if not difference <= tolerance:
         raise ConfigError(
-            f"what was written, read back, gives other scores: they differ by {difference:.2g} of their size, and "
-            f"rounding explains {tolerance:g}. Nothing was kept; dtype=fp32 writes the weights as they are"
+            f"what was written, read back, gives other scores: they differ by {difference:.2g} of "
+            "their size, and "
+            f"rounding explains {tolerance:g}. Nothing was kept; dtype=fp32 writes the weights as "
+            "they are"
         )
     return difference
 
@@ -184,16 +238,24 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
 
 
 def _config(model: LanguageModel, dtype: str) -> dict:
-    """The original's config.json as far as it is that of a text model, or one made from the architecture."""
+    """The original's config.json as far as it is that of a text model, or one made from the
+    architecture."""
     source = model.source
     ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
     if source.folder is None:
         return config_json(model.cfg, source.family, dtype=dtype, **ids)
     original = read_object(source.folder / "config.json")
-    if original["model_type"] != source.family.model_type:  # the text part of a model with more
-        keep = {key: original[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in original}
+    # the text part of a model with more
+    if original["model_type"] != source.family.model_type:
+        keep = {
+            key: original[key]
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if key in original
+        }
         return config_json(model.cfg, source.family, dtype=dtype, **(ids | keep))
-    if (source.family.absent | original).get("tie_word_embeddings") != model.cfg.tied:  # model.untie_head
+    if (source.family.absent | original).get(
+        "tie_word_embeddings"
+    ) != model.cfg.tied:  # model.untie_head
         original["tie_word_embeddings"] = model.cfg.tied
     return original | ({"torch_dtype": dtype} if "torch_dtype" in original else {"dtype": dtype})
 
@@ -204,7 +266,10 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
     if not (folder / "generation_config.json").is_file():
-        ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
+        ids = {
+            "eos_token_id": list(source.tokenizer.eos_ids),
+            "pad_token_id": source.tokenizer.pad_id,
+        }
         (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
 
 
@@ -225,13 +290,21 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
         "step": model.step,
         "difference_after_reading_back": difference,
         "metrics": _metrics(model),
-        "lora": lora and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
-        "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
+        "lora": lora
+        and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
+        "versions": {
+            "tunix_lite": __version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
     }
     served = f"vllm serve {out}"
     if kind == "adapter":
         rank = model.source.lora.rank
-        served = f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules {out.name}={out}"
+        served = (
+            f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules "
+            f"{out.name}={out}"
+        )
     (folder / "README.md").write_text(_card(about, served.replace(str(out), out.name), out.name))
     about["files"] = sorted(file.name for file in folder.iterdir())
     (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
@@ -252,7 +325,8 @@ def _metrics(model: LanguageModel) -> dict:
         return {}
     try:
         status = read_object(model.run / "status.json")
-    except ValueError:  # damaged, or not ours: what it says is for the model card alone
+    except ValueError:
+        # damaged, or not ours: what it says is for the model card alone
         return {}
     kinds = {"algorithm": str, "seed": int, "steps": int, "parameters": int}
     said = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
@@ -271,13 +345,21 @@ def _metrics(model: LanguageModel) -> dict:
 def _card(about: dict, served: str, name: str) -> str:
     is_adapter = about["kind"] == "adapter"
     front = {"library_name": "peft" if is_adapter else "transformers"}
-    if is_hub_name(about["base"]):  # of a folder the hub knows nothing
+    # of a folder the hub knows nothing
+    if is_hub_name(about["base"]):
         front = {"base_model": about["base"].partition("@")[0]} | front
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())]
     lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
-    what = {"full": "All weights", "merged": "Adapters merged into their base", "adapter": "LoRA adapters"}
+    what = {
+        "full": "All weights",
+        "merged": "Adapters merged into their base",
+        "adapter": "LoRA adapters",
+    }
     trained = "trained with" if about["run"] else "exported, without training, by"
-    lines += [f"{what[about['kind']]} of a model {trained} tunix_lite {about['versions']['tunix_lite']}.", ""]
+    lines += [
+        f"{what[about['kind']]} of a model {trained} tunix_lite {about['versions']['tunix_lite']}.",
+        "",
+    ]
     lines += [f"- base: `{about['base']}`"]
     if about["run"]:
         algorithm = about["metrics"].get("algorithm", "")

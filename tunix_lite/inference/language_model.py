@@ -1,7 +1,8 @@
-"""A model in the hand: load it, let it generate and score, export it. What notebooks and the commands use.
+"""A model in the hand: load it, let it generate and score, export it. What notebooks and the
+commands use.
 
-model = load("outputs/latest")            # or "bundled", a folder in Hugging Face layout, a name on the hub
-print(model.generate("What is 12 + 7?")[0].text)
+model = load("outputs/latest")            # or "bundled", a folder in Hugging Face layout, a name on
+the hub print(model.generate("What is 12 + 7?")[0].text)
 """
 
 import contextlib
@@ -36,12 +37,16 @@ from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, Prompts
 
-WIDTH = 64  # prompts are padded to a multiple of it, so that few lengths compile
-STEPS_PER_LOOK = 4  # tokens between two looks at a completion that streams to somebody
+# prompts are padded to a multiple of it, so that few lengths compile
+WIDTH = 64
+# tokens between two looks at a completion that streams to somebody
+STEPS_PER_LOOK = 4
 
-LONG = Generation(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)  # as conf/generation/long
+# as conf/generation/long
+LONG = Generation(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
 
-Asked = str | list[dict]  # a user message, or a conversation of {"role": ..., "content": ...}
+# a user message, or a conversation of {"role": ..., "content": ...}
+Asked = str | list[dict]
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,12 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
     whole_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
-    finish_reason: str  # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
-    seconds: tuple[float, float]  # from the start until its first tokens were seen, and until it had ended
+    finish_reason: (
+        # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
+        str
+    )
+    # from the start until its first tokens were seen, and until it had ended
+    seconds: tuple[float, float]
 
     @property
     def finished(self) -> bool:
@@ -95,12 +104,12 @@ class LanguageModel:
     ) -> list[Completion]:
         """Completions of each prompt, num_generations of the first, then of the second, and so on.
 
-        `batch_size` sequences are decoded at a time, unless rollout.num_slots says otherwise; it changes nothing but
-        memory and speed. max_new_tokens, one for all prompts or for each, is at most generation's. A completion ends
-        when the model or a stop text ends it, after max_new_tokens, or where the longest prompt and it fill
-        cfg.max_positions.
-        Raises ValueError for no prompts, and for a prompt that is empty; and, if generation.long_prompts is error, for
-        one longer than generation.max_prompt_length. Dropped prompts have no completions.
+        `batch_size` sequences are decoded at a time, unless rollout.num_slots says otherwise; it
+        changes nothing but memory and speed. max_new_tokens, one for all prompts or for each, is at
+        most generation's. A completion ends when the model or a stop text ends it, after
+        max_new_tokens, or where the longest prompt and it fill cfg.max_positions. Raises ValueError
+        for no prompts, and for a prompt that is empty; and, if generation.long_prompts is error,
+        for one longer than generation.max_prompt_length. Dropped prompts have no completions.
         """
         asked = _listed(prompts)
         settings = RolloutConfig() if rollout is None else rollout
@@ -108,22 +117,34 @@ class LanguageModel:
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(asked)
         if max_new_tokens is not None and len(max_new_tokens) != len(asked):
-            raise ValueError(f"max_new_tokens has {len(max_new_tokens)} entries for {len(asked)} prompts")
+            raise ValueError(
+                f"max_new_tokens has {len(max_new_tokens)} entries for {len(asked)} prompts"
+            )
         for limit in max_new_tokens or ():
             if not isinstance(limit, int) or not 1 <= limit <= generation.max_new_tokens:
                 raise ValueError(
-                    f"max_new_tokens={limit!r}; it is 1 to generation.max_new_tokens={generation.max_new_tokens}"
+                    f"max_new_tokens={limit!r}; it is 1 to "
+                    f"generation.max_new_tokens={generation.max_new_tokens}"
                 )
         ended: list[Completion] = []
-        for answers in self._sample(asked, generation, num_generations, seed, settings, max_new_tokens):
+        for answers in self._sample(
+            asked, generation, num_generations, seed, settings, max_new_tokens
+        ):
             ended += [self._completion(answer) for answer in answers if answer.reason is not None]
         return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
 
     def stream(
-        self, prompt: Asked, generation: Generation = LONG, seed: int = 0, rollout: RolloutConfig | None = None
+        self,
+        prompt: Asked,
+        generation: Generation = LONG,
+        seed: int = 0,
+        rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is drawn; together the text that `generate` returns."""
-        settings = replace(RolloutConfig() if rollout is None else rollout, num_slots=1, chunk=STEPS_PER_LOOK)
+        """The text of one completion, piece by piece as it is drawn; together the text that
+        `generate` returns."""
+        settings = replace(
+            RolloutConfig() if rollout is None else rollout, num_slots=1, chunk=STEPS_PER_LOOK
+        )
         text, seen = self.tokenizer.stream(), 0
         for (answer,) in self._sample([prompt], generation, 1, seed, settings):
             yield text.feed(answer.tokens[seen:])
@@ -131,7 +152,13 @@ class LanguageModel:
         yield text.end()
 
     def _sample(
-        self, asked: list[Asked], generation, num_generations: int, seed: int, rollout: RolloutConfig, most=None
+        self,
+        asked: list[Asked],
+        generation,
+        num_generations: int,
+        seed: int,
+        rollout: RolloutConfig,
+        most=None,
     ) -> Iterator[list[Sampled]]:
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
@@ -141,17 +168,41 @@ class LanguageModel:
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
         slots = min(rollout.num_slots, power_of_two(len(tokens) * num_generations))
-        limits = None if most is None else [min(most[i], new) for i in tokens for _ in range(num_generations)]
+        limits = (
+            None
+            if most is None
+            else [min(most[i], new) for i in tokens for _ in range(num_generations)]
+        )
         with jax.set_mesh(self.mesh):
             slots = in_shards(slots)
-            chosen = self.cfg, self.dtype, generation, rollout, slots, [(len(tokens), num_generations)]
+            chosen = (
+                self.cfg,
+                self.dtype,
+                generation,
+                rollout,
+                slots,
+                [(len(tokens), num_generations)],
+            )
             weights, _ = memory.choose_weights(self.params, *chosen)
             rollout = replace(rollout, num_slots=slots, weights=weights)
-            sample = _sampler(self.cfg, generation, self.tokenizer.eos_ids, self.tokenizer.pad_id, self.dtype, rollout)
-        key, options = jax.random.key(check_seed(seed)), {"limits": limits, "tokenizer": self.tokenizer}
-        steps = sample(self.params, [*tokens.values()], key, num_generations, indices=[*tokens], **options)
+            sample = _sampler(
+                self.cfg,
+                generation,
+                self.tokenizer.eos_ids,
+                self.tokenizer.pad_id,
+                self.dtype,
+                rollout,
+            )
+        key, options = (
+            jax.random.key(check_seed(seed)),
+            {"limits": limits, "tokenizer": self.tokenizer},
+        )
+        steps = sample(
+            self.params, [*tokens.values()], key, num_generations, indices=[*tokens], **options
+        )
         while True:
-            with jax.set_mesh(self.mesh):  # for each step anew: whoever asks for the next one may have set another
+            # for each step anew: whoever asks for the next one may have set another
+            with jax.set_mesh(self.mesh):
                 answers = next(steps, None)
             if answers is None:
                 return
@@ -169,11 +220,19 @@ class LanguageModel:
             (answer.began, answer.ended),
         )
 
-    def score(self, prompts: Asked | Sequence[Asked], completions: str | Sequence[str]) -> list[np.ndarray]:
-        """log p of each token of each completion, the end of the turn included, at temperature 1; float32 [T] each."""
-        asked, answers = _listed(prompts), [completions] if isinstance(completions, str) else list(completions)
+    def score(
+        self, prompts: Asked | Sequence[Asked], completions: str | Sequence[str]
+    ) -> list[np.ndarray]:
+        """log p of each token of each completion, the end of the turn included, at temperature 1;
+        float32 [T] each."""
+        asked, answers = (
+            _listed(prompts),
+            [completions] if isinstance(completions, str) else list(completions),
+        )
         if len(asked) != len(answers):
-            raise ValueError(f"{len(asked)} prompts and {len(answers)} completions; there must be as many")
+            raise ValueError(
+                f"{len(asked)} prompts and {len(answers)} completions; there must be as many"
+            )
         before = [self.tokenizer.prompt(prompt) for prompt in asked]
         after = [self.tokenizer.demonstration(prompt, text) for prompt, text in zip(asked, answers)]
         whole = [b + a for b, a in zip(before, after)]
@@ -183,18 +242,24 @@ class LanguageModel:
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
                 row = _padded([ids], width)
-                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask))[0]
+                logprobs = np.asarray(
+                    _score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask)
+                )[0]
                 scores.append(logprobs[width - len(ids) :][start : start + count])
         return scores
 
     def merged(self) -> "LanguageModel":
-        """The same model in plain weights of its compute dtype: it samples faster and has no adapters any more."""
+        """The same model in plain weights of its compute dtype: it samples faster and has no
+        adapters any more."""
         with jax.set_mesh(self.mesh):
             params = merge(self.params, self.cfg, self.dtype)
-        return replace(self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora)
+        return replace(
+            self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
+        )
 
     def _tokens(self, asked: list[Asked], generation: Generation) -> dict[int, list[int]]:
-        """The tokens of each prompt, by its index; what is too long treated as generation.long_prompts says."""
+        """The tokens of each prompt, by its index; what is too long treated as
+        generation.long_prompts says."""
         tokens, longest = {}, generation.max_prompt_length
         for i, ids in enumerate(self.tokenizer.prompt(prompt) for prompt in asked):
             if not ids or (len(ids) > longest and generation.long_prompts == "error"):
@@ -206,7 +271,8 @@ class LanguageModel:
                 tokens[i] = ids[-longest:]
         if not tokens and asked:
             raise ValueError(
-                f"all {len(asked)} prompts are longer than generation.max_prompt_length={longest}: dropped"
+                f"all {len(asked)} prompts are longer than generation.max_prompt_length={longest}: "
+                "dropped"
             )
         if not tokens:
             raise ValueError("there are no prompts to continue")
@@ -216,11 +282,13 @@ class LanguageModel:
     def _check_length(self, tokens: int) -> None:
         if tokens > self.cfg.max_positions:
             raise ValueError(
-                f"a sequence of {tokens} tokens is more than the model was made for: {self.cfg.max_positions}"
+                f"a sequence of {tokens} tokens is more than the model was made for: "
+                f"{self.cfg.max_positions}"
             )
 
 
-_sampler = cache(make_sampler)  # compiled code is kept with the function that it belongs to
+# compiled code is kept with the function that it belongs to
+_sampler = cache(make_sampler)
 
 
 @cache
@@ -253,12 +321,13 @@ def load(
     dtype: str = "fp32",
     family: str | None = None,
 ) -> LanguageModel:
-    """A model to talk to: "bundled", a run's folder, a folder in Hugging Face layout, a hub name, or settings.
+    """A model to talk to: "bundled", a run's folder, a folder in Hugging Face layout, a hub name,
+    or settings.
 
-    Of a run: what it trained, as of checkpoint `step` (the newest if None). mesh_shape: [[fsdp, tp], ["fsdp", "tp"]];
-    None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16, of the computation. family: as the
-    setting model.family; a family of your own, module.NAME, is imported if it is named here, and not because a folder
-    names it. Raises ConfigError.
+    Of a run: what it trained, as of checkpoint `step` (the newest if None). mesh_shape: [[fsdp,
+    tp], ["fsdp", "tp"]]; None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16,
+    of the computation. family: as the setting model.family; a family of your own, module.NAME, is
+    imported if it is named here, and not because a folder names it. Raises ConfigError.
     """
     run, seed = None, 0
     if isinstance(model, RunConfig):
@@ -281,20 +350,25 @@ def load(
     return open_model(model, run, step, dtype, seed)
 
 
-def open_model(model: Model, run: Path | None, step: int | None, dtype: str, seed: int) -> LanguageModel:
-    """The model of these settings; with `run`, its trained weights from that run's checkpoint. Raises ConfigError."""
+def open_model(
+    model: Model, run: Path | None, step: int | None, dtype: str, seed: int
+) -> LanguageModel:
+    """The model of these settings; with `run`, its trained weights from that run's checkpoint.
+    Raises ConfigError."""
     with error_context(""):
         check_seed(seed)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
-    with error_context(""):  # the messages begin with the setting
+    # the messages begin with the setting
+    with error_context(""):
         found = source.find(model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
     with error_context("model"):
         check_room(found, mesh)
-    if run is None or found.lora is not None:  # else the checkpoint has all the weights
+    # else the checkpoint has all the weights
+    if run is None or found.lora is not None:
         with error_context(""):
             found = source.fetch(found)
     with jax.set_mesh(mesh):
@@ -307,15 +381,20 @@ def open_model(model: Model, run: Path | None, step: int | None, dtype: str, see
         else:
             trained = source.tables(found)[1]
             with error_context("checkpoint"):
-                step, params = Checkpoints(RunDir(run).checkpoints).restore_params(weights.shapes(trained), step)
+                step, params = Checkpoints(RunDir(run).checkpoints).restore_params(
+                    weights.shapes(trained), step
+                )
             with error_context("model.weights"):
-                frozen = None if found.lora is None else source.load_base(found, seed, found.lora.base)
+                frozen = (
+                    None if found.lora is None else source.load_base(found, seed, found.lora.base)
+                )
         acting = attached(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
 def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if this process has less memory than its share of the weights: a folder may say any size."""
+    """Raises ValueError if this process has less memory than its share of the weights: a folder may
+    say any size."""
     tables = [table for table in source.tables(found) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
@@ -325,14 +404,17 @@ def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
         limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
         there = None if None in limits else sum(limits)
     if there is not None and needed > there:
-        raise ValueError(f"its weights take {needed / 1e9:,.1f} GB here, and there are {there / 1e9:,.1f} GB")
+        raise ValueError(
+            f"its weights take {needed / 1e9:,.1f} GB here, and there are {there / 1e9:,.1f} GB"
+        )
 
 
 def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
-    """The `model` settings of a run, and its seed. `family`: what the user says that it is, in place of the folder.
+    """The `model` settings of a run, and its seed. `family`: what the user says that it is, in
+    place of the folder.
 
-    A folder is data: nothing that it names is imported. Raises ConfigError if it is not that of a run, or if its
-    settings cannot be, with the file and the key.
+    A folder is data: nothing that it names is imported. Raises ConfigError if it is not that of a
+    run, or if its settings cannot be, with the file and the key.
     """
     with error_context("checkpoint"):
         file = as_path(run) / RunDir.MODEL
@@ -345,8 +427,10 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         if isinstance(named, str) and family is None and named not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise ValueError(
-                f"{file}: model.family is {shown(named)}, none of {known}, and a folder does not say what to import. "
-                f"If it is yours, say so yourself: model.family={shown(named)[1:-1]} (in Python load(..., family=...))"
+                f"{file}: model.family is {shown(named)}, none of {known}, and a folder does not "
+                "say what to import. "
+                f"If it is yours, say so yourself: model.family={shown(named)[1:-1]} (in Python "
+                "load(..., family=...))"
             )
         lora = settings.get("lora")
         if isinstance(lora, dict) and isinstance(lora.get("targets"), str):

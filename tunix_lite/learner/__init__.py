@@ -1,1 +1,2 @@
-"""The mathematics of an update: rows, micro-batches, log-probabilities, gradients. Knows no RunConfig, no folder."""
+"""The mathematics of an update: rows, micro-batches, log-probabilities, gradients. Knows no
+RunConfig, no folder."""

@@ -1,8 +1,9 @@
-"""Micro-batches: a batch in rows, cut into parts that are worked off one after the other and only ever added up.
+"""Micro-batches: a batch in rows, cut into parts that are worked off one after the other and only
+ever added up.
 
-A part is `rows_per_part` rows of each shard of the batch (fsdp), so no row moves between devices. Where sequences are
-packed, the rows that hold something differ from batch to batch, and so does the number of parts that run: it travels
-with the batch, and nothing is compiled again.
+A part is `rows_per_part` rows of each shard of the batch (fsdp), so no row moves between devices.
+Where sequences are packed, the rows that hold something differ from batch to batch, and so does the
+number of parts that run: it travels with the batch, and nothing is compiled again.
 """
 
 from dataclasses import dataclass, fields
@@ -22,11 +23,18 @@ PACKING = ("none", "sequences", "prefix")
 
 @dataclass(frozen=True)
 class Rows:
-    """How the sequences of a batch become rows. Widths and counts are fixed, so that programs compile once."""
+    """How the sequences of a batch become rows. Widths and counts are fixed, so that programs
+    compile once."""
 
-    packing: str = "none"  # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
+    packing: str = (
+        # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
+        "none"
+    )
     num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
-    num_scored: int | None = None  # last columns of unpacked rows, where the tokens that count are; None: as needed
+    num_scored: int | None = (
+        # last columns of unpacked rows, where the tokens that count are; None: as needed
+        None
+    )
     shape: RowShape | None = None  # of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
 
@@ -45,7 +53,9 @@ class Rows:
             sizes = self.shape, self.rows_per_part, self.num_parts, axis_size("fsdp")
             layout = packing.packed(tokens, mask, counts, *sizes)
         placed = {
-            field.name: None if getattr(batch, field.name) is None else layout.place(getattr(batch, field.name))
+            field.name: None
+            if getattr(batch, field.name) is None
+            else layout.place(getattr(batch, field.name))
             for field in fields(Batch)
             if field.name not in (*LAYOUT, *STATIC)
         }
@@ -66,10 +76,13 @@ class Rows:
         """How many columns at the end of the rows have all tokens that count."""
         width = counts.shape[1]
         needed = width - int(counts.any(axis=0).argmax()) if counts.any() else 1
-        if self.num_scored is None:  # in quarters of a row, so that few programs are compiled
+        # in quarters of a row, so that few programs are compiled
+        if self.num_scored is None:
             return min(width - 1, -(-needed // -(-width // 4)) * -(-width // 4))
         if needed > self.num_scored:
-            raise ValueError(f"tokens count in the last {needed} columns, and {self.num_scored} are foreseen")
+            raise ValueError(
+                f"tokens count in the last {needed} columns, and {self.num_scored} are foreseen"
+            )
         return self.num_scored
 
 
@@ -88,14 +101,19 @@ def cut(batch, parts: int):
 
     def divide(x):
         rows = x.shape[0] // (shards * parts)
-        x = x.reshape(shards, parts, rows, *x.shape[1:]).swapaxes(0, 1).reshape(parts, shards * rows, *x.shape[1:])
+        x = (
+            x.reshape(shards, parts, rows, *x.shape[1:])
+            .swapaxes(0, 1)
+            .reshape(parts, shards * rows, *x.shape[1:])
+        )
         return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
 
     return jax.tree.map(divide, batch)
 
 
 def mapped(fn, batch: Batch, parts: int):
-    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that hold nothing."""
+    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that
+    hold nothing."""
     used, batch = batch.num_parts, batch.replace(num_parts=None)
     if parts == 1:
         return fn(batch)
@@ -105,21 +123,30 @@ def mapped(fn, batch: Batch, parts: int):
     def fill(i, out):
         return out.at[i].set(fn(jax.tree.map(lambda x: x[i], divided)))
 
-    start = constrain(jnp.zeros((parts, *like.shape), like.dtype), "layers", "batch", *["seq"] * (like.ndim - 1))
+    start = constrain(
+        jnp.zeros((parts, *like.shape), like.dtype), "layers", "batch", *["seq"] * (like.ndim - 1)
+    )
     out = jax.lax.fori_loop(0, parts if used is None else used, fill, start)
-    out = out.reshape(parts, shards, -1, *like.shape[1:]).swapaxes(0, 1).reshape(-1, *like.shape[1:])
+    out = (
+        out.reshape(parts, shards, -1, *like.shape[1:]).swapaxes(0, 1).reshape(-1, *like.shape[1:])
+    )
     return constrain(out, "batch", *["seq"] * (like.ndim - 1))
 
 
 def summed(fn, batch, parts: int, used=None, places=None, every: int = 1):
-    """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain sums. A `Max` among
-    the metrics comes out as the largest of the parts'.
+    """The sums of fn over the parts of a batch: (grads, metrics); exact, because both are plain
+    sums. A `Max` among the metrics comes out as the largest of the parts'.
 
-    fn(part) -> (grads, metrics). used: how many parts hold something, a traced number; None: all. places: where each
-    gradient lies (None: wherever the compiler likes). Gradients cross the mesh once in `every` parts.
+    fn(part) -> (grads, metrics). used: how many parts hold something, a traced number; None: all.
+    places: where each gradient lies (None: wherever the compiler likes). Gradients cross the mesh
+    once in `every` parts.
     """
     if every > 1 and axis_size("fsdp") > 1:
-        fn, parts, used = _apart(fn, every, places), parts // every, None if used is None else -(-used // every)
+        fn, parts, used = (
+            _apart(fn, every, places),
+            parts // every,
+            None if used is None else -(-used // every),
+        )
         batch = jax.tree.map(lambda x: _by_shard(x, parts, every), batch)
     elif parts == 1:
         return _plain(_settled(fn(batch), places))
@@ -168,7 +195,8 @@ def _over_shards(x):
 
 
 def _settled(sums, places):
-    """Gradients, told where they lie: as the parameters do, so that what is reduced is only ever a share."""
+    """Gradients, told where they lie: as the parameters do, so that what is reduced is only ever a
+    share."""
     grads, metrics = sums
     if places is not None:
         grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, places)
@@ -190,12 +218,15 @@ def _apart(fn, every: int, places):
     """
 
     def alone(part):
-        with profile("train", batch=None):  # a shard's rows are all its own
+        # a shard's rows are all its own
+        with profile("train", batch=None):
             return fn(part)
 
     of_shards = jax.vmap(alone, spmd_axis_name="fsdp")
 
-    def own(x, place):  # a gradient of each shard: its first dim over fsdp, the others as tp divides them
+    def own(
+        x, place
+    ):  # a gradient of each shard: its first dim over fsdp, the others as tp divides them
         kept = (None if entry == "fsdp" else entry for entry in place.spec)
         return jax.lax.with_sharding_constraint(x, P("fsdp", *kept))
 

@@ -1,4 +1,5 @@
-"""The optimizer: clip by global norm, Adam with decoupled weight decay (arXiv:1711.05101), a schedule over the run."""
+"""The optimizer: clip by global norm, Adam with decoupled weight decay (arXiv:1711.05101), a
+schedule over the run."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,8 @@ from flax import traverse_util
 from tunix_lite.types import Params, TrainState
 
 SCHEDULES = ("constant", "linear", "cosine")
-ROUNDING = 0x70D  # folded into the seed, so that rounding and sampling share no numbers
+# folded into the seed, so that rounding and sampling share no numbers
+ROUNDING = 0x70D
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,10 @@ class OptimizerConfig:
     """Settings of AdamW and its learning rate over the run."""
 
     learning_rate: float = 1e-6  # at its peak
-    schedule: str = "constant"  # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
+    schedule: str = (
+        # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
+        "constant"
+    )
     warmup_steps: int = 0  # updates over which the rate rises from 0
     end_fraction: float = 0.0  # of learning_rate, reached at the last update of linear and cosine
     beta1: float = 0.9  # decay of the mean of gradients
@@ -32,8 +37,15 @@ class OptimizerConfig:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
-        if self.learning_rate < 0 or self.weight_decay < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
-            raise ValueError("learning_rate, weight_decay, max_grad_norm and warmup_steps must not be negative")
+        if (
+            self.learning_rate < 0
+            or self.weight_decay < 0
+            or self.max_grad_norm < 0
+            or self.warmup_steps < 0
+        ):
+            raise ValueError(
+                "learning_rate, weight_decay, max_grad_norm and warmup_steps must not be negative"
+            )
         if self.eps <= 0:
             raise ValueError(f"eps={self.eps} must be above 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.end_fraction <= 1):
@@ -45,7 +57,9 @@ def make_schedule(cfg: OptimizerConfig, max_steps: int) -> optax.Schedule:
     rest = max(max_steps - 1 - cfg.warmup_steps, 1)
     after = {
         "constant": optax.constant_schedule(cfg.learning_rate),
-        "linear": optax.linear_schedule(cfg.learning_rate, cfg.end_fraction * cfg.learning_rate, rest),
+        "linear": optax.linear_schedule(
+            cfg.learning_rate, cfg.end_fraction * cfg.learning_rate, rest
+        ),
         "cosine": optax.cosine_decay_schedule(cfg.learning_rate, rest, cfg.end_fraction),
     }[cfg.schedule]
     if not cfg.warmup_steps:
@@ -66,56 +80,81 @@ def make_optimizer(cfg: OptimizerConfig, max_steps: int) -> optax.GradientTransf
         weight_decay=cfg.weight_decay,
         mask=is_matrix,
     )
-    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam) if cfg.max_grad_norm else adam
+    return (
+        optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam)
+        if cfg.max_grad_norm
+        else adam
+    )
 
 
 def describe(cfg: OptimizerConfig) -> str:
     """The chain as one line for the start of a run."""
-    rate = f"{cfg.learning_rate:g} {cfg.schedule}" + (f", warm-up {cfg.warmup_steps}" if cfg.warmup_steps else "")
+    rate = f"{cfg.learning_rate:g} {cfg.schedule}" + (
+        f", warm-up {cfg.warmup_steps}" if cfg.warmup_steps else ""
+    )
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
     decay = f", decay {cfg.weight_decay:g}" if cfg.weight_decay else ""
     return f"{clip}adamw({rate}, betas {cfg.beta1:g} {cfg.beta2:g}{decay})"
 
 
 def is_matrix(params: Params) -> Params:
-    """True for weights that decay: projections, adapters and the embedding, not the scales of norms or biases."""
+    """True for weights that decay: projections, adapters and the embedding, not the scales of norms
+    or biases."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    return traverse_util.unflatten_dict({path: not path.endswith(("norm", "bias")) for path in flat}, sep="/")
+    return traverse_util.unflatten_dict(
+        {path: not path.endswith(("norm", "bias")) for path in flat}, sep="/"
+    )
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params):
-    """The optimizer's state, born sharded: its moments lie where their weights lie, its counters everywhere."""
+    """The optimizer's state, born sharded: its moments lie where their weights lie, its counters
+    everywhere."""
     places = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=places)(params)
 
 
 def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params):
     """The optimizer's state as ShapeDtypeStructs, placed; params: arrays, or shapes with places."""
-    everywhere = jax.sharding.NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, jax.sharding.PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(
+        jax.tree.leaves(params)[0].sharding.mesh, jax.sharding.PartitionSpec()
+    )
     places = jax.tree.map(lambda p: p.sharding, params)
     shapes = jax.eval_shape(optimizer.init, params)
-    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # optax makes small arrays, here and not elsewhere
+    # optax makes small arrays, here and not elsewhere
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
         placed = optax.tree_utils.tree_map_params(
-            optimizer, lambda _, place: place, shapes, places, transform_non_params=lambda _: everywhere
+            optimizer,
+            lambda _, place: place,
+            shapes,
+            places,
+            transform_non_params=lambda _: everywhere,
         )
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, placed)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, placed
+    )
 
 
 def updated(optimizer: optax.GradientTransformation, grads, state: TrainState, seed: int):
     """The new params, the new state of the optimizer, and the norm of what was added.
 
-    What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and rounded up or down by
-    chance, the nearer the likelier: to the nearest, an update of less than half a last digit would never arrive. The
-    chance comes from (seed, step), so that it is the same on every mesh.
+    What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and
+    rounded up or down by chance, the nearer the likelier: to the nearest, an update of less than
+    half a last digit would never arrive. The chance comes from (seed, step), so that it is the same
+    on every mesh.
     """
-    wide = partial(jax.tree.map, lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x)
+    wide = partial(
+        jax.tree.map,
+        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x,
+    )
     params = wide(state.params)
     updates, opt_state = optimizer.update(wide(grads), wide(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
     old, key = (state.params, state.opt_state), jax.random.fold_in(jax.random.key(seed), ROUNDING)
     leaves, form = jax.tree.flatten(new)
     keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
-    rounded = [round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, jax.tree.leaves(old), keys)]
+    rounded = [
+        round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, jax.tree.leaves(old), keys)
+    ]
     return *form.unflatten(rounded), optax.tree.norm(updates)
 
 
@@ -129,7 +168,8 @@ def is_float(x) -> bool:
 
 
 def round_by_chance(x, dtype, key):
-    """x as dtype. From float32 to bfloat16, which is its upper half, up with the chance that the lower half says."""
+    """x as dtype. From float32 to bfloat16, which is its upper half, up with the chance that the
+    lower half says."""
     if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,20 +1,21 @@
 """Where the tokens of a batch stand while a model trains on them, so that padding is not computed.
 
-A batch is [B, T]: left-padded prompts, then right-padded completions. A layout sets its sequences side by side in rows
-[R, W]; M is the most tokens of a row that count. A loss is a weighted sum over tokens, so every layout has the same.
-Neighbours that start with the same prompt may share it: it stands once, in the lead of the row, and their completions
-are branches in its lanes. What stands in a lane sees the lead and that lane, never another lane, so attention costs no
-more than without sharing.
+A batch is [B, T]: left-padded prompts, then right-padded completions. A layout sets its sequences
+side by side in rows [R, W]; M is the most tokens of a row that count. A loss is a weighted sum over
+tokens, so every layout has the same. Neighbours that start with the same prompt may share it: it
+stands once, in the lead of the row, and their completions are branches in its lanes. What stands in
+a lane sees the lead and that lane, never another lane, so attention costs no more than without
+sharing.
 
-Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row with a lead of 3
-columns and two lanes of 3:
+Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row
+with a lead of 3 columns and two lanes of 3:
 
   tokens       5 6 3|7 8 4|9 . .
   segment_ids  1 1 2|1 1 2|1 0 0    a token sees only its segment,
   branches     0 0 0|1 1 1|2 0 0    of that branch 0 and its own branch,
   positions    0 1 0|2 3 1|2 0 0    of those what stands at its position or before
   scored       3 4 5 6              the columns of 7 8 4 9
-  previous     1 3 2 1              the columns whose hidden states predict them: both 7 and 9 follow 6
+  previous     1 3 2 1              the columns whose hidden states predict them: 7 and 9 follow 6
 """
 
 import itertools
@@ -27,7 +28,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """What a packed row has room for, in columns: shared prompts in its lead, then `lanes` lanes of `lane` each."""
+    """What a packed row has room for, in columns: shared prompts in its lead, then `lanes` lanes of
+    `lane` each."""
 
     lane: int
     lanes: int = 1
@@ -38,7 +40,8 @@ class RowShape:
         return self.lead + self.lanes * self.lane
 
     def num_scored(self, needed: int) -> int:
-        """M where a row counts `needed` tokens: in quarters of its lanes, so that few programs are compiled."""
+        """M where a row counts `needed` tokens: in quarters of its lanes, so that few programs are
+        compiled."""
         quarter = max(1, -(-self.lanes * self.lane // 4))
         return max(1, -(-needed // quarter)) * quarter
 
@@ -48,17 +51,21 @@ class Layout:
     """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see."""
 
     source: np.ndarray  # [R, W] int32, place in the flattened batch; -1: nothing
-    segment_ids: np.ndarray  # [R, W] int32, 1, 2 ... within a row; 0: nothing. A token sees only its own segment
+    # [R, W] int32, 1, 2 ... within a row; 0: nothing. A token sees only its own segment
+    segment_ids: np.ndarray
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
-    branches: np.ndarray | None  # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
-    scored: np.ndarray  # [R, M] int32, columns of the tokens that count, in order; 0 where there is none
+    # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
+    branches: np.ndarray | None
+    # [R, M] int32, columns of the tokens that count, in order; 0 where there is none
+    scored: np.ndarray
     previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
     is_scored: np.ndarray  # [R, M] bool
     shape: tuple[int, int]  # (B, T)
     num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
 
     def place(self, x_BT, fill=0) -> np.ndarray:
-        """[B, T] -> [R, W], `fill` where nothing stands. A shared prompt has the values of its first sequence."""
+        """[B, T] -> [R, W], `fill` where nothing stands. A shared prompt has the values of its
+        first sequence."""
         x_RW = np.asarray(x_BT).reshape(-1)[self.source]
         x_RW[self.source < 0] = fill
         return x_RW
@@ -92,23 +99,34 @@ def unpacked(token_mask_BT, counts_BT) -> Layout:
     )
 
 
-def packed(tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, num_parts, shards) -> Layout:
-    """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows last.
+def packed(
+    tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, num_parts, shards
+) -> Layout:
+    """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
+    last.
 
-    Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see is dropped: what
-    follows the last such token of a sequence, and a sequence without any. With a lead, neighbours with the same prompt
-    share it: what stands before the last `lane` columns, as far as none of it counts. ValueError where a sequence does
-    not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in
-    `unpacked`.
+    Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see
+    is dropped: what follows the last such token of a sequence, and a sequence without any. With a
+    lead, neighbours with the same prompt share it: what stands before the last `lane` columns, as
+    far as none of it counts. ValueError where a sequence does not fit into a row, where rows run
+    out (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in `unpacked`.
     """
     token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
     sequences = _sequences(token_mask_BT, counts_BT, shape)
-    units = [unit for group in _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape) for unit in group]
+    units = [
+        unit
+        for group in _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
+        for unit in group
+    ]
     row_of_unit, lanes_of_unit = _placed(units, shape)
-    fills = np.bincount(row_of_unit, [unit.tokens for unit in units])  # tokens of each used row
+    # tokens of each used row
+    fills = np.bincount(row_of_unit, [unit.tokens for unit in units])
     num_rows = shards * num_parts * rows_per_part
     if len(fills) > num_rows:
-        raise ValueError(f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only {num_rows}")
+        raise ValueError(
+            f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only "
+            f"{num_rows}"
+        )
     row_of_unit = _dealt(fills, rows_per_part, num_parts, shards)[row_of_unit]
     arrays, previous_RW = _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape)
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
@@ -121,11 +139,13 @@ def packed(tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, 
 
 
 def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
-    """How many rows `packed` takes at most, for sequences of at most `longest` tokens, prompts shared or not.
+    """How many rows `packed` takes at most, for sequences of at most `longest` tokens, prompts
+    shared or not.
 
-    Of two used rows, whatever opened the later did not fit into the earlier, so together they hold more than `width`.
-    Summed over every row and the next (after the last, the first): 2 * tokens > rows * width, if there are two rows.
-    Sharing adds no tokens: a unit is never longer than its sequences are together. And no row is without a sequence.
+    Of two used rows, whatever opened the later did not fit into the earlier, so together they hold
+    more than `width`. Summed over every row and the next (after the last, the first): 2 * tokens >
+    rows * width, if there are two rows. Sharing adds no tokens: a unit is never longer than its
+    sequences are together. And no row is without a sequence.
     """
     return min(num_sequences, max(1, -(-2 * num_sequences * longest // width) - 1))
 
@@ -168,33 +188,51 @@ def _check_predicted(token_mask_BT, counts_BT):
     wrong = np.argwhere(counts_BT & ~predicted_BT)
     if len(wrong):
         b, t = wrong[0]
-        raise ValueError(f"sequence {b} counts column {t}, but no real token right before it predicts a real one there")
+        raise ValueError(
+            f"sequence {b} counts column {t}, but no real token right before it predicts a real "
+            "one there"
+        )
 
 
 def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
     """The sequences that count anything, in the order of the batch."""
     _check_predicted(token_mask_BT, counts_BT)
     sequences, T = [], counts_BT.shape[1]
-    spans = token_mask_BT.argmax(axis=1), counts_BT.argmax(axis=1), T - counts_BT[:, ::-1].argmax(axis=1)
+    spans = (
+        token_mask_BT.argmax(axis=1),
+        counts_BT.argmax(axis=1),
+        T - counts_BT[:, ::-1].argmax(axis=1),
+    )
     for b in np.flatnonzero(counts_BT.any(axis=1)).tolist():
         start, first, stop = (int(place_B[b]) for place_B in spans)
         if not token_mask_BT[b, start:stop].all():
-            raise ValueError(f"sequence {b} has padding between its tokens; it may only stand at the two ends")
-        # No further than the prompt's columns: where the first of a completion's tokens do not count, it ends there.
+            raise ValueError(
+                f"sequence {b} has padding between its tokens; it may only stand at the two ends"
+            )
+        # No further than the prompt's columns: where the first of a completion's tokens do not
+        # count, it ends there.
         lead = max(0, min(first, T - shape.lane, start + shape.lead) - start)
         if (own := stop - start - lead) > shape.lane:
-            room = f"{shape.lane} in a lane" + (f" after {shape.lead} that are shared" if shape.lead else "")
-            raise ValueError(f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for {room}")
+            room = f"{shape.lane} in a lane" + (
+                f" after {shape.lead} that are shared" if shape.lead else ""
+            )
+            raise ValueError(
+                f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for "
+                f"{room}"
+            )
         sequences.append(_Sequence(b * T + start, lead, b * T + stop))
     return sequences
 
 
 def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
-    """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a lead, each alone."""
+    """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a
+    lead, each alone."""
     if not shape.lead:
         yield from ([_Unit(0, [one])] for one in sequences)
         return
-    for _, run in itertools.groupby(sequences, lambda one: tokens[one.start : one.start + one.lead].tobytes()):
+    for _, run in itertools.groupby(
+        sequences, lambda one: tokens[one.start : one.start + one.lead].tobytes()
+    ):
         yield _divided(list(run), shape)
 
 
@@ -202,11 +240,14 @@ def _divided(run, shape: RowShape) -> list[_Unit]:
     lead = run[0].lead
     lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane)
     rows = lanes // shape.lanes
-    return [_Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)]
+    return [
+        _Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)
+    ]
 
 
 def _first_fit(lengths, room: np.ndarray, new: int | None = None) -> np.ndarray | None:
-    """Where each goes: from the longest on, to the first place with room for it, or to a new one with room for `new`.
+    """Where each goes: from the longest on, to the first place with room for it, or to a new one
+    with room for `new`.
 
     None if there is no room and nothing new. `room` is left as it was.
     """
@@ -223,53 +264,82 @@ def _first_fit(lengths, room: np.ndarray, new: int | None = None) -> np.ndarray 
 
 
 def _placed(units, shape: RowShape) -> tuple[np.ndarray, list]:
-    """The row of each unit, first fit from the largest on, and the lane of each of its sequences."""
+    """The row of each unit, first fit from the largest on, and the lane of each of its
+    sequences."""
     rows, lanes = np.zeros(len(units), int), [None] * len(units)
     leads, room = np.full(len(units), shape.lead), np.full((len(units), shape.lanes), shape.lane)
     for i in np.argsort([-unit.tokens for unit in units], kind="stable").tolist():
         unit, lengths = units[i], units[i].lengths
-        candidates = (leads >= unit.lead) & (room.max(axis=1) >= max(lengths)) & (room.sum(axis=1) >= sum(lengths))
-        tried = ((row, _first_fit(lengths, room[row])) for row in np.flatnonzero(candidates).tolist())
-        row, lanes[i] = next((row, found) for row, found in tried if found is not None)  # an empty row always does
+        candidates = (
+            (leads >= unit.lead)
+            & (room.max(axis=1) >= max(lengths))
+            & (room.sum(axis=1) >= sum(lengths))
+        )
+        tried = (
+            (row, _first_fit(lengths, room[row])) for row in np.flatnonzero(candidates).tolist()
+        )
+        # an empty row always does
+        row, lanes[i] = next((row, found) for row, found in tried if found is not None)
         rows[i], leads[row] = row, leads[row] - unit.lead
         np.subtract.at(room[row], lanes[i], lengths)
     return rows, lanes
 
 
 def _dealt(fills, rows_per_part, num_parts, shards) -> np.ndarray:
-    """Where each used row stands: the fullest are dealt first, across the shards of a part, then to the next part.
+    """Where each used row stands: the fullest are dealt first, across the shards of a part, then to
+    the next part.
 
-    Every other pass goes the other way round, or the first shard and the first part would always get the fuller row.
+    Every other pass goes the other way round, or the first shard and the first part would always
+    get the fuller row.
     """
-    slot, shard = np.divmod(np.arange(len(fills)), shards)  # as many for each shard, its first ones
+    # as many for each shard, its first ones
+    slot, shard = np.divmod(np.arange(len(fills)), shards)
     part, nth = np.divmod(slot, rows_per_part)
-    turn = np.lexsort((np.where((nth + part) % 2, -shard, shard), np.where(nth % 2, -part, part), nth))
+    turn = np.lexsort(
+        (np.where((nth + part) % 2, -shard, shard), np.where(nth % 2, -part, part), nth)
+    )
     rows = np.zeros(len(fills), int)
     rows[np.argsort(-fills, kind="stable")] = (shard * num_parts * rows_per_part + slot)[turn]
     return rows
 
 
-def _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape: RowShape) -> tuple[dict, np.ndarray]:
-    """The [R, W] arrays of a layout, and the column that predicts each: the one before, or the last of its lead."""
+def _laid_out(
+    units, row_of_unit, lanes_of_unit, num_rows, shape: RowShape
+) -> tuple[dict, np.ndarray]:
+    """The [R, W] arrays of a layout, and the column that predicts each: the one before, or the last
+    of its lead."""
     names, width = ("source", "segment_ids", "positions", "branches"), shape.width
-    arrays = {name: np.full(num_rows * width, -1 if name == "source" else 0, np.int32) for name in names}
+    arrays = {
+        name: np.full(num_rows * width, -1 if name == "source" else 0, np.int32) for name in names
+    }
     previous = np.tile(np.arange(width) - 1, num_rows)
     starts = shape.lead - shape.lane + shape.lane * np.arange(shape.lanes + 1)
-    starts[0] = 0  # of the lead, then of the lanes
+    # of the lead, then of the lanes
+    starts[0] = 0
     ends = np.arange(0, num_rows * width, width)[:, None] + starts
     count, segments = np.arange(width, dtype=np.int32), [0] * num_rows
     for unit, row, lanes in zip(units, row_of_unit.tolist(), lanes_of_unit):
         segments[row] += 1
-        rest = ((one.start + unit.lead, n, 1 + lane) for one, n, lane in zip(unit.sequences, unit.lengths, lanes))
-        for branch, (source, length, lane) in enumerate([(unit.sequences[0].start, unit.lead, 0), *rest]):
-            here, position = slice(ends[row, lane], ends[row, lane] + length), unit.lead if branch else 0
+        rest = (
+            (one.start + unit.lead, n, 1 + lane)
+            for one, n, lane in zip(unit.sequences, unit.lengths, lanes)
+        )
+        for branch, (source, length, lane) in enumerate(
+            [(unit.sequences[0].start, unit.lead, 0), *rest]
+        ):
+            here, position = (
+                slice(ends[row, lane], ends[row, lane] + length),
+                unit.lead if branch else 0,
+            )
             values = (count[:length] + source, segments[row], count[:length] + position, branch)
             for name, value in zip(names, values):
                 arrays[name][here] = value
             if branch and unit.lead:
                 previous[here.start] = (ends[row, 0] - 1) % width
             ends[row, lane] += length
-    return {name: array.reshape(num_rows, width) for name, array in arrays.items()}, previous.reshape(num_rows, width)
+    return {
+        name: array.reshape(num_rows, width) for name, array in arrays.items()
+    }, previous.reshape(num_rows, width)
 
 
 def _scored(counts_RW, previous_RW, shape: RowShape) -> dict:
@@ -279,6 +349,7 @@ def _scored(counts_RW, previous_RW, shape: RowShape) -> dict:
     M = shape.num_scored(int(counted_R.max(initial=0)))
     is_scored = np.arange(M) < counted_R[:, None]
     arrays = {"scored": np.zeros((R, M), np.int32), "previous": np.zeros((R, M), np.int32)}
-    arrays["scored"][is_scored] = counted % W  # both go row by row, in order
+    # both go row by row, in order
+    arrays["scored"][is_scored] = counted % W
     arrays["previous"][is_scored] = previous_RW.reshape(-1)[counted]
     return arrays | {"is_scored": is_scored}

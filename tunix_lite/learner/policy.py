@@ -16,8 +16,14 @@ from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
 from tunix_lite.types import Batch
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}  # of the computation
-STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}  # and of what trains
+# of the computation
+DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "bf16_params": jnp.bfloat16,
+}
+# and of what trains
+STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
 ROWS = Rows()
 
 
@@ -25,24 +31,33 @@ ROWS = Rows()
 class Policy:
     """All that an algorithm may ask of a model. Tests and other engines supply their own.
 
-    generate(params, prompts, key, num_generations, temperature=..., on_finished=None) -> Rollout may call
-    on_finished(row, tokens) when a completion has ended; what it does not call it for is judged at the end.
-    `params` are what the policy acts with; under LoRA, the frozen base with its adapters attached.
+    generate(params, prompts, key, num_generations, temperature=..., on_finished=None) -> Rollout
+    may call on_finished(row, tokens) when a completion has ended; what it does not call it for is
+    judged at the end. `params` are what the policy acts with; under LoRA, the frozen base with its
+    adapters attached.
     """
 
     generate: Callable  # as above
-    scores: Callable  # (params, batch in rows) -> Scores, [R, W] each, 0 where no token counts; inside jit
-    # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference. That of make_policy knows its program:
+    # (params, batch in rows) -> Scores, [R, W] each, 0 where no token counts; inside jit
+    scores: Callable
+    # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference. That of
+    # make_policy knows its program:
     ref_logprobs: Callable | None = None  # ref_logprobs.compiled(batch in rows)
 
 
 def make_policy(
-    cfg: ModelConfig, generate, temperature: float, dtype=jnp.float32, reference=None, rows: Rows = ROWS, **scoring
+    cfg: ModelConfig,
+    generate,
+    temperature: float,
+    dtype=jnp.float32,
+    reference=None,
+    rows: Rows = ROWS,
+    **scoring,
 ) -> Policy:
     """A decoder as a Policy. `reference` are the frozen params of the KL term, or None.
 
-    rows: how sequences are laid out; scoring: `remat`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as
-    decoder.forward takes them.
+    rows: how sequences are laid out; scoring: `remat`, `attend`, `reduce_dtype` and
+    `tp_reduce_dtype` as decoder.forward takes them.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     if reference is None:
@@ -58,18 +73,23 @@ def make_policy(
 
 
 def scoring_program(scores: Callable, rows: Rows):
-    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as the update is.
+    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
+    the update is.
 
     Every device has all of them, so that every process can read them.
     """
 
     def score(params, batch):
-        return constrain(mapped(lambda part: scores(params, part).logprobs, batch, rows.num_parts), "seq", "seq")
+        return constrain(
+            mapped(lambda part: scores(params, part).logprobs, batch, rows.num_parts), "seq", "seq"
+        )
 
     return jax.jit(score)
 
 
-def batch_scores(params, batch: Batch, *, cfg: ModelConfig, temperature: float, dtype, **forward) -> Scores:
+def batch_scores(
+    params, batch: Batch, *, cfg: ModelConfig, temperature: float, dtype, **forward
+) -> Scores:
     """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
 
     Only they get scores over the vocabulary, and of those [R, W, V] never exist.
@@ -77,13 +97,16 @@ def batch_scores(params, batch: Batch, *, cfg: ModelConfig, temperature: float, 
     sight = Sight(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, sight, dtype, **forward)
     before_RMD, targets_RM = to_score(hidden_RWD, batch)
-    found = token_scores(before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature)
+    found = token_scores(
+        before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature
+    )
     return Scores(*(in_place(jnp.where(batch.is_scored, x_RM, 0.0), batch) for x_RM in found))
 
 
 def to_score(hidden_RWD, batch: Batch):
     """The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M]."""
-    if batch.scored is None:  # slices: gathers take a CPU twice as long as the head
+    # slices: gathers take a CPU twice as long as the head
+    if batch.scored is None:
         M = batch.is_scored.shape[1]
         return hidden_RWD[:, -M - 1 : -1], batch.tokens[:, -M:]
     before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
@@ -98,9 +121,20 @@ def in_place(x_RM, batch: Batch):
     return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
 
-def token_logprobs(params, tokens_BT, token_mask_BT, *, cfg: ModelConfig, temperature: float = 1.0, dtype=jnp.float32):
-    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts, is 0."""
-    hidden_BTD = decoder.forward(params, cfg, tokens_BT, attention.whole(token_mask_BT), dtype)[:, :-1]
+def token_logprobs(
+    params,
+    tokens_BT,
+    token_mask_BT,
+    *,
+    cfg: ModelConfig,
+    temperature: float = 1.0,
+    dtype=jnp.float32,
+):
+    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts,
+    is 0."""
+    hidden_BTD = decoder.forward(params, cfg, tokens_BT, attention.whole(token_mask_BT), dtype)[
+        :, :-1
+    ]
     table_VD = decoder.output_table(params, cfg)
     found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
     return jnp.pad(found.logprobs, ((0, 0), (1, 0)))

@@ -1,28 +1,35 @@
-"""The table of a `Precompiled` normalizer in a tokenizer.json, looked through before the library uses it.
+"""The table of a `Precompiled` normalizer in a tokenizer.json, looked through before the library
+uses it.
 
-SentencePiece compiles its rules into it: which texts, of a few bytes each, are replaced by which. The library takes its
-numbers as they are, and panics in the middle of a text where one of them leads outside.
+SentencePiece compiles its rules into it: which texts, of a few bytes each, are replaced by which.
+The library takes its numbers as they are, and panics in the middle of a text where one of them
+leads outside.
 """
 
 import numpy as np
 
-LEVELS = 16  # bytes of a text that is replaced: the library looks up characters, and clusters of less than 6 bytes
-LEAF = 1 << 31  # set in a unit that holds a value; in any other one the lowest 8 bits are a byte of the text
+# bytes of a text that is replaced: the library looks up characters, and clusters of less than 6
+# bytes
+LEVELS = 16
+# set in a unit that holds a value; in any other one the lowest 8 bits are a byte of the text
+LEAF = 1 << 31
 HAS_LEAF = 1 << 8
 
 
 def longest_replacement(charsmap: bytes) -> int:
-    """Characters of the longest text that a table puts in the place of another. Raises ValueError if it is damaged.
+    """Characters of the longest text that a table puts in the place of another. Raises ValueError
+    if it is damaged.
 
-    The table: the size of what follows in 4 bytes, a double array of units of 4 bytes (darts-clone writes it), and the
-    replacements, each ended by a byte 0.
+    The table: the size of what follows in 4 bytes, a double array of units of 4 bytes (darts-clone
+    writes it), and the replacements, each ended by a byte 0.
     """
     size = int.from_bytes(charsmap[:4], "little")
     if len(charsmap) < 4 or not size or size % 4 or 4 + size > len(charsmap):
         raise ValueError("its table of characters has another size than it says")
     units = np.frombuffer(charsmap[4 : 4 + size], "<u4").astype(np.int64)
     replacements = charsmap[4 + size :]
-    replacements.decode("utf-8")  # raises ValueError
+    # raises ValueError
+    replacements.decode("utf-8")
     places = np.unique(_places(units))
     if places.size and places[-1] > len(replacements):
         raise ValueError("its table of characters leads outside of it")
@@ -34,8 +41,10 @@ def longest_replacement(charsmap: bytes) -> int:
 
 
 def _places(units: np.ndarray) -> np.ndarray:
-    """Where in the replacements any text can lead. Raises ValueError if one leads outside of the units, [N]."""
-    # The low bit of 1 << 9 scales an offset by 256. A unit of label b below the position p stands at p ^ b.
+    """Where in the replacements any text can lead. Raises ValueError if one leads outside of the
+    units, [N]."""
+    # The low bit of 1 << 9 scales an offset by 256. A unit of label b below the position p stands
+    # at p ^ b.
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     index = np.arange(len(units))
     labels = np.where(units & LEAF, 0, units & 0xFF)

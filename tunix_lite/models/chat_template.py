@@ -1,7 +1,9 @@
-"""Chat templates: jinja2 programs that come with a model and write a conversation as it was trained to see it.
+"""Chat templates: jinja2 programs that come with a model and write a conversation as it was trained
+to see it.
 
-They come from anywhere. jinja2's sandbox lets nothing out, and bounds neither time nor memory: those of strangers run
-in a process that has limits and can be killed (confined). Ours, known by its text, runs here.
+They come from anywhere. jinja2's sandbox lets nothing out, and bounds neither time nor memory:
+those of strangers run in a process that has limits and can be killed (confined). Ours, known by its
+text, runs here.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,8 @@ from tunix_lite.models import confined
 from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
 from tunix_lite.plain_text import escaped, shown
 
-MOST = 2**20  # characters of a template; published ones have up to 20,000
+# characters of a template; published ones have up to 20,000
+MOST = 2**20
 OURS = Path(__file__).parent / "bundled" / "chat_template.jinja"
 
 
@@ -34,7 +37,8 @@ class ChatTemplate:
         """Raises ValueError, naming the file, if it is no template."""
         if not isinstance(text, str) or len(text) > MOST:
             raise ValueError(
-                f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} characters"
+                f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
+                "characters"
             )
         if text == _ours():
             return cls(text, where, compiled(text))
@@ -65,8 +69,14 @@ def _in_a_line(error: Exception) -> str:
 
 
 def plain(value):
-    """`value` in plain types: a template is a stranger's program and is handed nothing that can act."""
-    for kind, made in ((str, str.__str__), (bool, bool), (int, int.__int__), (float, float.__float__)):
+    """`value` in plain types: a template is a stranger's program and is handed nothing that can
+    act."""
+    for kind, made in (
+        (str, str.__str__),
+        (bool, bool),
+        (int, int.__int__),
+        (float, float.__float__),
+    ):
         if isinstance(value, kind):
             return made(value)
     if value is None:
@@ -76,14 +86,23 @@ def plain(value):
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else [plain(item) for item in value]
-    raise ValueError(f"a chat template takes texts, numbers, lists and dicts; this is a {type(value).__name__}")
+        return (
+            type(value)(map(plain, value))
+            if type(value) in (list, tuple)
+            else [plain(item) for item in value]
+        )
+    raise ValueError(
+        f"a chat template takes texts, numbers, lists and dicts; this is a {type(value).__name__}"
+    )
 
 
 def as_template_reads(message: dict) -> dict:
-    """A message as templates read it: keys that hold nothing left out, reasoning under each of its names."""
+    """A message as templates read it: keys that hold nothing left out, reasoning under each of its
+    names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
     message = {key: value for key, value in plain(message).items() if value is not None}
-    said = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    said = [
+        message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message
+    ]
     return {"thinking": said[0], **message, "reasoning_content": said[0]} if said else message

@@ -1,6 +1,8 @@
-"""Asks a process of its own, with limits, to run what a stranger's folder brought: see confined_worker.
+"""Asks a process of its own, with limits, to run what a stranger's folder brought: see
+confined_worker.
 
-One process serves all. It starts when it is first asked (some 0.1 s), and an answer takes a fraction of a millisecond.
+One process serves all. It starts when it is first asked (some 0.1 s), and an answer takes a
+fraction of a millisecond.
 """
 
 import atexit
@@ -22,16 +24,27 @@ import markupsafe
 import tunix_lite
 from tunix_lite.models.confined_worker import HEAD, LENGTH
 
-MEMORY = 512 * 2**20  # bytes of addresses; an interpreter with jinja2 takes some 50 MB
-SECONDS = 1.0  # of the processor, for one request
-WAITED = 30.0  # seconds by the clock, for one request: another limit, for a process that somebody has stopped
-STARTS = 3  # attempts: a signal that was meant for the run may end the process
-MOST_ANSWER = 2**28  # bytes
+# bytes of addresses; an interpreter with jinja2 takes some 50 MB
+MEMORY = 512 * 2**20
+# of the processor, for one request
+SECONDS = 1.0
+# seconds by the clock, for one request: another limit, for a process that somebody has stopped
+WAITED = 30.0
+# attempts: a signal that was meant for the run may end the process
+STARTS = 3
+# bytes
+MOST_ANSWER = 2**28
 START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
     "from tunix_lite.models.confined_worker import work; work(*rest)"
 )
-KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")  # what starting Python may need; no token
+# what starting Python may need; no token
+KEPT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "PYTHONHOME",
+)
 
 
 class Refused(ValueError):
@@ -39,7 +52,8 @@ class Refused(ValueError):
 
 
 def ask(kind: str, *arguments) -> str:
-    """What the worker says to a request (confined_worker.ASKED) with these plain values. Raises Refused."""
+    """What the worker says to a request (confined_worker.ASKED) with these plain values. Raises
+    Refused."""
     global _running
     request = pickle.dumps((kind, arguments))
     with _LOCK:
@@ -67,10 +81,24 @@ class _Gone(Exception):
 
 class _Worker:
     def __init__(self):
-        packages = [str(Path(module.__file__).parents[1]) for module in (tunix_lite, jinja2, markupsafe)]
-        found_in = [*map(os.path.abspath, sys.path), *packages]  # a finder of an editable install is not in sys.path
+        packages = [
+            str(Path(module.__file__).parents[1]) for module in (tunix_lite, jinja2, markupsafe)
+        ]
+        # a finder of an editable install is not in sys.path
+        found_in = [
+            *map(os.path.abspath, sys.path),
+            *packages,
+        ]
         # -I -S: neither PYTHONPATH nor site-packages' start-up code; sys.path is given
-        command = [sys.executable, "-I", "-S", "-B", "-c", START, json.dumps([found_in, MEMORY, SECONDS])]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            START,
+            json.dumps([found_in, MEMORY, SECONDS]),
+        ]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -84,7 +112,8 @@ class _Worker:
         os.set_blocking(self._process.stdin.fileno(), False)
 
     def is_ours(self) -> bool:
-        """Whether we may ask it: a fork of ours has the same pipes, and they may have been closed."""
+        """Whether we may ask it: a fork of ours has the same pipes, and they may have been
+        closed."""
         return self._owner == os.getpid() and not self._process.stdin.closed
 
     def ask(self, request: bytes) -> str:
@@ -130,7 +159,10 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return _Gone("closes its pipes", overran=True)
         if code == -signal.SIGPROF:
-            return _Gone(f"takes more than {SECONDS:g} second{'' if SECONDS == 1 else 's'} of the processor", True)
+            return _Gone(
+                f"takes more than {SECONDS:g} second{'' if SECONDS == 1 else 's'} of the processor",
+                True,
+            )
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return _Gone(how, overran=False)
 
@@ -147,7 +179,8 @@ class _Worker:
 
 _running: _Worker | None = None
 _LOCK = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock()))  # another thread may hold it
+# another thread may hold it
+os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock()))
 
 
 @atexit.register

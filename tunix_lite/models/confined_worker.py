@@ -1,7 +1,9 @@
-"""The process in which programs of strangers run: chat templates, and patterns of a folder's settings.
+"""The process in which programs of strangers run: chat templates, and patterns of a folder's
+settings.
 
-It has a limit on memory, one on the processor's time of each request, no environment to read secrets from, and it is
-killed when it overruns. `confined` starts it and asks. It answers with text only.
+It has a limit on memory, one on the processor's time of each request, no environment to read
+secrets from, and it is killed when it overruns. `confined` starts it and asks. It answers with text
+only.
 """
 
 import contextlib
@@ -18,24 +20,35 @@ from functools import cache
 
 from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
 
-HEAD = struct.Struct("<?Q")  # of an answer: whether it succeeded, and how many bytes follow
-LENGTH = struct.Struct("<Q")  # of a request
+# of an answer: whether it succeeded, and how many bytes follow
+HEAD = struct.Struct("<?Q")
+# of a request
+LENGTH = struct.Struct("<Q")
 
 _compiled = cache(compiled)
 
 
 def work(memory: int, seconds: float) -> None:
-    """Answers requests until there are no more. `memory`: bytes at most; `seconds`: of the processor for a request."""
+    """Answers requests until there are no more. `memory`: bytes at most; `seconds`: of the
+    processor for a request."""
     answers = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us, and closes our input
-    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # macOS has no limit on addresses
+    # Ctrl-C is for who started us, and closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for limit, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        # macOS has no limit on addresses
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (most, most))
     while request := _exactly(LENGTH.size):
-        kind, arguments = pickle.loads(_exactly(LENGTH.unpack(request)[0]))  # from who started us
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends us, whatever Python is doing
+        # from who started us
+        kind, arguments = pickle.loads(_exactly(LENGTH.unpack(request)[0]))
+        # SIGPROF ends us, whatever Python is doing
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         succeeded, said = _answer(ASKED[kind], arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(answers, HEAD.pack(succeeded, len(said)))

@@ -1,14 +1,15 @@
-"""A decoder-only transformer as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and 3, Llama 3.
+"""A decoder-only transformer as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and
+3, Llama 3.
 
-Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x))))
-with rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the layers: "local"
-layers see the last `window` tokens, "global" ones see all. What families do differently is a flag of `ModelConfig`.
-Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama
-3), and the published checkpoints.
+Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
+rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
+layers: "local" layers see the last `window` tokens, "global" ones see all. What families do
+differently is a flag of `ModelConfig`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
+2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
 
-All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is goes beside them as
-data: training scans over single layers, so that compile time grows neither with depth nor with the pattern. Sampling
-runs layer by layer on `per_layer` weights.
+All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is
+goes beside them as data: training scans over single layers, so that compile time grows neither with
+depth nor with the pattern. Sampling runs layer by layer on `per_layer` weights.
 """
 
 from dataclasses import dataclass, fields
@@ -24,24 +25,45 @@ from jax.sharding import PartitionSpec as P
 from tunix_lite.models import attention
 from tunix_lite.models.attention import Sight
 from tunix_lite.models.attention import whole as whole
-from tunix_lite.models.rounding import added, at_least_float32, inverse_root, mean_square, stored, wide
-from tunix_lite.models.weights import Weight, at_work, fan_in, is_quantized, is_weight, ones, project, stacked, zeros
+from tunix_lite.models.rounding import (
+    added,
+    at_least_float32,
+    inverse_root,
+    mean_square,
+    stored,
+    wide,
+)
+from tunix_lite.models.weights import (
+    Weight,
+    at_work,
+    fan_in,
+    is_quantized,
+    is_weight,
+    ones,
+    project,
+    stacked,
+    zeros,
+)
 from tunix_lite.parallel.mesh import constrain, divided, move
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
-MOST_LAYERS = 1024  # published models have up to 126; files of strangers say 10**9
-MOST_OF_A_DIM = 2**26  # elements of one dim of a weight; published ones have up to 262,208
-RESIDUAL = ("batch", "residual_seq", "act_embed")  # the axes of what runs between layers
-WHOLE = ("batch", "seq", "act_embed")  # and of what a layer reads
+# published models have up to 126; files of strangers say 10**9
+MOST_LAYERS = 1024
+# elements of one dim of a weight; published ones have up to 262,208
+MOST_OF_A_DIM = 2**26
+# the axes of what runs between layers
+RESIDUAL = ("batch", "residual_seq", "act_embed")
+# and of what a layer reads
+WHOLE = ("batch", "seq", "act_embed")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Longer rotary wavelengths, for sequences beyond those of pretraining.
 
-    With `factor` alone all wavelengths grow by it (linear). With the rest, as Llama 3.1 does: those that fit into
-    original_positions / high_freq_factor stay, those beyond original_positions / low_freq_factor grow by it, and
-    those between by something between.
+    With `factor` alone all wavelengths grow by it (linear). With the rest, as Llama 3.1 does: those
+    that fit into original_positions / high_freq_factor stay, those beyond original_positions /
+    low_freq_factor grow by it, and those between by something between.
     """
 
     factor: float  # by which wavelengths grow
@@ -52,14 +74,22 @@ class RopeScaling:
     def __post_init__(self):
         rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
         if any(x is None for x in rest) and any(x is not None for x in rest):
-            raise ValueError("give low_freq_factor, high_freq_factor and original_positions, or none of the three")
-        if self.factor <= 0 or (rest[0] is not None and not 0 < self.low_freq_factor < self.high_freq_factor):
-            raise ValueError("factor must be above 0, and low_freq_factor between 0 and high_freq_factor")
+            raise ValueError(
+                "give low_freq_factor, high_freq_factor and original_positions, or none of the "
+                "three"
+            )
+        if self.factor <= 0 or (
+            rest[0] is not None and not 0 < self.low_freq_factor < self.high_freq_factor
+        ):
+            raise ValueError(
+                "factor must be above 0, and low_freq_factor between 0 and high_freq_factor"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture. Sizes count elements unless said otherwise; what is not given is as in Gemma 3."""
+    """The architecture. Sizes count elements unless said otherwise; what is not given is as in
+    Gemma 3."""
 
     vocab_size: int  # tokens, padding included
     num_layers: int  # blocks of attention and feed-forward
@@ -68,8 +98,19 @@ class ModelConfig:
     num_kv_heads: int  # key/value heads; divides num_heads
     head_dim: int  # width of one head; even
     mlp_dim: int  # hidden width of the gated feed-forward
-    pattern: tuple[str, ...] = ("local", "local", "local", "local", "local", "global")  # repeats over the layers
-    window: int | None = 512  # tokens that a local layer sees, the current one included; null: no layer is local
+    # repeats over the layers
+    pattern: tuple[str, ...] = (
+        "local",
+        "local",
+        "local",
+        "local",
+        "local",
+        "global",
+    )
+    window: int | None = (
+        # tokens that a local layer sees, the current one included; null: no layer is local
+        512
+    )
     query_scale: int = 256  # scores are divided by its square root (Gemma: query_pre_attn_scalar)
     rope_theta_local: float = 10_000.0  # base of the rotary wavelengths of local layers
     rope_theta_global: float = 1_000_000.0  # and of global ones
@@ -98,9 +139,13 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
         if "local" in self.pattern and self.window is None:
-            raise ValueError(f"pattern={list(self.pattern)} has local layers, and window is not given")
+            raise ValueError(
+                f"pattern={list(self.pattern)} has local layers, and window is not given"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd, and rope turns pairs")
         if not self.pattern or set(self.pattern) - {"local", "global"}:
@@ -112,7 +157,8 @@ class ModelConfig:
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
 
-TABLE_AXES = ("vocab", "embed")  # of the embedding, and of a head of its own
+# of the embedding, and of a head of its own
+TABLE_AXES = ("vocab", "embed")
 
 
 def weights(cfg: ModelConfig) -> dict:
@@ -141,7 +187,9 @@ def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
     }
     if cfg.qkv_bias:
         layer["q_bias"] = Weight((N, H), ("heads", "head_dim"), zeros, inputs=0)
-        layer["k_bias"] = layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
+        layer["k_bias"] = layer["v_bias"] = Weight(
+            (K, H), ("kv_heads", "head_dim"), zeros, inputs=0
+        )
     if cfg.qk_norm:
         layer["q_norm"] = layer["k_norm"] = norm_weight(cfg, H)
     if cfg.post_norms:
@@ -154,13 +202,17 @@ def norm_weight(cfg: ModelConfig, size: int) -> Weight:
 
 
 def copy_to_score(params, cfg: ModelConfig, dtype):
-    """The parameters once more, to score with and never to train: what `at_work` casts is kept in the compute dtype."""
-    kept = jax.tree.map(lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight)
+    """The parameters once more, to score with and never to train: what `at_work` casts is kept in
+    the compute dtype."""
+    kept = jax.tree.map(
+        lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight
+    )
     return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
 
 
 def per_layer(params, cfg: ModelConfig, dtype) -> dict:
-    """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs on.
+    """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs
+    on.
 
     Norms keep their dtype, as they do in training, and quantised weights their codes.
     """
@@ -172,13 +224,18 @@ def per_layer(params, cfg: ModelConfig, dtype) -> dict:
 
 
 def per_layer_places(places, cfg: ModelConfig):
-    """Where `per_layer` leaves its arrays, given where the parameters live: each where it comes from."""
+    """Where `per_layer` leaves its arrays, given where the parameters live: each where it comes
+    from."""
     return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
 
 
 def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
-    """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has of a stacked leaf."""
-    layers = [jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"]) for i in range(cfg.num_layers)]
+    """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has
+    of a stacked leaf."""
+    layers = [
+        jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
+        for i in range(cfg.num_layers)
+    ]
     return tree | {"layers": layers}
 
 
@@ -193,11 +250,13 @@ def forward(
     reduce_dtype=jnp.float32,
     tp_reduce_dtype=jnp.float32,
 ):
-    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either side.
+    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either
+    side.
 
-    remat: what the backward pass finds kept, a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype:
-    what the gradients of the layers are summed in over the mesh, as weights.at_work takes it. tp_reduce_dtype: what
-    the two sums of a layer over tp are taken in, as weights.project takes it.
+    remat: what the backward pass finds kept, a name of REMAT. attend: one of
+    attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
+    mesh, as weights.at_work takes it. tp_reduce_dtype: what the two sums of a layer over tp are
+    taken in, as weights.project takes it.
     """
     angles = all_angles(cfg, sight.positions)
     declared = layer_weights(cfg)
@@ -206,7 +265,8 @@ def forward(
 
     def layer(x_BTD, of_layer):
         w, is_local = of_layer
-        is_local = bool(are_local[0]) if of_one_kind else is_local  # known while compiling, where all are alike
+        # known while compiling, where all are alike
+        is_local = bool(are_local[0]) if of_one_kind else is_local
         w = {name: at_work(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()}
         see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
         return block(x_BTD, w, cfg, of_kind(angles, is_local), see, tp_reduce_dtype)
@@ -219,7 +279,8 @@ def forward(
 
 
 def of_kind(of_kinds: dict, is_local):
-    """What the layer's kind has: chosen now if the kind is known, and otherwise where the program runs."""
+    """What the layer's kind has: chosen now if the kind is known, and otherwise where the program
+    runs."""
     if isinstance(is_local, bool):
         return of_kinds["local" if is_local else "global"]
     return jax.tree.map(partial(jnp.where, is_local), of_kinds["local"], of_kinds["global"])
@@ -229,30 +290,37 @@ KEPT = jax.checkpoint_policies.save_only_these_names
 
 
 def _and_kernels(policy):
-    """The policy, and what cuDNN's attention keeps for its own backward pass; else its forward pass would run twice."""
+    """The policy, and what cuDNN's attention keeps for its own backward pass; else its forward pass
+    would run twice."""
     return jax.checkpoint_policies.save_from_both_policies(
         policy, lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd")
     )
 
 
-# What is kept from the forward pass for the backward pass, which makes the rest again: at least norms, activations and
-# whatever else is cheap. Weights are never kept as they are used: whole over fsdp, one after the other, they would be
-# the model.
+# What is kept from the forward pass for the backward pass, which makes the rest again: at least
+# norms, activations and whatever else is cheap. Weights are never kept as they are used: whole over
+# fsdp, one after the other, they would be the model.
 REMAT = {
-    "none": _and_kernels(KEPT("product", "scores", "attended")),  # every product
-    "dots": KEPT("product"),  # with weights, nothing within attention
-    "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),  # into attention and out of it
-    "block": jax.checkpoint_policies.nothing_saveable,  # the input of each layer
+    # every product
+    "none": _and_kernels(KEPT("product", "scores", "attended")),
+    # with weights, nothing within attention
+    "dots": KEPT("product"),
+    # into attention and out of it
+    "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),
+    # the input of each layer
+    "block": jax.checkpoint_policies.nothing_saveable,
 }
 
 
 def forward_by_layer(
     layered, cfg: ModelConfig, tokens_BT, positions_BT, see, tp_reduce_dtype=jnp.float32
 ) -> tuple[jax.Array, list]:
-    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`: from `per_layer`.
+    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`:
+    from `per_layer`.
 
-    see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what the tokens see:
-    a cache of earlier keys and values is its business. tp_reduce_dtype: as `forward` takes it.
+    see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what
+    the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
+    `forward` takes it.
     """
     angles = all_angles(cfg, positions_BT)
     x_BTD = embed(layered, cfg, tokens_BT, layered["embed"].dtype)
@@ -276,8 +344,13 @@ def embed(params, cfg: ModelConfig, tokens_BT, dtype):
 
 
 def looked_up(table_VD, tokens_BT):
-    """Rows of the table; its gradient is summed in float32 at least, whatever the table is stored in."""
-    return table_VD[tokens_BT] if jnp.finfo(table_VD.dtype).bits >= 32 else _looked_up(table_VD, tokens_BT)
+    """Rows of the table; its gradient is summed in float32 at least, whatever the table is stored
+    in."""
+    return (
+        table_VD[tokens_BT]
+        if jnp.finfo(table_VD.dtype).bits >= 32
+        else _looked_up(table_VD, tokens_BT)
+    )
 
 
 @jax.custom_vjp
@@ -293,7 +366,9 @@ def _scattered(kept, slope_BTD):
     return divided(whole_VD, TABLE_AXES).astype(table_VD.dtype), None
 
 
-_looked_up.defvjp(lambda table_VD, tokens_BT: (table_VD[tokens_BT], (table_VD, tokens_BT)), _scattered)
+_looked_up.defvjp(
+    lambda table_VD, tokens_BT: (table_VD[tokens_BT], (table_VD, tokens_BT)), _scattered
+)
 
 
 def output_table(params, cfg: ModelConfig):
@@ -304,7 +379,9 @@ def output_table(params, cfg: ModelConfig):
 def logits(params, cfg: ModelConfig, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
-    scores = jnp.einsum("...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype))
+    scores = jnp.einsum(
+        "...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype)
+    )
     return softcap(scores, cfg.final_softcap)
 
 
@@ -330,14 +407,19 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
-            # Of all tokens, and rounded then: the gradient is summed over them as the bias is, not as x is.
+            # Of all tokens, and rounded then: the gradient is summed over them as the bias is, not
+            # as x is.
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if cfg.qk_norm:
         q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)
-    q_BTNH, k_BTKH, v_BTKH = attention.keep_heads(rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH)
-    q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH)))
+    q_BTNH, k_BTKH, v_BTKH = attention.keep_heads(
+        rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH
+    )
+    q_BTNH, k_BTKH, v_BTKH = (
+        checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
+    )
     out_BTNH, kept = see(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
     return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
@@ -364,10 +446,13 @@ def norm(x, scale, cfg: ModelConfig):
 def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
     """sin and cos, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
-    frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(np.arange(half) / half)
+    frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(
+        np.arange(half) / half
+    )
     if kind == "global" and cfg.rope_scaling is not None:
         frequency = rescaled(frequency, cfg.rope_scaling)
-    angle = positions_BT[..., None, None] * jnp.asarray(frequency)  # at least float32
+    # at least float32
+    angle = positions_BT[..., None, None] * jnp.asarray(frequency)
     return jnp.sin(angle), jnp.cos(angle)
 
 
@@ -375,7 +460,8 @@ def rescaled(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Frequencies (1 / tokens, times 2 pi) for longer sequences."""
     if scaling.original_positions is None:
         return frequency / scaling.factor
-    turns = scaling.original_positions * frequency / (2 * np.pi)  # within the original length
+    # within the original length
+    turns = scaling.original_positions * frequency / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequency * (kept + (1 - kept) / scaling.factor)

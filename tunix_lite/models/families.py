@@ -1,7 +1,9 @@
-"""How each family of models writes itself in Hugging Face layout: `config.json`, and the names of its tensors.
+"""How each family of models writes itself in Hugging Face layout: `config.json`, and the names of
+its tensors.
 
-A family is a `Family`: which flags of `ModelConfig` its models share, how fields map to keys of config.json, and what
-its tensors are called. What a config.json asks for and the decoder does not do is refused, never dropped in silence.
+A family is a `Family`: which flags of `ModelConfig` its models share, how fields map to keys of
+config.json, and what its tensors are called. What a config.json asks for and the decoder does not
+do is refused, never dropped in silence.
 """
 
 import importlib
@@ -16,7 +18,8 @@ from tunix_lite.models.decoder import MOST_LAYERS, ModelConfig, RopeScaling, lay
 from tunix_lite.plain_text import shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
-KEYS = {  # ModelConfig field -> key of config.json
+# ModelConfig field -> key of config.json
+KEYS = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
     "embed_dim": "hidden_size",
@@ -28,8 +31,13 @@ KEYS = {  # ModelConfig field -> key of config.json
     "tied": "tie_word_embeddings",
     "max_positions": "max_position_embeddings",
 }
-TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-NAMES = {  # within model.layers.<i>.
+TOP_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+# within model.layers.<i>.
+NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
@@ -61,22 +69,30 @@ def local_by_list(hf: dict) -> list[str]:
 
 
 def every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """As `local_by_list`, but without a list every nth layer is global, or as `sliding_window_pattern` says."""
+    """As `local_by_list`, but without a list every nth layer is global, or as
+    `sliding_window_pattern` says."""
 
     def kinds(hf: dict) -> list[str]:
         every = _number(
-            hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n, "sliding_window_pattern", int
+            hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n,
+            "sliding_window_pattern",
+            int,
         )
         count = hf["num_hidden_layers"]
         listed = "layer_types" in hf and hf["layer_types"]
-        return local_by_list(hf) if listed else ["local" if (i + 1) % every else "global" for i in range(count)]
+        return (
+            local_by_list(hf)
+            if listed
+            else ["local" if (i + 1) % every else "global" for i in range(count)]
+        )
 
     return kinds
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One family's layout. A new one of the same shape is an object of this class and nothing else."""
+    """One family's layout. A new one of the same shape is an object of this class and nothing
+    else."""
 
     name: str
     model_type: str  # in config.json
@@ -84,12 +100,17 @@ class Family:
     flags: dict[str, Any]  # fields of ModelConfig that all its models share
     names: dict[str, str]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
-    fixed: dict[str, Any] = field(default_factory=dict)  # key -> the value that it must have if it is there
-    absent: dict[str, Any] = field(default_factory=dict)  # key -> its value where config.json leaves it out
+    # key -> the value that it must have if it is there
+    fixed: dict[str, Any] = field(default_factory=dict)
+    # key -> its value where config.json leaves it out
+    absent: dict[str, Any] = field(default_factory=dict)
     kinds: Callable[[dict], list[str]] = local_by_list  # config.json -> the kind of every layer
     has_windows: bool = True  # config.json lists the kinds of layers
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
-    wrapper: str | None = None  # model_type of models that hold one of this family as their text part
+    wrapper: str | None = (
+        # model_type of models that hold one of this family as their text part
+        None
+    )
     prefixes: tuple[str, ...] = ()  # what such models put where our names begin with "model."
     ignored: tuple[str, ...] = ()  # beginnings of tensor names that belong to their other parts
 
@@ -122,7 +143,11 @@ GEMMA2 = Family(
         "attn_softcap": "attn_logit_softcapping",
         "final_softcap": "final_logit_softcapping",
     },
-    fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    },
     absent={"tie_word_embeddings": True, "rope_theta": 10_000.0},
     kinds=every_nth_global(2),
 )
@@ -140,7 +165,8 @@ GEMMA3 = Family(
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
-    absent={  # the text part of published 4B to 27B models says only what differs from these
+    # the text part of published 4B to 27B models says only what differs from these
+    absent={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -157,7 +183,12 @@ GEMMA3 = Family(
     rope_by_kind=True,
     wrapper="gemma3",
     prefixes=("language_model.model.", "model.language_model."),
-    ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ignored=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
 )
 QWEN2 = Family(
     name="qwen2",
@@ -182,7 +213,8 @@ LLAMA = Family(
     name="llama",
     model_type="llama",
     architecture="LlamaForCausalLM",
-    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False, "pattern": ("global",), "window": None},
+    flags=LLAMA_LIKE
+    | {"qkv_bias": False, "qk_norm": False, "pattern": ("global",), "window": None},
     names=NAMES,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
@@ -192,14 +224,17 @@ FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWE
 
 
 def find_family(name: str) -> Family:
-    """A family by its name here, or by the dotted path of a `Family` of the user's own. Raises ValueError."""
+    """A family by its name here, or by the dotted path of a `Family` of the user's own. Raises
+    ValueError."""
     if name in FAMILIES:
         return FAMILIES[name]
     module, _, attribute = name.rpartition(".")
     try:
         family = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} is neither one of {', '.join(FAMILIES)} nor importable ({error})") from error
+        raise ValueError(
+            f"{name!r} is neither one of {', '.join(FAMILIES)} nor importable ({error})"
+        ) from error
     if not isinstance(family, Family):
         raise ValueError(f"{name} is not a Family (docs/extend/model)")
     return family
@@ -217,17 +252,23 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
     if not file.parent.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json; a model folder in Hugging Face layout has one")
+        raise ValueError(
+            f"{folder} has no config.json; a model folder in Hugging Face layout has one"
+        )
     hf = read_object(file)
     kind = hf.get("model_type")
     known = [family] if family else FAMILIES.values()
     found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
     if found is None and family is not None:
-        raise ValueError(f"{file}: model_type is {shown(kind)}; the family {family.name} has {family.model_type!r}")
+        raise ValueError(
+            f"{file}: model_type is {shown(kind)}; the family {family.name} has "
+            f"{family.model_type!r}"
+        )
     if found is None:
         supported = ", ".join(str(f.model_type) for f in known)
         raise ValueError(
-            f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model says how to add)"
+            f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model "
+            "says how to add)"
         )
     if kind == found.wrapper:
         hf = hf.get("text_config") or {}
@@ -245,18 +286,25 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
         if hf.get(key, wanted) not in (wanted, wanted or None):
             raise ValueError(f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}")
     if hf.get("quantization_config"):
-        raise ValueError("quantization_config: weights stored quantised are not read; model.lora.base quantises others")
+        raise ValueError(
+            "quantization_config: weights stored quantised are not read; model.lora.base quantises "
+            "others"
+        )
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
             raise ValueError(f"{key}={shown(hf[key])}; it is 1 or more")
-    if hf["num_hidden_layers"] > MOST_LAYERS:  # before a list of them is made
-        raise ValueError(f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}")
+    # before a list of them is made
+    if hf["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}"
+        )
     if hf.get("num_key_value_heads") is None:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
         hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
-    hf.setdefault("sliding_window", None)  # needed where a layer is local; ModelConfig says so then
+    # needed where a layer is local; ModelConfig says so then
+    hf.setdefault("sliding_window", None)
     values = {name: _field(name, key, hf[key]) for name, key in family.keys.items()}
     values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
@@ -267,13 +315,15 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
     for name in sorted(values.keys() & family.flags.keys()):
         if values[name] != family.flags[name]:
             raise ValueError(
-                f"{name}={values[name]!r} is not supported; the family {family.name} has {family.flags[name]!r}"
+                f"{name}={values[name]!r} is not supported; the family {family.name} has "
+                f"{family.flags[name]!r}"
             )
     return ModelConfig(**(values | family.flags))
 
 
 def _field(name: str, key: str, value):
-    """The value of a key as its field of ModelConfig holds it. Raises ValueError for another type."""
+    """The value of a key as its field of ModelConfig holds it. Raises ValueError for another
+    type."""
     wanted = get_type_hints(ModelConfig)[name]
     kinds = get_args(wanted) or (wanted,)
     if value is None and type(None) in kinds:
@@ -284,11 +334,16 @@ def _field(name: str, key: str, value):
 def _number(value, key: str, kind: type):
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
-    if kind is float and type(value) is int and abs(value) < 2**1000:  # a larger one may be beyond every float
+    # a larger one may be beyond every float
+    if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
-    if kind is int and type(value) is float and value.is_integer():  # Gemma writes some whole numbers so
+    # Gemma writes some whole numbers so
+    if kind is int and type(value) is float and value.is_integer():
         return int(value)
-    raise ValueError(f"{key}={shown(value)}; it is {'true or false' if kind is bool else f'a finite {kind.__name__}'}")
+    raise ValueError(
+        f"{key}={shown(value)}; it is "
+        f"{'true or false' if kind is bool else f'a finite {kind.__name__}'}"
+    )
 
 
 def _object(value, key: str) -> dict:
@@ -300,7 +355,9 @@ def _object(value, key: str) -> dict:
 def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     """The shortest pattern that repeats to the list of layers."""
     count = len(kinds)
-    period = next(p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count)))
+    period = next(
+        p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count))
+    )
     return tuple(kinds[:period])
 
 
@@ -308,11 +365,18 @@ def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
     """The rope settings of local and of global layers, from the newer spelling or the older one."""
     if given := hf.get("rope_parameters"):
         by_kind = "full_attention" in _object(given, "rope_parameters")
-        local, whole = (given["sliding_attention"], given["full_attention"]) if by_kind else (given, given)
+        local, whole = (
+            (given["sliding_attention"], given["full_attention"]) if by_kind else (given, given)
+        )
         local, whole = _object(local, "rope_parameters"), _object(whole, "rope_parameters")
     else:
-        whole = {"rope_theta": hf["rope_theta"], **_object(hf.get("rope_scaling") or {}, "rope_scaling")}
-        local = {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else whole
+        whole = {
+            "rope_theta": hf["rope_theta"],
+            **_object(hf.get("rope_scaling") or {}, "rope_scaling"),
+        }
+        local = (
+            {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else whole
+        )
     scaling = _scaling(whole)
     if "local" in kinds and _scaling(local) is not None:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
@@ -332,31 +396,45 @@ def _scaling(rope: dict) -> RopeScaling | None:
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         length = "original_max_position_embeddings"
-        return RopeScaling(*(_number(rope[key], key, float) for key in keys), _number(rope[length], length, int))
-    raise ValueError(f"rope_type {shown(kind)} is not supported; supported is default, linear or llama3")
+        return RopeScaling(
+            *(_number(rope[key], key, float) for key in keys), _number(rope[length], length, int)
+        )
+    raise ValueError(
+        f"rope_type {shown(kind)} is not supported; supported is default, linear or llama3"
+    )
 
 
 def check_flags(cfg: ModelConfig, family: Family) -> None:
     """Raises ValueError if `cfg` is not of the family: its config.json could not say so."""
     for name, value in family.flags.items():
         if getattr(cfg, name) != value:
-            raise ValueError(f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}")
+            raise ValueError(
+                f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}"
+            )
     if (expected := set(family.names)) != (found := set(layer_weights(cfg))):
-        raise ValueError(f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}")
+        raise ValueError(
+            f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}"
+        )
     read_back = config_from(_as_json(cfg, family), family)
     if lost := differences(as_computed(cfg), as_computed(read_back)):
-        raise ValueError(f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)")
+        raise ValueError(
+            f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)"
+        )
 
 
 def as_computed(cfg: ModelConfig) -> ModelConfig:
-    """The same architecture with what no layer uses at one value, so that two which compute the same are equal."""
+    """The same architecture with what no layer uses at one value, so that two which compute the
+    same are equal."""
     pattern = shortest_pattern(list(cfg.kinds))
-    unused = {} if "local" in pattern else {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    unused = (
+        {} if "local" in pattern else {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    )
     return replace(cfg, pattern=pattern, **unused)
 
 
 def config_json(cfg: ModelConfig, family: Family, **more) -> dict:
-    """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises ValueError."""
+    """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises
+    ValueError."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
 
@@ -370,9 +448,13 @@ def _as_json(cfg: ModelConfig, family: Family) -> dict:
         hf["layer_types"] = [names[kind] for kind in cfg.kinds]
         if "use_sliding_window" not in family.fixed and family.kinds is local_by_list:
             hf["use_sliding_window"] = "local" in cfg.kinds
-    whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global} | _scaling_json(cfg.rope_scaling)
+    whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global} | _scaling_json(
+        cfg.rope_scaling
+    )
     local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
-    hf["rope_parameters"] = {"sliding_attention": local, "full_attention": whole} if family.rope_by_kind else whole
+    hf["rope_parameters"] = (
+        {"sliding_attention": local, "full_attention": whole} if family.rope_by_kind else whole
+    )
     return hf
 
 
@@ -400,7 +482,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 
 def is_wrapped(folder: Path | None, family: Family | None) -> bool:
-    """Whether the folder holds a larger model of which ours is the text part (Gemma 3 with its vision tower)."""
+    """Whether the folder holds a larger model of which ours is the text part (Gemma 3 with its
+    vision tower)."""
     if folder is None or family is None or family.wrapper is None:
         return False
     return read_object(folder / "config.json").get("model_type") == family.wrapper

@@ -1,13 +1,16 @@
-"""Models of the Hugging Face hub: the local folder of `org/name`, downloaded if it is not in the cache yet."""
+"""Models of the Hugging Face hub: the local folder of `org/name`, downloaded if it is not in the
+cache yet."""
 
 import re
 from pathlib import Path
 
 from tunix_lite.files.untrusted import read_object
 
-_SMALL = ("*.json", "*.jinja", "tokenizer.model")  # configs, tokenizer, index of the weights
+# configs, tokenizer, index of the weights
+_SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-# Weights in other formats and for other programs lie in folders; Mistral's second copy lies beside the first.
+# Weights in other formats and for other programs lie in folders; Mistral's second copy lies beside
+# the first.
 _NEVER = ("*/*", "consolidated*")
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -15,30 +18,43 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` is written as `org/name` or `org/name@revision` and nothing on this machine has that path."""
+    """Whether `text` is written as `org/name` or `org/name@revision` and nothing on this machine
+    has that path."""
     match = _NAME.fullmatch(text)
-    if match is None or len(match[1]) > 96 or "--" in match[1] or ".." in text or match[1].endswith(".git"):
+    if (
+        match is None
+        or len(match[1]) > 96
+        or "--" in match[1]
+        or ".." in text
+        or match[1].endswith(".git")
+    ):
         return False
-    if len(text) > 255:  # no path either
+    # no path either
+    if len(text) > 255:
         return False
     return not Path(text).exists()
 
 
 def small_files(name: str) -> Path:
-    """The folder of a model with all but its weights: enough to say whether we can run it. Raises as `snapshot`."""
+    """The folder of a model with all but its weights: enough to say whether we can run it. Raises
+    as `snapshot`."""
     return _folder(name, _SMALL, _has_config)
 
 
 def snapshot(name: str) -> Path:
-    """The folder of a model, `org/name` or `org/name@revision`: that of the cache if it is complete, else downloaded.
+    """The folder of a model, `org/name` or `org/name@revision`: that of the cache if it is
+    complete, else downloaded.
 
-    Raises ValueError saying what to do when the model cannot be had; a full disk is the OSError that it is.
+    Raises ValueError saying what to do when the model cannot be had; a full disk is the OSError
+    that it is.
     """
     folder = _folder(name, _SMALL + _WEIGHTS, _has_weights)
     if not _has_weights(folder):
         raise ValueError(
-            f"{name} has no *.safetensors files, and only safetensors are read (not pytorch_model.bin, *.pth or "
-            "*.gguf). Take a repository that has them, or convert the weights with transformers' save_pretrained "
+            f"{name} has no *.safetensors files, and only safetensors are read (not "
+            "pytorch_model.bin, *.pth or "
+            "*.gguf). Take a repository that has them, or convert the weights with transformers' "
+            "save_pretrained "
             "and give model.weights=FOLDER"
         )
     return folder
@@ -47,16 +63,23 @@ def snapshot(name: str) -> Path:
 def _folder(name: str, patterns: tuple[str, ...], complete) -> Path:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is no model of the hub; one is written org/name or org/name@revision")
+        raise ValueError(
+            f"{name!r} is no model of the hub; one is written org/name or org/name@revision"
+        )
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
-        raise ValueError(f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'") from None
+        raise ValueError(
+            f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'"
+        ) from None
     repo, revision = match.groups()
-    wanted = dict(repo_id=repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER))
+    wanted = dict(
+        repo_id=repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
+    )
     try:
         folder = Path(snapshot_download(**wanted, local_files_only=True))
-        if complete(folder):  # a cache that older versions filled does not know what is missing in it
+        # a cache that older versions filled does not know what is missing in it
+        if complete(folder):
             return folder
     except errors.LocalEntryNotFoundError:
         pass
@@ -71,32 +94,44 @@ def _explain(error: Exception, repo: str, revision: str | None) -> str:
     from huggingface_hub import constants, errors
 
     download = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
-        error = error.__cause__  # that the cache could not stand in is the lesser news
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(
+        error.__cause__, errors.HfHubHTTPError
+    ):
+        # that the cache could not stand in is the lesser news
+        error = error.__cause__
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf auth login` "
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf "
+            "auth login` "
             "or set HF_TOKEN to a token of the account that did"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"there is no model {repo} on the hub (and no folder of that name here), or it is private: then run "
+            f"there is no model {repo} on the hub (and no folder of that name here), or it is "
+            "private: then run "
             "`hf auth login` or set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
-            f"{repo} has no revision {revision or 'main'}; a revision is a branch, a tag or a full commit hash, and "
+            f"{repo} has no revision {revision or 'main'}; a revision is a branch, a tag or a full "
+            "commit hash, and "
             f"https://huggingface.co/{repo}/commits lists them"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE=1 is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached: {_cause(error)}"
+        why = (
+            "HF_HUB_OFFLINE=1 is set"
+            if constants.HF_HUB_OFFLINE
+            else f"the hub cannot be reached: {_cause(error)}"
+        )
         return (
-            f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run `{download}` where "
+            f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
+            f"`{download}` where "
             "there is a network and bring that cache here, or give model.weights=FOLDER"
         )
     # a token that is refused, a hub out of order, a proxy that fails, a connection that breaks
     return (
-        f"{repo} could not be downloaded ({_cause(error)}). What has come is kept, so try again; if the token "
+        f"{repo} could not be downloaded ({_cause(error)}). What has come is kept, so try again; "
+        "if the token "
         "is refused, `hf auth login` or HF_TOKEN sets another; or give model.weights=FOLDER"
     )
 
@@ -111,7 +146,9 @@ def _has_weights(folder: Path) -> bool:
         listed = read_object(index).get("weight_map")
         if not isinstance(listed, dict):
             raise ValueError(f"{index} is not an index of tensors: it has no weight_map")
-        return all(isinstance(shard, str) and (folder / shard).is_file() for shard in set(listed.values()))
+        return all(
+            isinstance(shard, str) and (folder / shard).is_file() for shard in set(listed.values())
+        )
     return _has_config(folder) and any(file.is_file() for file in folder.glob("*.safetensors"))
 
 

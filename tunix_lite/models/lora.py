@@ -1,7 +1,9 @@
-"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, take them off again.
+"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, take
+them off again.
 
-Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA the only thing that trains. The base
-beside them is frozen and never copied; it is also the reference of the KL term.
+Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA the only thing
+that trains. The base beside them is frozen and never copied; it is also the reference of the KL
+term.
 """
 
 import math
@@ -17,23 +19,42 @@ from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.models import confined
 from tunix_lite.models.decoder import ModelConfig, layer_weights
 from tunix_lite.models.quantize import STORAGE
-from tunix_lite.models.weights import Lora, Weight, dense, flat, is_quantized, pair, stacked, unstacked
+from tunix_lite.models.weights import (
+    Lora,
+    Weight,
+    dense,
+    flat,
+    is_quantized,
+    pair,
+    stacked,
+    unstacked,
+)
 from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
-ADAPTER_SEED = 0x10A  # folded into a run's seed, so that adapters do not start from the numbers of random weights
+# folded into a run's seed, so that adapters do not start from the numbers of random weights
+ADAPTER_SEED = 0x10A
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Which weights get an adapter, of what size, and how the frozen base is stored."""
 
-    rank: int = 0  # of the adapters, the only weights that then train; 0: no adapters, all weights train
+    rank: int = (
+        # of the adapters, the only weights that then train; 0: no adapters, all weights train
+        0
+    )
     alpha: float = 32.0  # what adapters say is scaled by alpha / rank
-    targets: str = ".*/(q|k|v|o|gate|up|down)"  # regular expression over paths of weights, such as layers/q
+    targets: str = (
+        # regular expression over paths of weights, such as layers/q
+        ".*/(q|k|v|o|gate|up|down)"
+    )
     dropout: float = 0.0  # share of an adapter's inputs that an update does not see
     base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
-    adapter: str | None = None  # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
+    adapter: str | None = (
+        # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
+        None
+    )
 
     def __post_init__(self):
         if self.rank < 0:
@@ -48,19 +69,25 @@ class LoraConfig:
         try:
             re.compile(self.targets)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"targets={shown(self.targets)} is not a regular expression ({error})") from error
+            raise ValueError(
+                f"targets={shown(self.targets)} is not a regular expression ({error})"
+            ) from error
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
-PLAIN = re.compile(r"(?:[\w/|()]|\.\*){0,200}")  # no repetition of a repetition: matched in no time
-PATHS = [f"layers/{name}" for name in ("q", "attn_norm", "attn_post_norm", "mlp_post_norm", "down")] + ["final_norm"]
+# no repetition of a repetition: matched in no time
+PLAIN = re.compile(r"(?:[\w/|()]|\.\*){0,200}")
+PATHS = [
+    f"layers/{name}" for name in ("q", "attn_norm", "attn_post_norm", "mlp_post_norm", "down")
+] + ["final_norm"]
 
 
 def check_targets(targets: str) -> None:
-    """Raises ValueError for a regular expression, as a folder brings it, that is none or takes for ever to match.
+    """Raises ValueError for a regular expression, as a folder brings it, that is none or takes for
+    ever to match.
 
     It is tried in a process that can be killed, against names as long as those that it will meet.
     """
@@ -84,14 +111,18 @@ def uniform_fan_in(inputs: int):
 
 
 def adapter_weights(table, lora: LoraConfig) -> dict:
-    """The a and b of each weight whose path matches. They lie on the mesh as the dims that they share with it do.
+    """The a and b of each weight whose path matches. They lie on the mesh as the dims that they
+    share with it do.
 
     Raises ValueError if no projection matches, or something that is none.
     """
     declared = flat(table)
     matched = [path for path in declared if re.fullmatch(lora.targets, path)]
     if not matched:
-        raise ValueError(f"targets={lora.targets!r} matches no weight; paths look like {', '.join(_some(declared))}")
+        raise ValueError(
+            f"targets={lora.targets!r} matches no weight; paths look like "
+            f"{', '.join(_some(declared))}"
+        )
     adapters = {}
     for path in matched:
         if not declared[path].inputs:
@@ -111,7 +142,8 @@ def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Params:
-    """The params that a policy acts with: the base, with a `Lora` leaf wherever there is an adapter. Copies nothing.
+    """The params that a policy acts with: the base, with a `Lora` leaf wherever there is an
+    adapter. Copies nothing.
 
     keys: one per sequence of the batch, [B], if dropout is to act.
     """
@@ -129,12 +161,14 @@ def _keys(keys_B, place: int, num_layers: int):
 
 
 def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None) -> Params:
-    """What the policy acts with: all weights if all train, else the frozen base with its adapters."""
+    """What the policy acts with: all weights if all train, else the frozen base with its
+    adapters."""
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 
 def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
-    """The plain weights that acting params amount to: adapters added, quantised weights unpacked."""
+    """The plain weights that acting params amount to: adapters added, quantised weights
+    unpacked."""
     leaves = flat(params)
     layer = layer_weights(cfg)
 
@@ -144,11 +178,17 @@ def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
         one = partial(dense, inputs=layer[path.rsplit("/", 1)[1]].inputs, dtype=dtype)
         return jax.vmap(one)(leaf)
 
-    merged = jax.jit(lambda leaves: {path: plain(path, leaf) for path, leaf in leaves.items()})(leaves)
+    merged = jax.jit(lambda leaves: {path: plain(path, leaf) for path, leaf in leaves.items()})(
+        leaves
+    )
     return traverse_util.unflatten_dict(merged, sep="/")
 
 
 def pairs(adapters: Params) -> dict:
     """path of the weight -> (a, b)"""
     sides = flat(adapters)
-    return {path.removesuffix("/a"): (sides[path], sides[f"{path[:-1]}b"]) for path in sides if path.endswith("/a")}
+    return {
+        path.removesuffix("/a"): (sides[path], sides[f"{path[:-1]}b"])
+        for path in sides
+        if path.endswith("/a")
+    }

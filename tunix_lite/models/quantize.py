@@ -1,7 +1,8 @@
 """Storing frozen weights in one byte (int8) or half a byte (nf4) an element.
 
-Every block of inputs of an output has a scale of its own, by its largest magnitude: blocks are cut along the last input
-dim, so that they do not depend on how a mesh divides the weight. Norms, biases and the embedding stay in bfloat16.
+Every block of inputs of an output has a scale of its own, by its largest magnitude: blocks are cut
+along the last input dim, so that they do not depend on how a mesh divides the weight. Norms, biases
+and the embedding stay in bfloat16.
 """
 
 from dataclasses import replace
@@ -25,8 +26,15 @@ from tunix_lite.models.weights import (
     zeros,
 )
 
-STORAGE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.bfloat16, "nf4": jnp.bfloat16}  # of what stays plain
-BLOCKS = {"int8": 128, "nf4": 64}  # inputs that share a scale, at most
+# of what stays plain
+STORAGE = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "int8": jnp.bfloat16,
+    "nf4": jnp.bfloat16,
+}
+# inputs that share a scale, at most
+BLOCKS = {"int8": 128, "nf4": 64}
 
 
 def stored(table, storage: str):
@@ -50,7 +58,9 @@ def _stored(w: Weight, storage: str):
     if storage == "int8":
         return Int8(replace(w, dtype=jnp.int8), scales)
     if w.shape[-1] % 2:
-        raise ValueError(f"{w.axes[-1]}={w.shape[-1]} is odd, and nf4 packs pairs; model.lora.base could be int8")
+        raise ValueError(
+            f"{w.axes[-1]}={w.shape[-1]} is odd, and nf4 packs pairs; model.lora.base could be int8"
+        )
     return Nf4(replace(w, shape=(*w.shape[:-1], w.shape[-1] // 2), dtype=jnp.uint8), scales)
 
 
@@ -60,7 +70,8 @@ def _block(size: int, largest: int) -> int:
 
 
 def init_stored(table, key, storage: str):
-    """Random parameters, stored as `storage`; the same numbers as `init_params` gives, quantised."""
+    """Random parameters, stored as `storage`; the same numbers as `init_params` gives,
+    quantised."""
     wanted = stored(table, storage)
     if storage not in BLOCKS:
         return init_params(wanted, key)
@@ -73,21 +84,28 @@ def init_stored(table, key, storage: str):
         return jax.vmap(one)(value) if w.is_stacked else one(value)
 
     def packed(params):
-        return jax.tree.map(pack, params, table, wanted, is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf))
+        return jax.tree.map(
+            pack, params, table, wanted, is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf)
+        )
 
     return jax.jit(packed, out_shardings=shardings(wanted))(init_params(table, key))
 
 
 def quantize(values, like, inputs: int):
-    """`values`, one layer's weight, as the leaf `like` (arrays or Weights of that layer) wants it stored."""
+    """`values`, one layer's weight, as the leaf `like` (arrays or Weights of that layer) wants it
+    stored."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
     largest = jnp.where(largest > 0, largest, 1.0)
     if isinstance(like, Int8):
         scales = largest / 127
-        return Int8(jnp.round(blocks / scales).astype(jnp.int8).reshape(values.shape), scales.squeeze(inputs))
+        return Int8(
+            jnp.round(blocks / scales).astype(jnp.int8).reshape(values.shape),
+            scales.squeeze(inputs),
+        )
     middles = (NF4_LEVELS[1:] + NF4_LEVELS[:-1]) / 2
-    # a sum of comparisons, which fuses; searchsorted's loop, on a mesh, exchanged its state in every turn
+    # a sum of comparisons, which fuses; searchsorted's loop, on a mesh, exchanged its state in
+    # every turn
     above = sum((blocks / largest > middle).astype(jnp.uint8) for middle in middles)
     codes = above.reshape(values.shape)
     return Nf4(codes[..., 0::2] << 4 | codes[..., 1::2], largest.squeeze(inputs))

@@ -1,16 +1,18 @@
-"""What is kept in bfloat16 and so is rounded, and in which order sums are taken: decided here, not by the compiler.
+"""What is kept in bfloat16 and so is rounded, and in which order sums are taken: decided here, not
+by the compiler.
 
-The sampler and the trainer compute the same model in two programs: token by token on a cache, and whole rows in a scan
-over layers. XLA may drop a rounding to bfloat16 where a step back to float32 follows. It does so wherever it fuses the
-two, and it fuses differently in each program. `reduce_precision` is a rounding that it must keep. So each value between
-two steps of the model goes through `stored`, each product through `product`, and all that stands between two of them is
+The sampler and the trainer compute the same model in two programs: token by token on a cache, and
+whole rows in a scan over layers. XLA may drop a rounding to bfloat16 where a step back to float32
+follows. It does so wherever it fuses the two, and it fuses differently in each program.
+`reduce_precision` is a rounding that it must keep. So each value between two steps of the model
+goes through `stored`, each product through `product`, and all that stands between two of them is
 computed in float32.
 
-What is left are the last bits of float32. A sum taken in another order flips a rounding to bfloat16 about once in 2^16
-times; a flipped value flips its neighbours, and a few layers on nothing is alike. A CPU's compiler chooses kernels, and
-with them the order, by the number of rows. So on a CPU sums are exact (`total`) or in the order of the tokens
-(`one_by_one`), and a single row is computed as two. Accelerators sum as their kernels do. In float32 and float64
-nothing here changes a program.
+What is left are the last bits of float32. A sum taken in another order flips a rounding to bfloat16
+about once in 2^16 times; a flipped value flips its neighbours, and a few layers on nothing is
+alike. A CPU's compiler chooses kernels, and with them the order, by the number of rows. So on a CPU
+sums are exact (`total`) or in the order of the tokens (`one_by_one`), and a single row is computed
+as two. Accelerators sum as their kernels do. In float32 and float64 nothing here changes a program.
 """
 
 from functools import partial
@@ -48,11 +50,12 @@ def added(x, y):
 
 
 def product(multiply, x, y, on_cpu=None, sum_dtype=jnp.float32):
-    """multiply(x, y) of two arrays of one dtype: summed in float32, and rounded once. multiply: matmul, or an einsum.
+    """multiply(x, y) of two arrays of one dtype: summed in float32, and rounded once. multiply:
+    matmul, or an einsum.
 
-    on_cpu: what computes the same there, if not multiply. sum_dtype: bfloat16 rounds the part of each shard, too, so
-    that parts travel between devices in half the bytes. The backward pass is that of multiply as it stands: what rounds
-    there has no counterpart to agree with.
+    on_cpu: what computes the same there, if not multiply. sum_dtype: bfloat16 rounds the part of
+    each shard, too, so that parts travel between devices in half the bytes. The backward pass is
+    that of multiply as it stands: what rounds there has no counterpart to agree with.
     """
     if not is_rounded(x.dtype):
         return multiply(x, y)
@@ -63,7 +66,8 @@ def product(multiply, x, y, on_cpu=None, sum_dtype=jnp.float32):
 def _product(multiply, on_cpu, sum_dtype, x, y):
     summed = partial(multiply, preferred_element_type=sum_dtype)
     if sum_dtype == x.dtype:
-        # Rounded here once more: where one device has the whole sum, XLA may drop the product's own rounding.
+        # Rounded here once more: where one device has the whole sum, XLA may drop the product's own
+        # rounding.
         return stored(wide(summed(x, y)), x.dtype)
     if on_cpu is multiply:
         return stored(summed(x, y), x.dtype)
@@ -78,9 +82,11 @@ _product.defvjp(
 
 
 def by_rows(fn, x, axis: int, parts: int = 1):
-    """fn(x), whose result has the rows of x, too, on the same axis. parts: of the mesh that divide them.
+    """fn(x), whose result has the rows of x, too, on the same axis. parts: of the mesh that divide
+    them.
 
-    On a CPU no device multiplies a row alone in bfloat16: that is another kernel, with another order of its sums.
+    On a CPU no device multiplies a row alone in bfloat16: that is another kernel, with another
+    order of its sums.
     """
     if not is_rounded(x.dtype) or x.shape[axis] > parts:
         return fn(x)
@@ -94,14 +100,20 @@ def by_rows(fn, x, axis: int, parts: int = 1):
 def softmax(scores, dtype):
     """Of float32 scores over the last dim, float32, for a computation in `dtype`."""
     plain = partial(jax.nn.softmax, axis=-1)
-    return jax.lax.platform_dependent(scores, cpu=_softmax, default=plain) if is_rounded(dtype) else plain(scores)
+    return (
+        jax.lax.platform_dependent(scores, cpu=_softmax, default=plain)
+        if is_rounded(dtype)
+        else plain(scores)
+    )
 
 
 def mean_square(x):
     """Of the last dim, which stays with size 1; float32."""
     by_compiler = lambda x: jnp.mean(wide(x) ** 2, axis=-1, keepdims=True)  # noqa: E731
     return (
-        jax.lax.platform_dependent(x, cpu=_mean_square, default=by_compiler) if is_rounded(x.dtype) else by_compiler(x)
+        jax.lax.platform_dependent(x, cpu=_mean_square, default=by_compiler)
+        if is_rounded(x.dtype)
+        else by_compiler(x)
     )
 
 
@@ -112,15 +124,18 @@ def inverse_root(x, dtype):
     return jax.lax.platform_dependent(x, cpu=_inverse_root, default=jax.lax.rsqrt)
 
 
-# ---- on a CPU. Barriers, so that exp and its like are always those of one compiler and never those of a kernel that
-# takes them in with a sum where there are many rows.
+# ---- on a CPU
+# Barriers, so that exp and its like are always those of one compiler and never those of a kernel
+# that takes them in with a sum where there are many rows.
 
 
 def one_by_one(probs, values, preferred_element_type):
-    """sum_s probs[b, k, ..., q, s] values[b, k, s, h] as [b, ..., k, q, h], added in the order of s.
+    """sum_s probs[b, k, ..., q, s] values[b, k, s, h] as [b, ..., k, q, h], added in the order of
+    s.
 
-    The kernel adds the products of two neighbours first, and who is whose neighbour depends on where a sequence begins
-    in its row. Zeros between them leave every product alone, and zeros before or after a sequence change nothing.
+    The kernel adds the products of two neighbours first, and who is whose neighbour depends on
+    where a sequence begins in its row. Zeros between them leave every product alone, and zeros
+    before or after a sequence change nothing.
     """
 
     def apart(x, axis):
@@ -129,18 +144,23 @@ def one_by_one(probs, values, preferred_element_type):
 
     B, K, S, H = values.shape
     rows = apart(probs.reshape(B, K, -1, S), 3)
-    sums = jnp.einsum("bkms,bksh->bkmh", rows, apart(values, 2), preferred_element_type=preferred_element_type)
+    sums = jnp.einsum(
+        "bkms,bksh->bkmh", rows, apart(values, 2), preferred_element_type=preferred_element_type
+    )
     return jnp.moveaxis(sums.reshape(*probs.shape[:-1], H), 1, -3)
 
 
 def _softmax(scores):
-    top = jax.lax.optimization_barrier(jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    top = jax.lax.optimization_barrier(
+        jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    )
     exps = jax.lax.optimization_barrier(jnp.exp(scores - top))
     return exps / jax.lax.optimization_barrier(total(exps))
 
 
 def _inverse_root(x):
-    """A CPU's rsqrt differs by a bit between a loop that is vectorised and one that is not; these two steps do not."""
+    """A CPU's rsqrt differs by a bit between a loop that is vectorised and one that is not; these
+    two steps do not."""
     return jnp.sqrt(1 / x)
 
 
@@ -153,10 +173,12 @@ def _mean_square(x):
 
 @jax.custom_jvp
 def total(x):
-    """The sum of the last dim, which stays with size 1, of numbers from 0 to 1: the same bits in every order of adding.
+    """The sum of the last dim, which stays with size 1, of numbers from 0 to 1: the same bits in
+    every order of adding.
 
-    Each number is cut into parts on grids so coarse that a sum of them is exact in float32's 24 bits: of up to 4096
-    numbers, 12 bits and 12 bits. What is cut off lies below 2^-24 of the whole, float32's own precision.
+    Each number is cut into parts on grids so coarse that a sum of them is exact in float32's 24
+    bits: of up to 4096 numbers, 12 bits and 12 bits. What is cut off lies below 2^-24 of the whole,
+    float32's own precision.
     """
     bits = 24 - max(1, x.shape[-1] - 1).bit_length()
     sums, rest = [], x

@@ -1,6 +1,7 @@
 """Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
-`find` looks at everything but the weights, `fetch` gets them and looks at their headers, `load` makes the parameters.
+`find` looks at everything but the weights, `fetch` gets them and looks at their headers, `load`
+makes the parameters.
 """
 
 import hashlib
@@ -25,29 +26,50 @@ from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
-SAMPLE = 1 << 16  # bytes of each end of a file of weights: its header, with names and shapes, and the last tensors
+# bytes of each end of a file of weights: its header, with names and shapes, and the last tensors
+SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Model:
     """Which model, how it is divided over the devices, and which part of it trains."""
 
-    weights: str = "bundled"  # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
-    mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))  # [[sizes], [axes]]; one size may be -1, the rest
-    family: str | None = None  # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
-    architecture: ModelConfig | None = None  # of random weights; others must agree with it; null: their config.json
-    tokenizer: str = "bundled"  # of random weights: bundled, a folder or a hub name; other weights bring their own
+    # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
+    weights: str = "bundled"
+    # [[sizes], [axes]]; one size may be -1, the rest
+    mesh_shape: MeshShape = (
+        (-1, 1),
+        ("fsdp", "tp"),
+    )
+    family: str | None = (
+        # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
+        None
+    )
+    architecture: ModelConfig | None = (
+        # of random weights; others must agree with it; null: their config.json
+        None
+    )
+    # of random weights: bundled, a folder or a hub name; other weights bring their own
+    tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    untie_head: bool = False  # the head is the folder's lm_head.weight, even where its config.json ties it
+    untie_head: bool = (
+        # the head is the folder's lm_head.weight, even where its config.json ties it
+        False
+    )
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
         check_on_disk("weights", self.weights)
         check_on_disk("tokenizer", self.tokenizer)
         if self.weights == "random" and self.architecture is None:
-            raise ValueError("weights=random needs model.architecture; conf/model/random.yaml is an example")
+            raise ValueError(
+                "weights=random needs model.architecture; conf/model/random.yaml is an example"
+            )
         if self.weights == "random" and self.untie_head:
-            raise ValueError("untie_head=true is of a folder's weights; random ones take model.architecture.tied=false")
+            raise ValueError(
+                "untie_head=true is of a folder's weights; random ones take "
+                "model.architecture.tied=false"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,17 +78,20 @@ class Source:
 
     cfg: ModelConfig
     family: Family | None  # None: random weights of no named family
-    folder: Path | None  # None: random weights. Of a hub model, what `find` needed; after `fetch` the weights too
+    # None: random weights. Of a hub model, what `find` needed; after `fetch` the weights too
+    folder: Path | None
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
     name: str  # as the user said it
 
 
-_setting = partial(error_context, kind=ValueError)  # callers turn it into a ConfigError, or add their own place
+# callers turn it into a ConfigError, or add their own place
+_setting = partial(error_context, kind=ValueError)
 
 
 def find(model: Model) -> Source:
-    """Everything about a model short of its weights. Raises ValueError, beginning with the setting, if it cannot be."""
+    """Everything about a model short of its weights. Raises ValueError, beginning with the setting,
+    if it cannot be."""
     with _setting("model.family"):
         family = None if model.family is None else families.find_family(model.family)
     cfg, folder = model.architecture, None
@@ -76,11 +101,17 @@ def find(model: Model) -> Source:
             cfg, family = families.read_config(folder, family)
             cfg = _untied(cfg, model)
             computed = families.as_computed(cfg)
-            ours = computed if model.architecture is None else families.as_computed(_untied(model.architecture, model))
+            ours = (
+                computed
+                if model.architecture is None
+                else families.as_computed(_untied(model.architecture, model))
+            )
             if differ := families.differences(ours, computed):
                 raise ValueError(
-                    f"the config.json of {model.weights} is not the chosen model.architecture: {'; '.join(differ)} "
-                    "(there). Choose another model=, or model.architecture=null to take what is there"
+                    f"the config.json of {model.weights} is not the chosen model.architecture: "
+                    f"{'; '.join(differ)} "
+                    "(there). Choose another model=, or model.architecture=null to take what is "
+                    "there"
                 )
     if folder is None and family is not None:
         with _setting("model.architecture"):
@@ -107,7 +138,8 @@ def _untied(cfg: ModelConfig, model: Model) -> ModelConfig:
 
 
 def fetch(source: Source) -> Source:
-    """The source with its weights at hand, downloaded if need be, and looked at. Raises ValueError as `find` does.
+    """The source with its weights at hand, downloaded if need be, and looked at. Raises ValueError
+    as `find` does.
 
     Apart from `find`, so that whatever else can be wrong is found before gigabytes come.
     """
@@ -115,7 +147,8 @@ def fetch(source: Source) -> Source:
         return source
     with _setting("model.weights"):
         folder = source.folder
-        if hub.is_hub_name(source.name):  # of the revision whose config.json and tokenizer are known by now
+        # of the revision whose config.json and tokenizer are known by now
+        if hub.is_hub_name(source.name):
             folder = hub.snapshot(f"{source.name.partition('@')[0]}@{folder.name}")
         hf.check_weights(folder, source.cfg, source.family)
     return replace(source, folder=folder)
@@ -130,7 +163,8 @@ def tables(source: Source) -> tuple[Any, Any]:
 
 
 def stamp(source: Source) -> str:
-    """A few characters that tell these weights from others: of files, of their sizes and of what is at their ends."""
+    """A few characters that tell these weights from others: of files, of their sizes and of what is
+    at their ends."""
     if source.folder is None:
         return "random"
     seen = hashlib.sha256()
@@ -148,14 +182,16 @@ def num_adapters(source: Source) -> int:
 
 
 def check_mesh(source: Source, mesh) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters."""
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
+    adapters."""
     for table in tables(source):
         if table is not None:
             weights.check_divisible(table, mesh)
 
 
 def load(source: Source, seed: int = 0, storage: str = "fp32") -> tuple[Params | None, Params]:
-    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises ValueError.
+    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises
+    ValueError.
 
     storage: of what trains, fp32 or bf16; the base has its own in model.lora.base.
     """
@@ -169,7 +205,9 @@ def _load_with_adapters(source: Source, seed: int) -> tuple[Params, Params]:
     base = load_base(source, seed, source.lora.base)
     key = jax.random.key(seed)
     if source.lora.adapter is not None:
-        return base, peft.load_adapters(Path(source.lora.adapter), source.cfg, source.family, source.lora)
+        return base, peft.load_adapters(
+            Path(source.lora.adapter), source.cfg, source.family, source.lora
+        )
     table = adapter_weights(decoder.weights(source.cfg), source.lora)
     return base, weights.init_params(table, jax.random.fold_in(key, ADAPTER_SEED))
 

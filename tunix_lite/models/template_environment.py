@@ -1,4 +1,5 @@
-"""What a chat template, a jinja2 program, finds around it: what transformers gives it, to the byte, and no more.
+"""What a chat template, a jinja2 program, finds around it: what transformers gives it, to the byte,
+and no more.
 
 Imported by the process that runs templates of strangers, so it needs jinja2 and nothing else.
 """
@@ -11,7 +12,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-MOST_TEXT = 16 * 2**20  # characters that a template may write
+# characters that a template may write
+MOST_TEXT = 16 * 2**20
 
 
 class TemplateFailed(ValueError):
@@ -24,23 +26,35 @@ def compiled(text: str) -> jinja2.Template:
         return _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateFailed(f"has an error in line {error.lineno}: {error}") from error
-    except Exception as error:  # nested too deep for Python, and what else a parser meets
+    except Exception as error:
+        # nested too deep for Python, and what else a parser meets
         raise TemplateFailed(f"cannot be compiled: {_reason(error)}") from error
 
 
 def rendered(template: jinja2.Template, values: dict, now: datetime) -> str:
     """What it writes. Raises TemplateFailed."""
 
-    def strftime_now(format):  # makes Llama 3's prompt depend on the day, as it does in transformers
+    def strftime_now(
+        format,
+    ):  # makes Llama 3's prompt depend on the day, as it does in transformers
         return now.strftime(format)
 
     try:
         text = template.render({"strftime_now": strftime_now, **values})
-    except Exception as error:  # a template can fail in all the ways that Python can
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
-        raise TemplateFailed(f"fails{f' in line {lines[-1]}' if lines else ''}: {_reason(error)}") from error
+    except Exception as error:
+        # a template can fail in all the ways that Python can
+        lines = [
+            f.lineno
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename == "<template>"
+        ]
+        raise TemplateFailed(
+            f"fails{f' in line {lines[-1]}' if lines else ''}: {_reason(error)}"
+        ) from error
     if len(text) > MOST_TEXT:
-        raise TemplateFailed(f"writes {len(text):,} characters; {MOST_TEXT:,} are the most that are taken")
+        raise TemplateFailed(
+            f"writes {len(text):,} characters; {MOST_TEXT:,} are the most that are taken"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -54,13 +68,16 @@ def _reason(error: Exception) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the model says; the text is that of the inside."""
+    """`{% generation %} ... {% endgeneration %}` marks what the model says; the text is that of the
+    inside."""
 
     tags = {"generation"}
 
     def parse(self, parser):
         lineno = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno
+        )
 
 
 class _Dict:
@@ -80,17 +97,24 @@ class _Namespace(jinja2.utils.Namespace):
 def _no_underscore(*names):
     for name in names:
         if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace takes no name with an underscore in front: {name!r}"
+            )
 
 
 def _environment() -> jinja2.Environment:
-    """What chat templates expect to find; tests/test_tokenizer.py compares it with transformers'."""
+    """What chat templates expect to find; tests/test_tokenizer.py compares it with
+    transformers'."""
 
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
 
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # jinja's own escapes HTML
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(
+        x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+    ):  # jinja's own escapes HTML
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
     def namespace(*args, **values):
         _no_underscore(*dict(*args, **values))

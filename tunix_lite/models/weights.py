@@ -1,8 +1,9 @@
 """A weight: its shape, where it lives, how it starts, and how it multiplies.
 
-Besides plain arrays, `project` understands three leaves: `Int8` and `Nf4`, which store a frozen weight in one byte or
-half a byte an element, and `Lora`, which adds a trained product of two thin matrices to a frozen weight of any kind.
-It is the one place that does; the model only ever says `project(x, w["q"])`.
+Besides plain arrays, `project` understands three leaves: `Int8` and `Nf4`, which store a frozen
+weight in one byte or half a byte an element, and `Lora`, which adds a trained product of two thin
+matrices to a frozen weight of any kind. It is the one place that does; the model only ever says
+`project(x, w["q"])`.
 """
 
 from collections.abc import Callable
@@ -21,15 +22,19 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix_lite.models.rounding import added, by_rows, product, stored, wide
 from tunix_lite.parallel.mesh import divided, gather, parts_of, sharding, spec
 
-Initializer = Callable[..., jax.Array]  # (key, shape, dtype) -> array
+# (key, shape, dtype) -> array
+Initializer = Callable[..., jax.Array]
 
 
-@cache  # one object for one number: weights that start alike compile once
+# one object for one number: weights that start alike compile once
+@cache
 def fan_in(inputs: int = 1) -> Initializer:
-    """Truncated normal with variance 1 / (number of inputs), for a weight with `inputs` leading input dims."""
+    """Truncated normal with variance 1 / (number of inputs), for a weight with `inputs` leading
+    input dims."""
 
     def init(key, shape, dtype):
-        scale = np.prod(shape[:inputs]) ** -0.5 / 0.87962566  # the std of a normal cut at two sigma
+        # the std of a normal cut at two sigma
+        scale = np.prod(shape[:inputs]) ** -0.5 / 0.87962566
         return (scale * jax.random.truncated_normal(key, -2, 2, shape)).astype(dtype)
 
     return init
@@ -41,10 +46,11 @@ ones = jax.nn.initializers.ones
 
 @dataclass(frozen=True)
 class Weight:
-    """The one declaration of a parameter: init, sharding, Hugging Face names and counts are readings of it.
+    """The one declaration of a parameter: init, sharding, Hugging Face names and counts are
+    readings of it.
 
-    Dims run inputs first: `project` contracts the leading `inputs` of them. 0 marks what is not projected with: norms,
-    biases and the embedding.
+    Dims run inputs first: `project` contracts the leading `inputs` of them. 0 marks what is not
+    projected with: norms, biases and the embedding.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +76,11 @@ def stacked(weight: Weight, count: int) -> Weight:
 
 def unstacked(weight: Weight) -> Weight:
     """One of the layers of a stacked weight; another weight as it is."""
-    return replace(weight, shape=weight.shape[1:], axes=weight.axes[1:]) if weight.is_stacked else weight
+    return (
+        replace(weight, shape=weight.shape[1:], axes=weight.axes[1:])
+        if weight.is_stacked
+        else weight
+    )
 
 
 # ---- leaves that are more than an array
@@ -86,7 +96,8 @@ class Int8:
 
 @flax.struct.dataclass
 class Nf4:
-    """A weight as the nearest of 16 levels times a block's scale (NormalFloat, arXiv:2305.14314 appendix E)."""
+    """A weight as the nearest of 16 levels times a block's scale (NormalFloat, arXiv:2305.14314
+    appendix E)."""
 
     codes: Any  # uint8, two neighbours of the last dim in a byte, the first in the high half
     scales: Any  # float32, as in Int8
@@ -94,7 +105,8 @@ class Nf4:
 
 @flax.struct.dataclass
 class Lora:
-    """base + scale * a @ b (arXiv:2106.09685). `keys`, one per sequence of the batch, are there while dropout acts."""
+    """base + scale * a @ b (arXiv:2106.09685). `keys`, one per sequence of the batch, are there
+    while dropout acts."""
 
     base: Any  # frozen: an array, Int8 or Nf4
     a: Any  # [*inputs, R]
@@ -106,10 +118,12 @@ class Lora:
 
 @flax.struct.dataclass
 class AtWork:
-    """A weight that trains, where it is computed with fewer bits than its gradient is summed with (see `at_work`)."""
+    """A weight that trains, where it is computed with fewer bits than its gradient is summed with
+    (see `at_work`)."""
 
     used: Any  # in the type of the computation, whole over fsdp; no gradient goes through it
-    trained: Any  # in the type of the sums, divided over fsdp; never read, and all of the gradient goes to it
+    # in the type of the sums, divided over fsdp; never read, and all of the gradient goes to it
+    trained: Any
     axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
@@ -118,9 +132,14 @@ def is_quantized(leaf) -> bool:
 
 
 def nf4_levels() -> np.ndarray:
-    """The 16 levels: quantiles of a normal distribution, 8 above zero, 7 below and zero itself, scaled to [-1, 1]."""
-    outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2  # the paper's offset: the mean of both sides' outermost quantile
-    quantiles = lambda count: [NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, count + 1)[:-1]]  # noqa: E731
+    """The 16 levels: quantiles of a normal distribution, 8 above zero, 7 below and zero itself,
+    scaled to [-1, 1]."""
+    # the paper's offset: the mean of both sides' outermost quantile
+    outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2
+
+    def quantiles(count: int) -> list[float]:
+        return [NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, count + 1)[:-1]]
+
     levels = np.array([*(-q for q in quantiles(7)), 0.0, *quantiles(8)[::-1]])
     return (levels / levels.max()).astype(np.float32)
 
@@ -155,9 +174,9 @@ def in_blocks(values, scales_shape: tuple[int, ...], inputs: int):
 def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
     """Contract the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype.
 
-    sum_dtype: what the parts of shards that divide these dims are summed in, as rounding.product takes it.
-    Written as a product of two matrices: of a contraction over more dims, XLA's CPU backend makes a gradient with
-    transposed copies that takes twice as long.
+    sum_dtype: what the parts of shards that divide these dims are summed in, as rounding.product
+    takes it. Written as a product of two matrices: of a contraction over more dims, XLA's CPU
+    backend makes a gradient with transposed copies that takes twice as long.
     """
     if isinstance(weight, Lora):
         seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
@@ -173,30 +192,39 @@ def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
     matrix = weight.reshape(rows.shape[1], -1)
     multiplied = lambda rows: product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)  # noqa: E731
     outcome = by_rows(multiplied, rows, 0, parts_of("batch"))
-    outcome = checkpoint_name(outcome, "product")  # see decoder.REMAT
+    # see decoder.REMAT
+    outcome = checkpoint_name(outcome, "product")
     return outcome.reshape(*batch, *outputs)
 
 
 def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
-    """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its gradient divided.
+    """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its
+    gradient divided.
 
-    weight: the declaration of the plain weight, of one layer. Quantised leaves travel as codes, norms keep their type.
-    reduce_dtype: what gradients are computed and summed over the mesh in, if it has more bits than `dtype`.
+    weight: the declaration of the plain weight, of one layer. Quantised leaves travel as codes,
+    norms keep their type. reduce_dtype: what gradients are computed and summed over the mesh in, if
+    it has more bits than `dtype`.
     """
     if isinstance(leaf, Lora):
         a, b = pair(weight, leaf.a.shape[-1])
         a, b = at_work(leaf.a, a, dtype, reduce_dtype), at_work(leaf.b, b, dtype, reduce_dtype)
-        return leaf.replace(base=at_work(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b)  # the base is frozen
+        # the base is frozen
+        return leaf.replace(base=at_work(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b)
     if is_quantized(leaf):
-        return leaf.replace(codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight)))
+        return leaf.replace(
+            codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight))
+        )
     if leaf.ndim == 1:
         return leaf
     if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
         return gather(stored(leaf, dtype), weight.axes)
     trained = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
-    if not weight.inputs:  # a bias: it is rounded where it is added (decoder.attention_part)
+    # a bias: it is rounded where it is added (decoder.attention_part)
+    if not weight.inputs:
         return gather(trained, weight.axes)
-    return AtWork(gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes), trained, weight.axes)
+    return AtWork(
+        gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes), trained, weight.axes
+    )
 
 
 class Way(NamedTuple):
@@ -209,9 +237,11 @@ class Way(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_slope_of(way: Way, product, x, trained):
-    """The product of x and a weight, as it is; its slope also goes to `trained`, which stands for the weight.
+    """The product of x and a weight, as it is; its slope also goes to `trained`, which stands for
+    the weight.
 
-    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, and then the parts are summed.
+    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, and then the
+    parts are summed.
     """
     return product
 
@@ -220,7 +250,9 @@ def _slope_of(way: Way, x, slope):
     shape = x.shape[x.ndim - way.inputs :] + slope.shape[x.ndim - way.inputs :]
     rows = x.reshape(-1, np.prod(shape[: way.inputs]))
     slopes = slope.reshape(len(rows), -1)
-    whole = jax.lax.dot_general(rows, slopes, (((0,), (0,)), ((), ())), preferred_element_type=way.dtype)
+    whole = jax.lax.dot_general(
+        rows, slopes, (((0,), (0,)), ((), ())), preferred_element_type=way.dtype
+    )
     return slope, None, divided(whole.reshape(shape), way.axes)
 
 
@@ -240,7 +272,8 @@ def scales_axes(w: Weight) -> tuple[str, ...]:
 
 
 def drop(x, keys, rate: float):
-    """x with a share of its elements at zero and the rest scaled up; row b's come from keys[b] alone."""
+    """x with a share of its elements at zero and the rest scaled up; row b's come from keys[b]
+    alone."""
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
@@ -249,8 +282,11 @@ def drop(x, keys, rate: float):
 
 
 def flat(tree) -> dict:
-    """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array stays whole."""
-    return traverse_util.flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict))
+    """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array
+    stays whole."""
+    return traverse_util.flatten_dict(
+        tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict)
+    )
 
 
 def shardings(table, rules=None):
@@ -268,7 +304,8 @@ def shapes(table, dtype=None):
 
 
 def check_divisible(table, mesh) -> None:
-    """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide some dim."""
+    """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
+    some dim."""
     for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
         try:
             spec(w.axes, w.shape, mesh)
@@ -282,7 +319,9 @@ def num_params(table) -> int:
 
 
 def num_bytes(table) -> int:
-    return sum(int(np.prod(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(shapes_only(table)))
+    return sum(
+        int(np.prod(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(shapes_only(table))
+    )
 
 
 def shapes_only(table):
@@ -291,10 +330,13 @@ def shapes_only(table):
 
 
 def init_params(table, key):
-    """Random parameters, each created directly on the devices that it will live on. The mesh does not change them."""
+    """Random parameters, each created directly on the devices that it will live on. The mesh does
+    not change them."""
     leaves, treedef = jax.tree.flatten(table, is_leaf=is_weight)
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten([_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)])
+    return treedef.unflatten(
+        [_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)]
+    )
 
 
 @cache
@@ -302,6 +344,8 @@ def _creator(w: Weight, place):
     def create(key):
         if not w.is_stacked:
             return w.init(key, w.shape, w.dtype)
-        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(jax.random.split(key, w.shape[0]))
+        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(
+            jax.random.split(key, w.shape[0])
+        )
 
     return jax.jit(create, out_shardings=place)

@@ -1,8 +1,9 @@
 """What a compiled program communicates, read from its optimised HLO text (`compiled.as_text()`).
 
-The compiler decides what is gathered, reduced and sent; its text is the only place that says so. `collectives` walks
-it from the entry through loops, branches, fusions and calls, and lists each collective with the mesh axis it goes
-over, its bytes, and how often it runs. It reads what XLA writes for CPU, GPU and TPU.
+The compiler decides what is gathered, reduced and sent; its text is the only place that says so.
+`collectives` walks it from the entry through loops, branches, fusions and calls, and lists each
+collective with the mesh axis it goes over, its bytes, and how often it runs. It reads what XLA
+writes for CPU, GPU and TPU.
 """
 
 import math
@@ -14,18 +15,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-MAX_TURNS = 100_000  # of a loop that is played through to count its turns
+# of a loop that is played through to count its turns
+MAX_TURNS = 100_000
 SCALARS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 SCALARS |= {name: lambda x: x for name in ("copy", "bitcast", "convert")}
-SCALARS |= {f"compare {name}": getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
+SCALARS |= {
+    f"compare {name}": getattr(operator, name.lower())
+    for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
+}
 
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*-> .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 CALLS = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
 ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
-GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")  # {{0,1},{2,3}}; {} is everybody
-GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")  # [2,2]<=[2,2]T(1,0)
-GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")  # mesh['a'=2,'b'=2] {'b'}
+# {{0,1},{2,3}}; {} is everybody
+GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
+# [2,2]<=[2,2]T(1,0)
+GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
+# mesh['a'=2,'b'=2] {'b'}
+GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,14 @@ class Collective:
     kind: str  # one of KINDS
     axis: str  # of the mesh: "fsdp", "tp", "fsdp+tp"; "other" if its groups are not along axes
     count: int  # how often it runs in one call of the program
-    num_bytes: int  # of the whole buffer on one device, each time: what is gathered, or is about to be reduced
+    # of the whole buffer on one device, each time: what is gathered, or is about to be reduced
+    num_bytes: int
     shapes: str  # "bf16[1152,6912]"; where there are several, one collective carries them all
     in_loop: bool
     source: str  # the operation it comes from, as far as the text says
     group_size: int  # devices that take part together
-    count_known: bool = True  # False: in a loop whose turns cannot be read (taken as one), or in a branch (as taken)
+    # False: in a loop whose turns cannot be read (taken as one), or in a branch (as taken)
+    count_known: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +76,9 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     """
     partitions = re.match(r"HloModule .*\bnum_partitions=(\d+)", text)
     if partitions and int(partitions[1]) != math.prod(mesh_shape.values()):
-        raise ValueError(f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}")
+        raise ValueError(
+            f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}"
+        )
     program, entry = parse(text)
     found: list[Collective] = []
 
@@ -74,7 +86,11 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
                 found.extend(read(instruction, program[name], place, mesh_shape))
-            elif instruction.op not in ("async-update", "async-done"):  # they name what async-start has called
+            # they name what async-start has called
+            elif instruction.op not in (
+                "async-update",
+                "async-done",
+            ):
                 for callee, there in called(instruction, program[name], place, program):
                     visit(callee, there)
 
@@ -89,7 +105,9 @@ def grouped(found: list[Collective]) -> list[Group]:
         groups[c.kind, c.axis, c.count_known].append(c)
     sums = []
     for (*key, known), cs in groups.items():
-        count, total, sent = (sum(numbers) for numbers in zip(*((c.count, c.total_bytes, sent_bytes(c)) for c in cs)))
+        count, total, sent = (
+            sum(numbers) for numbers in zip(*((c.count, c.total_bytes, sent_bytes(c)) for c in cs))
+        )
         sums.append(Group(*key, count, total, sent, known))
     return sorted(sums, key=lambda group: -group.total_bytes)
 
@@ -97,7 +115,8 @@ def grouped(found: list[Collective]) -> list[Group]:
 def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
     """What one device sends, all runs together, where the devices form a ring."""
     n = axis_size or c.group_size
-    parts = {"all-reduce": 2 * (n - 1), "collective-permute": n}  # n-th parts of the buffer
+    # n-th parts of the buffer
+    parts = {"all-reduce": 2 * (n - 1), "collective-permute": n}
     return c.total_bytes * parts.get(c.kind, n - 1) // n
 
 
@@ -128,7 +147,8 @@ class Place:
     in_loop: bool = False
     fused: bool = False
     source: str = ""
-    chains: set[str] = field(default_factory=set)  # split collectives that this loop body (branch, entry) has shown
+    # split collectives that this loop body (branch, entry) has shown
+    chains: set[str] = field(default_factory=set)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -150,36 +170,58 @@ def called(instruction: Instruction, caller: Computation, place: Place, program)
     """The computations that an instruction runs, each with the place it stands at."""
     calls = CALLS.findall(instruction.rest)
     callees = [(key, name) for key, names in calls for name in re.findall(r"%([\w.-]+)", names)]
-    place = replace(place, fused=instruction.op == "fusion", source=op_name(instruction) or place.source)
+    place = replace(
+        place, fused=instruction.op == "fusion", source=op_name(instruction) or place.source
+    )
     if not place.fused:
-        place = replace(place, chains=set(), count_known=place.count_known and instruction.op != "conditional")
+        place = replace(
+            place, chains=set(), count_known=place.count_known and instruction.op != "conditional"
+        )
     if instruction.op != "while":
         yield from ((callee, place) for _, callee in callees)
         return
     turns = count_turns(instruction, dict(callees), caller, program)
     for key, callee in callees:
-        runs = 1 if turns is None else turns + (key == "condition")  # asked once more than the body runs
+        # asked once more than the body runs
+        runs = 1 if turns is None else turns + (key == "condition")
         known = place.count_known and turns is not None
         yield callee, replace(place, times=place.times * runs, count_known=known, in_loop=True)
 
 
-def read(instruction: Instruction, computation: Computation, place: Place, mesh_shape) -> list[Collective]:
-    """The collective that an instruction is; none where a device is alone, or where it has been seen before."""
+def read(
+    instruction: Instruction, computation: Computation, place: Place, mesh_shape
+) -> list[Collective]:
+    """The collective that an instruction is; none where a device is alone, or where it has been
+    seen before."""
     kind = instruction.op.removesuffix("-start")
     axis, size = axis_of(instruction.rest, mesh_shape)
-    # TPU spreads a collective over several fusions, to hide it behind their work. Each shows it, with its chain's name.
+    # TPU spreads a collective over several fusions, to hide it behind their work. Each shows it,
+    # with its chain's name.
     chain = re.search(r'chain_id="[^"]*"', instruction.rest)
     if size == 1 or (chain and chain[0] in place.chains):
         return []
     if chain:
         place.chains.add(chain[0])
     if kind == "all-reduce" and place.fused and is_sliced(instruction, computation):
-        kind = "reduce-scatter"  # how TPU writes it: no device ever holds the whole sum
+        # how TPU writes it: no device ever holds the whole sum
+        kind = "reduce-scatter"
     arrays = ARRAY.findall(buffer(instruction, kind, computation))
     num_bytes = sum(array_bytes(bits, dims) for _, bits, dims in arrays)
     shapes = ", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays)
     source = short(op_name(instruction) or place.source)
-    return [Collective(kind, axis, place.times, num_bytes, shapes, place.in_loop, source, size, place.count_known)]
+    return [
+        Collective(
+            kind,
+            axis,
+            place.times,
+            num_bytes,
+            shapes,
+            place.in_loop,
+            source,
+            size,
+            place.count_known,
+        )
+    ]
 
 
 def is_sliced(reduced: Instruction, computation: Computation) -> bool:
@@ -195,8 +237,12 @@ def is_sliced(reduced: Instruction, computation: Computation) -> bool:
 
 
 def buffer(instruction: Instruction, kind: str, computation: Computation) -> str:
-    """The type of the whole buffer. What starts a collective has (operands, results, ...) as its type."""
-    if kind in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute") and "-start" in instruction.op:
+    """The type of the whole buffer. What starts a collective has (operands, results, ...) as its
+    type."""
+    if (
+        kind in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+        and "-start" in instruction.op
+    ):
         return elements(instruction.type)[kind in ("all-gather", "all-to-all")]
     if instruction.op == "reduce-scatter":
         return " ".join(computation.instructions[name].type for name in instruction.operands)
@@ -214,7 +260,8 @@ def elements(type_: str) -> list[str]:
 
 def array_bytes(bits: str, dims: str) -> int:
     size = math.prod(int(n) for n in re.findall(r"\d+", dims))
-    return -(-size * int(bits or 8) // 8)  # pred has no number in its name
+    # pred has no number in its name
+    return -(-size * int(bits or 8) // 8)
 
 
 def op_name(instruction: Instruction) -> str:
@@ -225,13 +272,17 @@ def op_name(instruction: Instruction) -> str:
 def short(name: str) -> str:
     """Without jit(main) and the loops around it, which the reader knows."""
     parts = name.split("/")
-    return "/".join(part for part in parts[len(parts) > 1 :] if part not in ("while", "body", "closed_call"))
+    return "/".join(
+        part for part in parts[len(parts) > 1 :] if part not in ("while", "body", "closed_call")
+    )
 
 
 # ---- loops: TPU's text does not say how often one turns, so its counter is played through
 
 
-def count_turns(loop: Instruction, callees: dict[str, str], caller: Computation, program) -> int | None:
+def count_turns(
+    loop: Instruction, callees: dict[str, str], caller: Computation, program
+) -> int | None:
     """How often the body runs; None if the text does not tell, as when the data decides."""
     if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(told[1])
@@ -246,7 +297,8 @@ def count_turns(loop: Instruction, callees: dict[str, str], caller: Computation,
 
 
 def value(name: str, computation: Computation, program, args: list):
-    """The whole number that an instruction makes (a list, of a tuple); None for all that the text does not tell."""
+    """The whole number that an instruction makes (a list, of a tuple); None for all that the text
+    does not tell."""
     known: dict = {}
 
     def of(name: str):
@@ -287,7 +339,8 @@ def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
     groups = id_lists(pairs[1]) if pairs else replica_groups(rest, len(coords))
     crossed = [tuple(np.ptp(coords[group], axis=0) > 0) for group in groups]
-    if pairs:  # an axis counts if any pair goes along it
+    # an axis counts if any pair goes along it
+    if pairs:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
     axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
@@ -303,7 +356,8 @@ def replica_groups(rest: str, num_devices: int) -> list[list[int]]:
         names = re.findall(r"([^,=]+)=", match[1])
         keys = np.stack(np.unravel_index(np.arange(len(ids)), sizes), -1)
         for name, before, part in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", match[3]):
-            axis = names.index(name)  # 'a':(2)3 is the part of size 3 of an axis, after one of size 2
+            # 'a':(2)3 is the part of size 3 of an axis, after one of size 2
+            axis = names.index(name)
             inner = sizes[axis] // (int(before) * int(part)) if part else 1
             keys[:, axis] -= keys[:, axis] // inner % int(part or sizes[axis]) * inner
         groups = defaultdict(list)

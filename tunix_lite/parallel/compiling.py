@@ -1,4 +1,5 @@
-"""Programs that are compiled before they run, so that their memory is known and compiling is not taken for running."""
+"""Programs that are compiled before they run, so that their memory is known and compiling is not
+taken for running."""
 
 from collections.abc import Callable
 
@@ -6,7 +7,8 @@ import jax
 
 
 def compiled_once(lower: Callable) -> Callable:
-    """compiled(*args): what lower(*args) gives, compiled; once for arguments, or shapes, of one form and place."""
+    """compiled(*args): what lower(*args) gives, compiled; once for arguments, or shapes, of one
+    form and place."""
     ready = {}
 
     def compiled(*args):

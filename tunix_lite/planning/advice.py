@@ -12,9 +12,15 @@ from tunix_lite.planning.batch_size import lengths_of, plan_batch
 from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
 from tunix_lite.planning.plan import Plan, estimated
-from tunix_lite.planning.resolved import find_model, micro_batches_to_try, slots_of, with_micro_batch
+from tunix_lite.planning.resolved import (
+    find_model,
+    micro_batches_to_try,
+    slots_of,
+    with_micro_batch,
+)
 
-MOST_NODES = 64  # of GPUs, that are tried
+# of GPUs, that are tried
+MOST_NODES = 64
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,14 @@ class Trial:
     sizes: dict[str, int]
 
 
-def advice(plan: Plan, look: Callable[[Plan], Plan] = lambda plan: plan) -> tuple[tuple[str, ...], Plan]:
-    """The first change with which the run fits, and the plan of it; if there is none, the least that it gets down to.
+def advice(
+    plan: Plan, look: Callable[[Plan], Plan] = lambda plan: plan
+) -> tuple[tuple[str, ...], Plan]:
+    """The first change with which the run fits, and the plan of it; if there is none, the least
+    that it gets down to.
 
-    Single changes first, in the order of what they cost; then several, as few as do; then more devices. look: makes of
-    an estimate that fits a plan that knows more, by compiling it.
+    Single changes first, in the order of what they cost; then several, as few as do; then more
+    devices. look: makes of an estimate that fits a plan that knows more, by compiling it.
     """
     start = Trial((), plan.case.run, plan.machine, plan.case.sizes)
     for trial in _trials(start):
@@ -61,15 +70,17 @@ def _trials(start: Trial) -> Iterator[Trial]:
     yield _few(start)
     for machine in _larger(start.machine):
         sizes = {"fsdp": machine.num_devices // start.sizes["tp"], "tp": start.sizes["tp"]}
-        larger = replace(start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes)))
+        larger = replace(
+            start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes))
+        )
         if _estimate(larger) is not None:
             yield larger
             yield _few(larger)
 
 
 def _few(start: Trial) -> Trial:
-    """Changes in order until they fit together, or all that do not make it larger; then none that is not needed, and
-    none further than it must go."""
+    """Changes in order until they fit together, or all that do not make it larger; then none that
+    is not needed, and none further than it must go."""
     makers, peak, room = [], _peak(start), start.machine.capacity or 0
     for make in CHANGES:
         if (now := _peak(_together(start, [*makers, make]))) <= peak:
@@ -82,7 +93,9 @@ def _few(start: Trial) -> Trial:
         makers = fewer if _peak(_together(start, fewer)) <= room else makers
     for i, make in enumerate(makers):
         ways = list(make(start)) or [start]
-        start = next((way for way in ways if _peak(_together(way, makers[i + 1 :])) <= room), ways[-1])
+        start = next(
+            (way for way in ways if _peak(_together(way, makers[i + 1 :])) <= room), ways[-1]
+        )
     return start
 
 
@@ -101,7 +114,9 @@ def _merged(overrides: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]
 
 def _with(trial: Trial, section: str, **settings: Any) -> Trial:
     """The trial with settings of `section`, training, rollout or model.lora, changed."""
-    names = tuple(f"{section}.{name}={'null' if value is None else value}" for name, value in settings.items())
+    names = tuple(
+        f"{section}.{name}={'null' if value is None else value}" for name, value in settings.items()
+    )
     run, overrides = trial.run, _merged(trial.overrides, names)
     if section == "model.lora":
         changed = replace(run, model=replace(run.model, lora=replace(run.model.lora, **settings)))
@@ -167,7 +182,9 @@ def _adapters(trial: Trial) -> Iterator[Trial]:
 def _quantised(trial: Trial) -> Iterator[Trial]:
     lora = trial.run.model.lora
     if lora.base != "nf4":
-        yield _with(trial, "model.lora", **({} if lora.rank or lora.adapter else {"rank": 16}), base="nf4")
+        yield _with(
+            trial, "model.lora", **({} if lora.rank or lora.adapter else {"rank": 16}), base="nf4"
+        )
 
 
 def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
@@ -188,7 +205,9 @@ def _larger(machine: Machine) -> Iterator[Machine]:
         names = [f"{kind.name}-{count * kind.chip.cores}" for count in counts]
     else:
         node = kind.host_devices
-        counts = [n for n in (2, 4, node) if n > now] + [node * n for n in range(2, MOST_NODES + 1) if node * n > now]
+        counts = [n for n in (2, 4, node) if n > now] + [
+            node * n for n in range(2, MOST_NODES + 1) if node * n > now
+        ]
         names = [f"{kind.name}x{count}" for count in counts]
     yield from map(find_machine, names)
 
@@ -198,4 +217,14 @@ def _mesh(sizes: dict[str, int]) -> str:
 
 
 # The cheapest first.
-CHANGES = (_rollout, _slots, _cache, _remat, _half, _micro_batch, _half_params, _adapters, _quantised)
+CHANGES = (
+    _rollout,
+    _slots,
+    _cache,
+    _remat,
+    _half,
+    _micro_batch,
+    _half_params,
+    _adapters,
+    _quantised,
+)

@@ -1,11 +1,13 @@
-"""How many sequences an update has and how they lie, by arithmetic on the settings: before any device is touched.
+"""How many sequences an update has and how they lie, by arithmetic on the settings: before any
+device is touched.
 
     prompts x num_generations = micro_batch_size x fsdp x accumulation
 
-What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the rows that its tokens
-make. Where a group shares its prompt, a row is the prompt and k lanes of new tokens: a prompt stands ceil(G / k) times
-and not G times. The larger k, the fewer tokens, and the coarser are the rows to divide over shards and micro-batches:
-of those that fit, the k whose rows make the fewest tokens for a shard, empty rows counted.
+What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the
+rows that its tokens make. Where a group shares its prompt, a row is the prompt and k lanes of new
+tokens: a prompt stands ceil(G / k) times and not G times. The larger k, the fewer tokens, and the
+coarser are the rows to divide over shards and micro-batches: of those that fit, the k whose rows
+make the fewest tokens for a shard, empty rows counted.
 """
 
 import math
@@ -16,15 +18,18 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 
-TOKENS_AT_ONCE = 2048  # of packed rows in a micro-batch of a shard, where nobody says
-LANES = 4  # that a row of shared prompts may have in any case: then most of what can be shared is
+# of packed rows in a micro-batch of a shard, where nobody says
+TOKENS_AT_ONCE = 2048
+# that a row of shared prompts may have in any case: then most of what can be shared is
+LANES = 4
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """How the sequences of one update are made up. All four numbers of the identity, which holds.
 
-    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers are 0.
+    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
+    are 0.
     """
 
     prompts: int
@@ -38,12 +43,16 @@ class BatchPlan:
         return self.prompts * self.num_generations
 
     def __str__(self) -> str:
-        sequences = f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} sequences"
+        sequences = (
+            f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} "
+            "sequences"
+        )
         if not self.num_micro_batches:
             return sequences
         return (
             f"{sequences} = "
-            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x {self.num_micro_batches} accumulation"
+            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x "
+            f"{self.num_micro_batches} accumulation"
         )
 
 
@@ -52,7 +61,11 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
 
     Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
     """
-    settings, G, prompts = run.training, run.algorithm.num_generations, run.training.prompts_per_step
+    settings, G, prompts = (
+        run.training,
+        run.algorithm.num_generations,
+        run.training.prompts_per_step,
+    )
     is_packed, is_auto = settings.packing != "none", settings.micro_batch_size == "auto"
     if prompts is None and (is_packed or is_auto):
         asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
@@ -60,9 +73,12 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     if is_packed:
         return BatchPlan(prompts, G, fsdp, 0, 0)
     micro, accumulation = settings.micro_batch_size, settings.gradient_accumulation_steps
-    if is_auto:  # not chosen yet
+    # not chosen yet
+    if is_auto:
         if accumulation:
-            raise ConfigError("training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null")
+            raise ConfigError(
+                "training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null"
+            )
         micro, accumulation = None, settings.sync_gradients_every
     if prompts is None:
         prompts = _prompts_of(micro, fsdp, accumulation or 1, G)
@@ -71,12 +87,16 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
 
 def _prompts_of(micro: int | None, fsdp: int, accumulation: int, G: int) -> int:
     if micro is None:
-        raise ConfigError("training: give prompts_per_step or micro_batch_size; the rest is derived")
+        raise ConfigError(
+            "training: give prompts_per_step or micro_batch_size; the rest is derived"
+        )
     prompts, left = divmod(micro * fsdp * accumulation, G)
     if left:
         raise ConfigError(
-            f"training: micro_batch_size={micro} x fsdp={fsdp} x gradient_accumulation_steps={accumulation} = "
-            f"{micro * fsdp * accumulation} sequences, not a multiple of algorithm.num_generations={G}"
+            f"training: micro_batch_size={micro} x fsdp={fsdp} x "
+            f"gradient_accumulation_steps={accumulation} = "
+            f"{micro * fsdp * accumulation} sequences, not a multiple of "
+            f"algorithm.num_generations={G}"
         )
     return prompts
 
@@ -89,20 +109,25 @@ def _divided(
     per_shard, left = divmod(prompts * G, fsdp)
     if left:
         raise ConfigError(
-            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {_least_prompts(G, fsdp)} prompts"
+            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of "
+            f"{_least_prompts(G, fsdp)} prompts"
         )
     micro = micro or per_shard // (accumulation or 1)
     accumulation = accumulation or per_shard // micro
     if micro * accumulation != per_shard:
         raise ConfigError(
-            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x fsdp={fsdp} x "
-            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} cannot make "
-            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to "
+            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x "
+            f"fsdp={fsdp} x "
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
+            "cannot make "
+            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the "
+            "three to null to "
             "have it derived"
         )
     if accumulation % settings.sync_gradients_every:
         raise ConfigError(
-            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the {accumulation} "
+            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the "
+            f"{accumulation} "
             f"micro-batches of an update ({total})"
         )
     return BatchPlan(prompts, G, fsdp, micro, accumulation)
@@ -113,15 +138,18 @@ def _least_prompts(G: int, fsdp: int) -> int:
 
 
 def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
-    """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit into a micro-batch."""
+    """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit
+    into a micro-batch."""
     settings = run.training
     if settings.packing == "none":
         return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
     longest = sum(lengths_of(run))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
-            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest sequence: "
-            f"max_prompt_length={run.generation.max_prompt_length} + max_new_tokens={run.generation.max_new_tokens} = "
+            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
+            "sequence: "
+            f"max_prompt_length={run.generation.max_prompt_length} + "
+            f"max_new_tokens={run.generation.max_new_tokens} = "
             f"{longest}"
         )
     if settings.packing == "sequences":
@@ -149,7 +177,8 @@ def check_residual(run: RunConfig, rows: Rows, tp: int) -> None:
     width = row_width(run, rows)
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
         raise ValueError(
-            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; generation.max_prompt_length and "
+            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
+            "generation.max_prompt_length and "
             f"max_new_tokens in multiples of {tp} would do"
         )
 
@@ -163,8 +192,10 @@ def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> 
 
 
 def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
-    """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that shares more."""
-    prompt, new = (length + length % 2 for length in lengths_of(run))  # even: cuDNN wants it
+    """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
+    shares more."""
+    # even: cuDNN wants it
+    prompt, new = (length + length % 2 for length in lengths_of(run))
     shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
     most = run.training.micro_batch_tokens or max(TOKENS_AT_ONCE, prompt + LANES * new)
 
@@ -172,5 +203,6 @@ def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
         rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
         return math.prod(_parts(run, batch, shape, rows)) * shape.width
 
-    fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]  # rounded, it may be a token too wide
+    # rounded, it may be a token too wide
+    fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
     return min(fitting, key=lambda shape: (tokens(shape), -shape.lanes))

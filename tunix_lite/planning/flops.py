@@ -1,9 +1,11 @@
-"""FLOPs and bytes of the model by formulas that can be counted by hand, and how near a run comes to the hardware.
+"""FLOPs and bytes of the model by formulas that can be counted by hand, and how near a run comes to
+the hardware.
 
-XLA's own count is of no use here: it sees a scanned layer once. A multiplication and an addition are two FLOPs. What
-counts is what the mathematics needs: recomputation, padding and masked scores do not, nor do norms, rope, softmax and
-activations, which are small. Of one layer, with D = embed_dim, N = num_heads, K = num_kv_heads, H = head_dim,
-F = mlp_dim, the weights are q: DNH, k and v: DKH each, o: NHD, gate, up and down: DF each.
+XLA's own count is of no use here: it sees a scanned layer once. A multiplication and an addition
+are two FLOPs. What counts is what the mathematics needs: recomputation, padding and masked scores
+do not, nor do norms, rope, softmax and activations, which are small. Of one layer, with D =
+embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k and
+v: DKH each, o: NHD, gate, up and down: DF each.
 """
 
 from collections.abc import Iterable
@@ -13,9 +15,11 @@ from tunix_lite.planning.hardware import Hardware
 
 
 def matmul_params(cfg: ModelConfig) -> int:
-    """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH + 3DF).
+    """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH +
+    3DF).
 
-    Without the head, and without what multiplies nothing or next to nothing: embedding, norms and biases.
+    Without the head, and without what multiplies nothing or next to nothing: embedding, norms and
+    biases.
     """
     attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
     return cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
@@ -27,7 +31,8 @@ def head_params(cfg: ModelConfig) -> int:
 
 
 def attention_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
-    """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a query and a key.
+    """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a
+    query and a key.
 
     The token at position t sees t + 1 keys in a global layer and min(t + 1, window) in a local one.
     """
@@ -47,20 +52,24 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def forward_flops(cfg: ModelConfig, tokens: float, scored: float, attention: float) -> float:
-    """One forward over `tokens` tokens of which `scored` get scores over the vocabulary: 2PT + 2VS + attention.
+    """One forward over `tokens` tokens of which `scored` get scores over the vocabulary: 2PT + 2VS
+    + attention.
 
-    P = matmul_params, V = head_params; attention: from `attention_flops`. The same counts sampling: each token of a
-    prompt and of its completion passes once.
+    P = matmul_params, V = head_params; attention: from `attention_flops`. The same counts sampling:
+    each token of a prompt and of its completion passes once.
     """
     return 2.0 * matmul_params(cfg) * tokens + 2.0 * head_params(cfg) * scored + attention
 
 
-def update_flops(cfg: ModelConfig, tokens: float, scored: float, attention: float, lora_params: int = 0) -> float:
+def update_flops(
+    cfg: ModelConfig, tokens: float, scored: float, attention: float, lora_params: int = 0
+) -> float:
     """Forward and backward of one update.
 
-    All weights train: 3 * forward = 6PT + 6VS + 3 * attention, as backward is two products for each one of forward.
-    With `lora_params` adapter parameters A: 4PT + 6AT + 4VS + 3 * attention, as frozen weights, the head among them,
-    get no gradient; attention has no weights, and its gradients are all needed.
+    All weights train: 3 * forward = 6PT + 6VS + 3 * attention, as backward is two products for each
+    one of forward. With `lora_params` adapter parameters A: 4PT + 6AT + 4VS + 3 * attention, as
+    frozen weights, the head among them, get no gradient; attention has no weights, and its
+    gradients are all needed.
     """
     if not lora_params:
         return 3 * forward_flops(cfg, tokens, scored, attention)
@@ -69,37 +78,52 @@ def update_flops(cfg: ModelConfig, tokens: float, scored: float, attention: floa
 
 
 def mfu(flops: float, seconds: float, hardware: Hardware | None, num_devices: int) -> float | None:
-    """The share of the devices' bfloat16 peak that so many FLOPs in so many seconds are; None if it is not known."""
+    """The share of the devices' bfloat16 peak that so many FLOPs in so many seconds are; None if it
+    is not known."""
     return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
 
 
 def decode_bytes(
     cfg: ModelConfig, lengths: Iterable[int], weight_itemsize: float = 2, cache_itemsize: float = 2
 ) -> float:
-    """Bytes that one decode step over sequences of these lengths must read, on all devices together.
+    """Bytes that one decode step over sequences of these lengths must read, on all devices
+    together.
 
-    Every weight of the layers and the head once, however many sequences there are, and of each sequence the keys and
-    values that its next token sees: 2KH a token and layer, at most a window of them in a local layer.
-    weight_itemsize, cache_itemsize: bytes of an element; a fraction for codes with scales.
+    Every weight of the layers and the head once, however many sequences there are, and of each
+    sequence the keys and values that its next token sees: 2KH a token and layer, at most a window
+    of them in a local layer. weight_itemsize, cache_itemsize: bytes of an element; a fraction for
+    codes with scales.
     """
     lengths = [int(length) for length in lengths]
     windows = [_window(cfg, kind) for kind in cfg.kinds]
-    seen = sum(length if window is None else min(length, window) for window in windows for length in lengths)
+    seen = sum(
+        length if window is None else min(length, window)
+        for window in windows
+        for length in lengths
+    )
     weights = matmul_params(cfg) + head_params(cfg)
     return weights * weight_itemsize + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
 
 
 def roofline(
-    flops: float, bytes_read: float, sent_bytes: float, hardware: Hardware, sent_between_nodes: float = 0.0
+    flops: float,
+    bytes_read: float,
+    sent_bytes: float,
+    hardware: Hardware,
+    sent_between_nodes: float = 0.0,
 ) -> tuple[float, str]:
-    """The least seconds that this takes on one device, and what takes them: compute, memory or links.
+    """The least seconds that this takes on one device, and what takes them: compute, memory or
+    links.
 
-    As if the three overlapped perfectly. sent_between_nodes: bytes that leave the node, beside sent_bytes within it.
+    As if the three overlapped perfectly. sent_between_nodes: bytes that leave the node, beside
+    sent_bytes within it.
     """
     seconds = {
         "compute": flops / hardware.peak_flops,
         "memory": bytes_read / hardware.memory_bandwidth,
-        "links": max(sent_bytes / hardware.link_bandwidth, sent_between_nodes / hardware.node_bandwidth),
+        "links": max(
+            sent_bytes / hardware.link_bandwidth, sent_between_nodes / hardware.node_bandwidth
+        ),
     }
     bound = max(seconds, key=seconds.get)
     return seconds[bound], bound

@@ -1,7 +1,9 @@
-"""What accelerators are, which ones people mean by a name, and devices to compile for that are not there.
+"""What accelerators are, which ones people mean by a name, and devices to compile for that are not
+there.
 
-Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for sparse matrices),
-and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and `device_kind` are as the software reports them.
+Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
+sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
+`device_kind` are as the software reports them.
 """
 
 import difflib
@@ -18,7 +20,8 @@ GiB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a board reports."""
+    """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
+    board reports."""
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -33,7 +36,10 @@ class Tpu:
     """How TPUs come in slices."""
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
-    cores: int = 1  # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
+    cores: int = (
+        # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
+        1
+    )
     devices: int = 1  # per chip
     config: str = "default"  # libtpu's name for how the cores of a chip are joined
 
@@ -47,45 +53,71 @@ class Hardware:
     memory_bytes: int  # what the runtime offers a program
     peak_flops: float  # bfloat16, dense, per second
     memory_bandwidth: float  # bytes per second
-    link_bandwidth: float  # bytes per second sent to others of the node or slice, over all links together
-    node_bandwidth: float  # the same to other nodes; a TPU slice is one network however many hosts it spans
+    link_bandwidth: (
+        # bytes per second sent to others of the node or slice, over all links together
+        float
+    )
+    node_bandwidth: (
+        # the same to other nodes; a TPU slice is one network however many hosts it spans
+        float
+    )
     host_devices: int  # devices of one host
     kinds: tuple[str, ...]  # what `device_kind` says
     chip: Gpu | Tpu
 
 
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e and v6e: a pod is 256 chips
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8", "8x8x12",
-         "8x8x16", "8x12x16", "8x16x16", "12x16x16")  # fmt: skip
-LARGE_CUBES = (*CUBES, "16x16x16", "16x16x24")  # v5p: the largest job is 6144 chips
-HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}  # chips of a host, where not 2x2x1
+# v5e and v6e: a pod is 256 chips
+FLAT = (
+    "1x1",
+    "2x2",
+    "2x4",
+    "4x4",
+    "4x8",
+    "8x8",
+    "8x16",
+    "16x16",
+)
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8",
+         "8x8x12", "8x8x16", "8x12x16", "8x16x16", "12x16x16")  # fmt: skip
+# v5p: the largest job is 6144 chips
+LARGE_CUBES = (*CUBES, "16x16x16", "16x16x24")
+# chips of a host, where not 2x2x1
+HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
 
-# GPU memory is what CUDA calls the total (PyTorch: "total capacity"), the lowest seen; nvidia-smi shows half a GiB more
-# (81559 MiB on an H100), which the driver keeps. NVLink 4 is 900 GB/s and NVLink 3 600 GB/s, both directions together.
-# Nodes are DGX and HGX: a network card of 400 (A100: 200) Gb/s for each GPU.
-# TPU memory is the "available HBM" in libtpu's out-of-memory error. ICI is half of Google's bidirectional figure, and
-# for v4, which has none, six links of 45 GB/s (jax-ml.github.io/scaling-book); small slices are no rings and use fewer.
-# A tpu7x chip is two devices with half of everything each; their short cut within the chip is not counted.
+# GPU memory is what CUDA calls the total (PyTorch: "total capacity"), the lowest seen; nvidia-smi
+# shows half a GiB more (81559 MiB on an H100), which the driver keeps. NVLink 4 is 900 GB/s and
+# NVLink 3 600 GB/s, both directions together. Nodes are DGX and HGX: a network card of 400 (A100:
+# 200) Gb/s for each GPU. TPU memory is the "available HBM" in libtpu's out-of-memory error. ICI is
+# half of Google's bidirectional figure, and for v4, which has none, six links of 45 GB/s
+# (jax-ml.github.io/scaling-book); small slices are no rings and use fewer. A tpu7x chip is two
+# devices with half of everything each; their short cut within the chip is not counted.
 TABLE = (
-    Hardware("a100", "cuda", int(79.1 * GiB), 312e12, 2.039e12, 300e9, 25e9, 8, ("NVIDIA A100-SXM4-80GB",),
-             Gpu(8, 108, 64, 167936, 40 * 2**20, 1.41)),
-    Hardware("h100", "cuda", int(79.1 * GiB), 989e12, 3.35e12, 450e9, 50e9, 8, ("NVIDIA H100 80GB HBM3",),
-             Gpu(9, 132, 128, 233472, 50 * 2**20, 1.98)),
+    Hardware("a100", "cuda", int(79.1 * GiB), 312e12, 2.039e12, 300e9, 25e9, 8,
+             ("NVIDIA A100-SXM4-80GB",), Gpu(8, 108, 64, 167936, 40 * 2**20, 1.41)),
+    Hardware("h100", "cuda", int(79.1 * GiB), 989e12, 3.35e12, 450e9, 50e9, 8,
+             ("NVIDIA H100 80GB HBM3",), Gpu(9, 132, 128, 233472, 50 * 2**20, 1.98)),
     Hardware("h200", "cuda", int(139.7 * GiB), 989e12, 4.8e12, 450e9, 50e9, 8, ("NVIDIA H200",),
              Gpu(9, 132, 128, 233472, 60 * 2**20, 1.98)),
     Hardware("v4", "tpu", int(30.75 * GiB), 275e12, 1.2e12, 270e9, 270e9, 4, ("TPU v4",),
              Tpu(CUBES, cores=2, config="megacore")),
-    Hardware("v5e", "tpu", int(15.75 * GiB), 197e12, 819e9, 200e9, 200e9, 4, ("TPU v5 lite", "TPU v5e"), Tpu(FLAT)),
-    Hardware("v5p", "tpu", int(95.74 * GiB), 459e12, 2.765e12, 600e9, 600e9, 4, ("TPU v5", "TPU v5p"),
-             Tpu(LARGE_CUBES, cores=2)),
-    Hardware("v6e", "tpu", int(31.25 * GiB), 918e12, 1.638e12, 400e9, 400e9, 4, ("TPU v6 lite", "TPU v6e"), Tpu(FLAT)),
+    Hardware("v5e", "tpu", int(15.75 * GiB), 197e12, 819e9, 200e9, 200e9, 4,
+             ("TPU v5 lite", "TPU v5e"), Tpu(FLAT)),
+    Hardware("v5p", "tpu", int(95.74 * GiB), 459e12, 2.765e12, 600e9, 600e9, 4,
+             ("TPU v5", "TPU v5p"), Tpu(LARGE_CUBES, cores=2)),
+    Hardware("v6e", "tpu", int(31.25 * GiB), 918e12, 1.638e12, 400e9, 400e9, 4,
+             ("TPU v6 lite", "TPU v6e"), Tpu(FLAT)),
     Hardware("tpu7x", "tpu", int(94.75 * GiB), 1153.5e12, 3.69e12, 300e9, 300e9, 8, ("TPU7x",),
              Tpu(("1x1x1", *LARGE_CUBES, "16x24x24"), devices=2)),
 )  # fmt: skip
 HARDWARE = {hardware.name: hardware for hardware in TABLE}
-ALIASES = {"v5litepod": "v5e"}  # Google Cloud's accelerator type
+# Google Cloud's accelerator type
+ALIASES = {"v5litepod": "v5e"}
 EXTRAS = {"cuda": "plan-gpu", "tpu": "plan-tpu"}
-COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}  # any of these modules
+# any of these modules
+COMPILERS = {
+    "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "tpu": ("libtpu",),
+}
 
 
 @dataclass(frozen=True)
@@ -98,10 +130,12 @@ class Target:
 
 
 def find_target(text: str) -> Target:
-    """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names it.
+    """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names
+    it.
 
-    v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its two into one device.
-    Raises ValueError, with a name that would do, for what is unknown or does not exist.
+    v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its
+    two into one device. Raises ValueError, with a name that would do, for what is unknown or does
+    not exist.
     """
     match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", text.strip().lower())
     name, mark, count = match.groups() if match else (text, None, None)
@@ -111,17 +145,23 @@ def find_target(text: str) -> Target:
     count = 1 if count is None else int(count)
     if hardware.platform == "cuda":
         if mark == "-" or count < 1:
-            raise ValueError(f"{text!r}: GPUs are written {name}x{max(count, 1)}, one or more of them")
+            raise ValueError(
+                f"{text!r}: GPUs are written {name}x{max(count, 1)}, one or more of them"
+            )
         node = hardware.host_devices
         if count > node and count % node:
             fits = " or ".join(f"{name}x{(count // node + more) * node}" for more in (0, 1))
-            raise ValueError(f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do")
+            raise ValueError(
+                f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
+            )
         return Target(hardware, count, text.strip())
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
         known = ", ".join(map(str, sizes))
-        raise ValueError(f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}")
+        raise ValueError(
+            f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}"
+        )
     return Target(hardware, count // hardware.chip.cores, text.strip())
 
 
@@ -130,7 +170,8 @@ def _unknown(text: str) -> str:
     examples = [f"{name}x8" for name in names["cuda"]] + [f"{name}-16" for name in names["tpu"]]
     nearest = difflib.get_close_matches(text.strip().lower(), examples, n=1, cutoff=0.0)[0]
     return (
-        f"{text!r} is no hardware that is known; {nearest} would do. There are {', '.join(names['cuda'])}, written "
+        f"{text!r} is no hardware that is known; {nearest} would do. There are "
+        f"{', '.join(names['cuda'])}, written "
         f"like h100x8, and {', '.join(names['tpu'])}, written like v5e-16"
     )
 
@@ -149,7 +190,10 @@ def compile_only_devices(target: Target) -> list:
     platform = target.hardware.platform
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
         extra = f"pip install -e '.[{EXTRAS[platform]}]'"
-        raise ValueError(f"to compile for {target.name} without having it, install its compiler, on Linux: {extra}")
+        raise ValueError(
+            f"to compile for {target.name} without having it, install its compiler, on Linux: "
+            f"{extra}"
+        )
     from jax.experimental import topologies
 
     devices = list(topologies.get_topology_desc(platform=platform, **_topology(target)).devices)
@@ -163,20 +207,31 @@ def _topology(target: Target) -> dict:
     if hardware.platform == "cuda":
         nodes = max(1, count // hardware.host_devices)
         # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
-        return {"topology": f"1x{nodes}x{count // nodes}", "target_config": gpu_target_config(hardware)}
-    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling, too.
+        return {
+            "topology": f"1x{nodes}x{count // nodes}",
+            "target_config": gpu_target_config(hardware),
+        }
+    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling,
+    # too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     shapes, chip = slice_shapes(hardware), hardware.chip
     if count not in shapes:
-        raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {', '.join(map(str, shapes))}")
-    hosts = {"chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]), "chip_config_name": chip.config}
+        raise ValueError(
+            f"no {hardware.name} slice shows {count} devices; some show "
+            f"{', '.join(map(str, shapes))}"
+        )
+    hosts = {
+        "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
+        "chip_config_name": chip.config,
+    }
     return {"topology_name": f"{hardware.name}:{shapes[count]}", **hosts}
 
 
 def gpu_target_config(hardware: Hardware) -> str:
     """A GPU as XLA wants it described, its GpuTargetConfigProto as text."""
-    chip = hardware.chip  # what is a number below is the same for compute capability 8.0 and 9.0
+    # what is a number below is the same for compute capability 8.0 and 9.0
+    chip = hardware.chip
     return f"""gpu_device_info {{
   cuda_compute_capability {{ major: {chip.capability} }}
   core_count: {chip.multiprocessors} fpus_per_core: {chip.fpus} clock_rate_ghz: {chip.clock_ghz}
@@ -209,10 +264,16 @@ def of_device(device) -> Hardware | None:
 
 
 def memory_limit(device) -> int | None:
-    """Bytes that the runtime lets a program have on this device; the devices of a CPU share its memory evenly."""
+    """Bytes that the runtime lets a program have on this device; the devices of a CPU share its
+    memory evenly."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count("cpu")
+        return (
+            os.sysconf("SC_PHYS_PAGES")
+            * os.sysconf("SC_PAGE_SIZE")
+            // jax.local_device_count("cpu")
+        )
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a compile-only device
+    except jax.errors.JaxRuntimeError:
+        # a compile-only device
         return None

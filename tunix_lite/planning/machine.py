@@ -10,9 +10,9 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB, Hardware
 
-# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the one that our programs
-# ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB outside of it. A TPU's runtime has taken its
-# part already: the table has what is left.
+# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the
+# one that our programs ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB
+# outside of it. A TPU's runtime has taken its part already: the table has what is left.
 GPU_LIBRARIES = GiB // 2
 
 
@@ -24,12 +24,14 @@ class Machine:
     platform: str
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no roofline
-    capacity: int | None  # bytes that the programs of a run can have on a device; None: nobody knows
+    # bytes that the programs of a run can have on a device; None: nobody knows
+    capacity: int | None
     capacity_is: str  # in words
 
 
 def find_machine(target: str) -> Machine:
-    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of nothing."""
+    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
+    nothing."""
     if target == "attached":
         return attached()
     with error_context("target"):
@@ -40,13 +42,15 @@ def find_machine(target: str) -> Machine:
     else:
         capacity = int(GPU_SHARE * (kind.memory_bytes - GPU_LIBRARIES))
         said = (
-            f"{GPU_SHARE:.0%} of {kind.memory_bytes / GiB:.1f} GiB less {GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
+            f"{GPU_SHARE:.0%} of {kind.memory_bytes / GiB:.1f} GiB less {GPU_LIBRARIES / GiB:.1f} "
+            "for CUDA's libraries"
         )
     return Machine(found.name, kind.platform, found.num_devices, kind, capacity, said)
 
 
 def attached() -> Machine:
-    """What jax sees; of a CPU, the physical memory, in even shares; of several processes, on the least of them.
+    """What jax sees; of a CPU, the physical memory, in even shares; of several processes, on the
+    least of them.
 
     All of them must ask: they decide by it.
     """
@@ -54,14 +58,19 @@ def attached() -> Machine:
     limits, platform = from_all(hardware.memory_limit(device)), device.platform
     limit = None if None in limits else min(limits)
     said = "physical memory" if platform == "cpu" else "what the runtime allows"
-    return Machine("attached", platform, jax.device_count(), hardware.of_device(device), limit, said)
+    return Machine(
+        "attached", platform, jax.device_count(), hardware.of_device(device), limit, said
+    )
 
 
 def devices_of(machine: Machine) -> list:
-    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no compiler."""
+    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no
+    compiler."""
     if machine.name == "attached":
         return jax.devices()
     try:
         return hardware.compile_only_devices(hardware.find_target(machine.name))
     except ValueError as error:
-        raise ConfigError(f"target={machine.name}: {error}; or estimate without it: analytic=true") from error
+        raise ConfigError(
+            f"target={machine.name}: {error}; or estimate without it: analytic=true"
+        ) from error

@@ -1,7 +1,9 @@
-"""What fits, what it moves and how fast it can be: a run on a target, of estimates and compiled programs.
+"""What fits, what it moves and how fast it can be: a run on a target, of estimates and compiled
+programs.
 
-A step has phases, one after the other: rollout, scoring (by the reference of the KL term), update. On a device there is
-what is resident, and what the phase at hand adds; the plan fits if the largest sum does.
+A step has phases, one after the other: rollout, scoring (by the reference of the KL term), update.
+On a device there is what is resident, and what the phase at hand adds; the plan fits if the largest
+sum does.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,8 @@ from tunix_lite.planning.resolved import (
 from tunix_lite.planning.speed import Bound
 
 COMPILED, ESTIMATE = "compiled", "estimate"
-PROGRAMS = "programs"  # the part of what is resident that is code
+# the part of what is resident that is code
+PROGRAMS = "programs"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ class Phase:
     name: str
     source: str  # compiled or estimate
     adds: dict[str, int]  # to what is resident, by part
-    bound: Bound | None = None  # None: not a part of a step, as sampling is where nothing but evaluation samples
+    bound: Bound | None = (
+        # None: not a part of a step, as sampling is where nothing but evaluation samples
+        None
+    )
 
     @property
     def added_bytes(self) -> int:
@@ -67,7 +73,8 @@ class Plan:
 
     @property
     def resume_bytes(self) -> int:
-        """The peak of resuming: the state is read where it stays, before any program, so nothing comes on top of it."""
+        """The peak of resuming: the state is read where it stays, before any program, so nothing
+        comes on top of it."""
         return sum(size for part, size in self.resident.items() if part != PROGRAMS)
 
     @property
@@ -93,7 +100,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At most, of prompts and completions at their longest, as a run's perf/tokens_per_second counts them."""
+        """At most, of prompts and completions at their longest, as a run's perf/tokens_per_second
+        counts them."""
         tokens = self.case.batch.sequences * sum(self.case.lengths)
         return None if self.step_seconds is None else tokens / self.step_seconds
 
@@ -105,22 +113,30 @@ class Plan:
         return False, self.step_seconds or 0.0, self.peak_bytes
 
 
-def put_together(machine: Machine, case: Case, done: dict[str, Compiled], refused: Sequence[DoesNotFit] = ()) -> Plan:
+def put_together(
+    machine: Machine, case: Case, done: dict[str, Compiled], refused: Sequence[DoesNotFit] = ()
+) -> Plan:
     """The plan of a case: what is compiled of it as compiled, the rest by formula."""
     resident = estimate.resident(case)
     if code := sum(program.code_bytes for program in done.values()):
-        resident[PROGRAMS] = code  # all stay loaded
+        # all stay loaded
+        resident[PROGRAMS] = code
     bounds = speed.bounds(case, machine.hardware, done)
     makers = {"rollout": _rollout, "scoring": _scoring, "update": _update}
     there = {"rollout": case.samples, "scoring": case.run.algorithm.needs_reference, "update": True}
-    phases = [Phase(name, *makers[name](case, done), bounds.get(name)) for name in makers if there[name]]
+    phases = [
+        Phase(name, *makers[name](case, done), bounds.get(name)) for name in makers if there[name]
+    ]
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
-    return Plan(machine, case, resident, tuple(phases), done, tuple(f"{e.name}: {e.said}" for e in refused))
+    return Plan(
+        machine, case, resident, tuple(phases), done, tuple(f"{e.name}: {e.said}" for e in refused)
+    )
 
 
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
-    """The phase of a program that its compiler refuses: with what that says it would take, where it says so."""
+    """The phase of a program that its compiler refuses: with what that says it would take, where it
+    says so."""
     mine = {"prefill": "rollout", "decode": "rollout"}.get(error.name, error.name) == phase.name
     if not mine or error.needed_bytes is None:
         return phase
@@ -131,7 +147,10 @@ def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Ph
 def _update(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     if (program := done.get("update")) is None:
         return ESTIMATE, estimate.update(case)
-    resident, gradients = estimate.resident(case), min(estimate.gradient_bytes(case), program.temp_bytes)
+    resident, gradients = (
+        estimate.resident(case),
+        min(estimate.gradient_bytes(case), program.temp_bytes),
+    )
     arguments = sum(size for name, size in resident.items() if name != "reference")
     activations = program.temp_bytes - gradients + program.output_bytes - program.alias_bytes
     batch = max(0, program.argument_bytes - arguments)
@@ -154,14 +173,26 @@ def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]
     prefill, decode, copy = done["prefill"], done["decode"], adds["weights to sample"]
     temporary = max(program.added_bytes - program.code_bytes for program in (prefill, decode))
     cache, waiting = (program.argument_bytes - copy for program in (decode, prefill))
-    return COMPILED, {"weights to sample": copy, "cache": cache, "prompts": waiting, "temporary": temporary}
+    return COMPILED, {
+        "weights to sample": copy,
+        "cache": cache,
+        "prompts": waiting,
+        "temporary": temporary,
+    }
 
 
 # ---- making plans
 
 
-def settled(run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int]) -> Case:
-    """The run on a mesh, with the choices that it would make itself: the micro-batch, and sampling's weights."""
+def settled(
+    run: RunConfig,
+    machine: Machine,
+    cfg: ModelConfig,
+    lora: LoraConfig | None,
+    sizes: dict[str, int],
+) -> Case:
+    """The run on a mesh, with the choices that it would make itself: the micro-batch, and
+    sampling's weights."""
     if not chooses_micro_batch(run):
         case = make_case(run, cfg, lora, sizes, machine.platform)
         return replace(case, weights=estimate.choose_weights(case, machine.capacity))
@@ -173,13 +204,19 @@ def settled(run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig
     return sized[min(sized)]
 
 
-def estimated(run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig | None, sizes) -> Plan:
-    """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model or the batch."""
+def estimated(
+    run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig | None, sizes
+) -> Plan:
+    """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model
+    or the batch."""
     return put_together(machine, settled(run, machine, cfg, lora, sizes), {})
 
 
-def with_compiled(plan: Plan, devices: list, say: Callable[[str], None] = lambda text: None) -> Plan:
-    """The same plan, its programs compiled for these devices. Raises ConfigError for what cannot be lowered here."""
+def with_compiled(
+    plan: Plan, devices: list, say: Callable[[str], None] = lambda text: None
+) -> Plan:
+    """The same plan, its programs compiled for these devices. Raises ConfigError for what cannot be
+    lowered here."""
     case, machine = plan.case, plan.machine
     check_can_be_lowered(case, machine.platform)
 
@@ -189,15 +226,22 @@ def with_compiled(plan: Plan, devices: list, say: Callable[[str], None] = lambda
 
     with jax.set_mesh(make_mesh((tuple(case.sizes.values()), tuple(case.sizes)), devices)):
         programs = lowered(case, abstract(case))
-        return read(machine, case, {name: partial(compile_it, name, lower) for name, lower in programs.items()})
+        return read(
+            machine,
+            case,
+            {name: partial(compile_it, name, lower) for name, lower in programs.items()},
+        )
 
 
 def read(machine: Machine, case: Case, programs: dict[str, Callable]) -> Plan:
-    """The plan of a case, as these programs say when they are compiled, each by a call; the rest by formula."""
+    """The plan of a case, as these programs say when they are compiled, each by a call; the rest by
+    formula."""
     done, refused = {}, []
     for name, compile_it in programs.items():
         try:
-            done[name] = compiled(name, compile_it, case.sizes, code_on_device=machine.platform == "tpu")
+            done[name] = compiled(
+                name, compile_it, case.sizes, code_on_device=machine.platform == "tpu"
+            )
         except DoesNotFit as error:
             refused.append(error)
     return put_together(machine, case, done, refused)
@@ -205,14 +249,20 @@ def read(machine: Machine, case: Case, programs: dict[str, Callable]) -> Plan:
 
 def meshes(num_devices: int) -> list[dict[str, int]]:
     """Every (fsdp, tp) of so many devices."""
-    return [{"fsdp": num_devices // tp, "tp": tp} for tp in range(1, num_devices + 1) if num_devices % tp == 0]
+    return [
+        {"fsdp": num_devices // tp, "tp": tp}
+        for tp in range(1, num_devices + 1)
+        if num_devices % tp == 0
+    ]
 
 
-def largest_micro_batch(candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int) -> int:
+def largest_micro_batch(
+    candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int
+) -> int:
     """The first of the candidates, which descend, whose peak fits into limit_bytes.
 
-    compile_one(n) -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError, with the numbers, if
-    none fits.
+    compile_one(n) -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError,
+    with the numbers, if none fits.
     """
     tried = []
     for size in candidates:
@@ -226,4 +276,7 @@ def largest_micro_batch(candidates: Sequence[int], compile_one: Callable[[int], 
         if peak <= limit_bytes:
             return size
         tried.append(f"{size}: {peak / GiB:.2f} GiB")
-    raise ValueError(f"no micro-batch fits into {limit_bytes / GiB:.2f} GiB ({', '.join(tried) or 'none was tried'})")
+    raise ValueError(
+        f"no micro-batch fits into {limit_bytes / GiB:.2f} GiB "
+        f"({', '.join(tried) or 'none was tried'})"
+    )

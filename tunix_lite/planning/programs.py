@@ -1,7 +1,8 @@
 """The programs of a run, lowered from shapes alone and compiled for devices that need not be there.
 
-They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or an update. Nothing
-runs, either: on a mesh of devices that can only be compiled for, the first operation would fail.
+They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or
+an update. Nothing runs, either: on a mesh of devices that can only be compiled for, the first
+operation would fail.
 """
 
 import re
@@ -30,7 +31,8 @@ from tunix_lite.rollout.programs import make_programs
 from tunix_lite.types import Batch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
-NO_END, NO_PAD = (1,), 0  # which tokens end a completion changes no program's size
+# which tokens end a completion changes no program's size
+NO_END, NO_PAD = (1,), 0
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -54,7 +56,8 @@ class Compiled:
 
     @property
     def added_bytes(self) -> int:
-        """What it takes beside its arguments: temporaries, and results that do not lie in their place."""
+        """What it takes beside its arguments: temporaries, and results that do not lie in their
+        place."""
         return self.temp_bytes + self.output_bytes - self.alias_bytes + self.code_bytes
 
 
@@ -66,7 +69,9 @@ class DoesNotFit(ValueError):
         self.name, self.needed_bytes, self.said = name, needed_bytes, said
 
 
-def compiled(name: str, compile_it: Callable, mesh_shape: dict[str, int], code_on_device: bool = False) -> Compiled:
+def compiled(
+    name: str, compile_it: Callable, mesh_shape: dict[str, int], code_on_device: bool = False
+) -> Compiled:
     """What the program that compile_it() gives says of itself. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
@@ -78,10 +83,17 @@ def compiled(name: str, compile_it: Callable, mesh_shape: dict[str, int], code_o
     return of_executable(name, done, mesh_shape, time.perf_counter() - began, code_on_device)
 
 
-def of_executable(name: str, done, mesh_shape: dict[str, int], seconds: float = 0.0, code_on_device=False) -> Compiled:
-    """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory, as on TPUs."""
+def of_executable(
+    name: str, done, mesh_shape: dict[str, int], seconds: float = 0.0, code_on_device=False
+) -> Compiled:
+    """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory,
+    as on TPUs."""
     sizes = done.memory_analysis()
-    found = grouped(collectives(done.as_text(), mesh_shape)) if np.prod(list(mesh_shape.values())) > 1 else []
+    found = (
+        grouped(collectives(done.as_text(), mesh_shape))
+        if np.prod(list(mesh_shape.values())) > 1
+        else []
+    )
     return Compiled(
         name,
         sizes.argument_size_in_bytes,
@@ -97,7 +109,9 @@ def of_executable(name: str, done, mesh_shape: dict[str, int], seconds: float = 
 def _needed(message: str) -> tuple[int | None, str]:
     """The bytes that would have been needed, and the sentence that says so."""
     size = r"\(?([\d.]+)([KMGT])i?B?\)?"
-    match = re.search(rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message)
+    match = re.search(
+        rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
+    )
     if match is None:
         return None, message.strip().splitlines()[0][:200]
     number, unit, of, of_unit = match.groups()
@@ -143,17 +157,22 @@ def _copy_to_score(params, case: Case):
 
 
 def placed(shapes, places):
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
 
 
 def batch_shapes(case: Case, with_reference: bool) -> Batch:
-    """A batch in rows as Rows.lay_out makes it; of packed rows as many, and as wide, as could ever come."""
+    """A batch in rows as Rows.lay_out makes it; of packed rows as many, and as wide, as could ever
+    come."""
     rows, packed = case.rows, case.rows.packing != "none"
     R = case.sizes["fsdp"] * rows.num_parts * rows.rows_per_part if packed else case.batch.sequences
     W, M = (rows.width, _most_scored(rows)) if packed else (sum(case.lengths), rows.num_scored)
 
     def shape(columns, dtype):
-        return jax.ShapeDtypeStruct((R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns)))
+        return jax.ShapeDtypeStruct(
+            (R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns))
+        )
 
     learns = not case.run.algorithm.needs_demonstrations
     names = ["loss_weight", *(["advantages", "old_logprobs"] if learns else [])]
@@ -170,7 +189,8 @@ def batch_shapes(case: Case, with_reference: bool) -> Batch:
 
 
 def _most_scored(rows: Rows) -> int:
-    """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one token of its own."""
+    """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one token
+    of its own."""
     return rows.shape.num_scored(rows.width - max(1, rows.shape.lead))
 
 
@@ -178,13 +198,17 @@ def _most_scored(rows: Rows) -> int:
 
 
 def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
-    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is the current one."""
+    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is
+    the current one."""
     found = {"update": partial(_update, case, shapes)}
     if case.run.algorithm.needs_reference:
         score = scoring_program(policy_of(case).scores, case.rows)
         found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(case, False))
     if case.samples:
-        found |= {"prefill": partial(_prefill, case, shapes), "decode": partial(_decode, case, shapes)}
+        found |= {
+            "prefill": partial(_prefill, case, shapes),
+            "decode": partial(_decode, case, shapes),
+        }
     return found
 
 
@@ -194,15 +218,22 @@ def policy_of(case: Case) -> Policy:
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
     scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
     scoring["tp_reduce_dtype"] = jnp.dtype(run.training.tp_reduce_dtype)
-    return make_policy(case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring)
+    return make_policy(
+        case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring
+    )
 
 
 def train_step_of(case: Case) -> Callable:
     """The run's update, as step.make_train_step makes it."""
     run = case.run
-    optimizer, every = make_optimizer(run.optimizer, run.training.max_steps), run.training.sync_gradients_every
+    optimizer, every = (
+        make_optimizer(run.optimizer, run.training.max_steps),
+        run.training.sync_gradients_every,
+    )
     parts = case.rows.num_parts
-    return make_train_step(policy_of(case), run.algorithm, optimizer, parts, case.lora, run.seed, every)
+    return make_train_step(
+        policy_of(case), run.algorithm, optimizer, parts, case.lora, run.seed, every
+    )
 
 
 def update_arguments(case: Case, shapes: Shapes) -> tuple:
@@ -220,7 +251,9 @@ def _sampling(case: Case, shapes: Shapes):
     chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
     int8 = run.rollout.cache == "int8"
     tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
-    programs = make_programs(case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype)
+    programs = make_programs(
+        case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
+    )
     acting = shapes.acting(case)
     places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered, places) if case.weights == "gathered" else places
@@ -232,8 +265,12 @@ def _prefill(case: Case, shapes: Shapes):
     programs, layered = _sampling(case, shapes)
     block, width, room = shelf(case)
     waiting = at_home(jax.eval_shape(lambda: programs.make_shelf(room)), "prompts")
-    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,)))
-    return programs.prefill.lower(waiting, layered, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32))
+    tokens, lengths = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
+    )
+    return programs.prefill.lower(
+        waiting, layered, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32)
+    )
 
 
 def _decode(case: Case, shapes: Shapes):
@@ -246,7 +283,9 @@ def at_home(shapes, rows_axis: str):
     """The shapes of Slots or a Shelf, placed as rollout.programs.at_home places the arrays."""
 
     def place(x, axes):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding((rows_axis, *axes)[: x.ndim], x.shape))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding((rows_axis, *axes)[: x.ndim], x.shape)
+        )
 
     def place_any(x):
         if isinstance(x, KV):

@@ -9,9 +9,12 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, Phase, Plan
 
-VERSION = 1  # of plan.json
-UNKNOWN = "unknown"  # of hardware that is not in the table
-SHOWN = 12  # meshes on one screen
+# of plan.json
+VERSION = 1
+# of hardware that is not in the table
+UNKNOWN = "unknown"
+# meshes on one screen
+SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,10 @@ class Plans:
     plans: tuple[Plan, ...]
     refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why
     command: str | None = None  # one with which the best would fit, where it does not
-    change: str | None = None  # what that does, and how much it was found to need; or that nothing would fit
+    change: str | None = (
+        # what that does, and how much it was found to need; or that nothing would fit
+        None
+    )
 
 
 def _all(plan: Plan | Plans) -> Plans:
@@ -41,7 +47,10 @@ def short_form(plan: Plan | Plans) -> list[str]:
     if plans.refused:
         lines += [*_refused(plans.refused), ""]
     lines += [f"{_mesh(best)}, GiB on a device:", *_phases(best), ""]
-    lines += [f"{best.machine.name}: {verdict(best)}", *([speed(best)] if best.fits is not False else [])]
+    lines += [
+        f"{best.machine.name}: {verdict(best)}",
+        *([speed(best)] if best.fits is not False else []),
+    ]
     lines += [f"  {said}" for said in best.refused]
     lines += [plans.change] if plans.change else []
     lines += [f"  {plans.command}"] if plans.command else []
@@ -53,13 +62,19 @@ def _head(plan: Plan) -> list[str]:
     kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
     count = weights.num_params(decoder.weights(case.cfg))
     training, lora = case.run.training, case.lora
-    trains = "all of them train" if lora is None else f"adapters of rank {lora.rank} train on a {lora.base} base"
+    trains = (
+        "all of them train"
+        if lora is None
+        else f"adapters of rank {lora.rank} train on a {lora.base} base"
+    )
     prompt, new = case.lengths
     return [
         f"devices    {machine.num_devices} of {machine.name}{kind}, {_room(machine)}",
-        f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat {training.remat}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat "
+        f"{training.remat}",
         f"batch      {case.batch}, of {prompt} + {new} tokens",
-        f"sampling   {case.slots} slots, weights {case.weights}; attention while training: {case.attention}",
+        f"sampling   {case.slots} slots, weights {case.weights}; attention while training: "
+        f"{case.attention}",
     ]
 
 
@@ -73,7 +88,12 @@ def _meshes(plans: tuple[Plan, ...]) -> list[str]:
     rows = [("mesh", "peak GiB", "fits", "step s >=", "tokens/s <=", "memory is")]
     for plan in plans[:SHOWN]:
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
-        cells = gib(plan.peak_bytes), fits, number(plan.step_seconds), number(plan.tokens_per_second)
+        cells = (
+            gib(plan.peak_bytes),
+            fits,
+            number(plan.step_seconds),
+            number(plan.tokens_per_second),
+        )
         rows.append((_mesh(plan), *cells, source(plan)))
     more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
     return [*columns(rows), *more]
@@ -89,14 +109,29 @@ def _phases(plan: Plan) -> list[str]:
     for phase in plan.phases:
         sizes = plan.resident_bytes, phase.added_bytes, plan.resident_bytes + phase.added_bytes
         rows.append((phase.name, *map(gib, sizes), *_speed(phase), source(phase)))
-    rows.append(("resume", gib(plan.resume_bytes), gib(0), gib(plan.resume_bytes), "-", "-", "-", "by formula"))
+    rows.append(
+        (
+            "resume",
+            gib(plan.resume_bytes),
+            gib(0),
+            gib(plan.resume_bytes),
+            "-",
+            "-",
+            "-",
+            "by formula",
+        )
+    )
     return columns(rows)
 
 
 def _speed(phase: Phase) -> tuple[str, str, str]:
     if phase.bound is None:
         return "-", "-", "-"
-    return number(phase.bound.seconds), phase.bound.limit or UNKNOWN, f"{phase.bound.all_sent_bytes / 1e9:,.2f}"
+    return (
+        number(phase.bound.seconds),
+        phase.bound.limit or UNKNOWN,
+        f"{phase.bound.all_sent_bytes / 1e9:,.2f}",
+    )
 
 
 def source(of: Plan | Phase) -> str:
@@ -105,7 +140,10 @@ def source(of: Plan | Phase) -> str:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, and by how much."""
-    peak, capacity = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})", plan.machine.capacity
+    peak, capacity = (
+        f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})",
+        plan.machine.capacity,
+    )
     if plan.fits is None:
         return f"peak {peak}; how much there is, nobody knows"
     if not plan.fits:
@@ -139,7 +177,10 @@ def _mesh(plan: Plan) -> str:
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]
 
 
 # ---- files
@@ -157,9 +198,23 @@ def as_markdown(plan: Plan | Plans) -> str:
     plans = _all(plan)
     lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
     for one in plans.plans:
-        lines += [f"## {_mesh(one)}", "", f"{verdict(one)}.", "", f"{speed(one)}.", "", *_parts(one), *_programs(one)]
+        lines += [
+            f"## {_mesh(one)}",
+            "",
+            f"{verdict(one)}.",
+            "",
+            f"{speed(one)}.",
+            "",
+            *_parts(one),
+            *_programs(one),
+        ]
     if plans.refused:
-        lines += ["## Meshes that cannot be", "", *(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
+        lines += [
+            "## Meshes that cannot be",
+            "",
+            *(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -170,13 +225,21 @@ def _sizes(sizes: dict) -> str:
 def _parts(plan: Plan) -> list[str]:
     """What lies on a device in each phase, by part."""
     lines = ["| phase | part | GiB | is |", "|---|---|---|---|"]
-    lines += [f"| always | {part} | {gib(size)} | by formula |" for part, size in plan.resident.items()]
+    lines += [
+        f"| always | {part} | {gib(size)} | by formula |" for part, size in plan.resident.items()
+    ]
     for phase in plan.phases:
-        lines += [f"| {phase.name} | {part} | {gib(size)} | {phase.source} |" for part, size in phase.adds.items()]
-    lines.append(f"| resume | a checkpoint, read where it stays | {gib(plan.resume_bytes)} | by formula |")
+        lines += [
+            f"| {phase.name} | {part} | {gib(size)} | {phase.source} |"
+            for part, size in phase.adds.items()
+        ]
+    lines.append(
+        f"| resume | a checkpoint, read where it stays | {gib(plan.resume_bytes)} | by formula |"
+    )
     lines += [
         "",
-        "| phase | TFLOP, all devices | GB read, a device | GB sent, a device | seconds at least | bound by |",
+        "| phase | TFLOP, all devices | GB read, a device | GB sent, a device | seconds at least | "
+        "bound by |",
     ]
     lines += ["|---|---|---|---|---|---|"]
     for phase in (phase for phase in plan.phases if phase.bound is not None):
@@ -196,8 +259,14 @@ def _programs(plan: Plan) -> list[str]:
     for program in plan.programs.values():
         beside = program.output_bytes - program.alias_bytes
         sizes = (program.argument_bytes, beside, program.temp_bytes, program.code_bytes)
-        lines.append(f"| {program.name} | {' | '.join(map(gib, sizes))} | {program.compile_seconds:.0f} |")
-    lines += ["", "| program | collective | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|---|"]
+        lines.append(
+            f"| {program.name} | {' | '.join(map(gib, sizes))} | {program.compile_seconds:.0f} |"
+        )
+    lines += [
+        "",
+        "| program | collective | axis | times | buffers, MB | sent, MB |",
+        "|---|---|---|---|---|---|",
+    ]
     for program in plan.programs.values():
         for g in program.collectives:
             moved = f"{g.total_bytes / 1e6:,.2f} | {g.sent_bytes / 1e6:,.2f}"

@@ -1,4 +1,5 @@
-"""What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device and no weights."""
+"""What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device
+and no weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +17,22 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored
 from tunix_lite.models.source import BUNDLED, Model
 from tunix_lite.parallel.mesh import set_rules
-from tunix_lite.planning.batch_size import BatchPlan, check_residual, lengths_of, plan_batch, plan_rows, row_width
+from tunix_lite.planning.batch_size import (
+    BatchPlan,
+    check_residual,
+    lengths_of,
+    plan_batch,
+    plan_rows,
+    row_width,
+)
 from tunix_lite.rollout.engine import MOST_SLOTS
 from tunix_lite.rollout.work import prompt_widths, shelf_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run on one mesh. `sizes` are those of the mesh by axis; nothing here lives on a device."""
+    """One run on one mesh. `sizes` are those of the mesh by axis; nothing here lives on a
+    device."""
 
     run: RunConfig
     cfg: ModelConfig
@@ -41,13 +50,18 @@ class Case:
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base serves."""
+        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base
+        serves."""
         return self.run.algorithm.needs_reference and self.lora is None
 
     @property
     def copies_adapters(self) -> bool:
-        """Whether the reference has adapters of its own beside the frozen base: those that training starts from."""
-        starts_from = self.run.model.lora.adapter is not None or self.run.resume.folder not in ("auto", "none")
+        """Whether the reference has adapters of its own beside the frozen base: those that training
+        starts from."""
+        starts_from = self.run.model.lora.adapter is not None or self.run.resume.folder not in (
+            "auto",
+            "none",
+        )
         return self.run.algorithm.needs_reference and self.lora is not None and starts_from
 
     @property
@@ -62,33 +76,48 @@ class Case:
 
 
 def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
-    """The architecture and the adapters, from settings and files of this machine: no weights, nothing from the hub.
+    """The architecture and the adapters, from settings and files of this machine: no weights,
+    nothing from the hub.
 
     Raises ConfigError.
     """
     with error_context("model"):
-        cfg, family = model.architecture, None if model.family is None else families.find_family(model.family)
+        cfg, family = (
+            model.architecture,
+            None if model.family is None else families.find_family(model.family),
+        )
         if cfg is None:
             if hub.is_hub_name(model.weights):
                 raise ValueError(
-                    f"architecture is not given, and a plan does not ask the hub for that of {model.weights}; choose "
+                    "architecture is not given, and a plan does not ask the hub for that of "
+                    f"{model.weights}; choose "
                     "one with model=NAME, or give model.weights as a folder"
                 )
             folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
             cfg, family = families.read_config(folder, family)
-        lora = model.lora if model.lora.adapter is None else peft.read_config(model.lora, cfg, family)
+        lora = (
+            model.lora if model.lora.adapter is None else peft.read_config(model.lora, cfg, family)
+        )
     return cfg, lora if lora.rank else None
 
 
-def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int], platform: str) -> Case:
-    """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model or the batch."""
+def make_case(
+    run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int], platform: str
+) -> Case:
+    """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model
+    or the batch."""
     set_rules(run.sharding)
     with error_context("model.mesh_shape"):
         table = decoder.weights(cfg)
-        for part in [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]:
+        for part in (
+            [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]
+        ):
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
     if (total := sum(lengths_of(run))) > cfg.max_positions:
-        raise ConfigError(f"generation: {total} tokens of prompt and completion; the model takes {cfg.max_positions}")
+        raise ConfigError(
+            f"generation: {total} tokens of prompt and completion; the model takes "
+            f"{cfg.max_positions}"
+        )
     batch = plan_batch(run, sizes["fsdp"])
     rows = plan_rows(run, batch)
     with error_context("sharding"):
@@ -100,16 +129,19 @@ def make_case(run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: 
 
 
 def slots_of(run: RunConfig, batch: BatchPlan, fsdp: int) -> int:
-    """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of fsdp."""
+    """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of
+    fsdp."""
     slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
     return -(-slots // fsdp) * fsdp
 
 
-NOT_TRIED = "a small one does not compile"  # attention's words, where cuDNN is not on this machine
+# attention's words, where cuDNN is not on this machine
+NOT_TRIED = "a small one does not compile"
 
 
 def _choose_attention(case: Case, platform: str) -> str:
-    """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed to work there."""
+    """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed
+    to work there."""
     width, shares = row_width(case.run, case.rows), case.rows.packing == "prefix"
     try:
         return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares)[0]
@@ -120,12 +152,14 @@ def _choose_attention(case: Case, platform: str) -> str:
 
 
 def check_can_be_lowered(case: Case, platform: str) -> None:
-    """Raises ConfigError for a kernel that only a machine which has its library can put into a program."""
+    """Raises ConfigError for a kernel that only a machine which has its library can put into a
+    program."""
     if (case.attention, platform) == ("cudnn", "cuda") and attention.obstacle(
         "cudnn", case.cfg, platform, case.dtype, row_width(case.run, case.rows), False
     ):
         raise ConfigError(
-            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is installed, and here it is "
+            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
+            "installed, and here it is "
             "not; training.attention=xla would do, or an estimate: analytic=true"
         )
 
@@ -138,7 +172,11 @@ def chooses_micro_batch(run: RunConfig) -> bool:
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
     """The values of micro_batch_size that this batch allows, the largest first."""
     per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
-    return [size for size in range(per_shard, 0, -1) if per_shard % size == 0 and _syncs(run, per_shard // size)]
+    return [
+        size
+        for size in range(per_shard, 0, -1)
+        if per_shard % size == 0 and _syncs(run, per_shard // size)
+    ]
 
 
 def _syncs(run: RunConfig, parts: int) -> bool:
@@ -146,7 +184,8 @@ def _syncs(run: RunConfig, parts: int) -> bool:
 
 
 def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
-    """The run with micro-batches of this size, the accumulation derived; null: sync_gradients_every of them."""
+    """The run with micro-batches of this size, the accumulation derived; null: sync_gradients_every
+    of them."""
     accumulation = run.training.sync_gradients_every if size is None else None
     settings = {"micro_batch_size": size, "gradient_accumulation_steps": accumulation}
     return replace(run, training=replace(run.training, **settings))
@@ -154,7 +193,11 @@ def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
 
 def rollouts_of(run: RunConfig, batch: BatchPlan) -> list[tuple[int, int]]:
     """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
-    learning = [] if run.algorithm.needs_demonstrations else [(batch.prompts, run.algorithm.num_generations)]
+    learning = (
+        []
+        if run.algorithm.needs_demonstrations
+        else [(batch.prompts, run.algorithm.num_generations)]
+    )
     return learning + ([(run.evaluation.num_examples, 1)] if run.evaluation.num_examples else [])
 
 
@@ -165,13 +208,21 @@ def shelf(case: Case) -> tuple[int, int, int]:
     """
     run, (prompt, new) = case.run, case.lengths
     chunk, asked = min(run.rollout.chunk, new), rollouts_of(run, case.batch)
-    found = [_shelf(prompt, new, prompts, generations, case, chunk) for prompts, generations in asked]
+    found = [
+        _shelf(prompt, new, prompts, generations, case, chunk) for prompts, generations in asked
+    ]
     return max(found, key=lambda blocks: blocks[2], default=(0, 0, 0))
 
 
-def _shelf(prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int) -> tuple[int, int, int]:
+def _shelf(
+    prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int
+) -> tuple[int, int, int]:
     widths = prompt_widths(prompt)
     mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # none between two of different sizes
+    # none between two of different sizes
+    with (
+        use_abstract_mesh(AbstractMesh((), ())),
+        use_abstract_mesh(mesh),
+    ):
         block, room = shelf_of(prompts, generations, widths, case.slots, new, chunk)
     return block, widths[0], block * room

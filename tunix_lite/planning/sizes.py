@@ -1,4 +1,5 @@
-"""Bytes of a table of weights on one device, from the rules that place it: arithmetic, without a mesh of devices."""
+"""Bytes of a table of weights on one device, from the rules that place it: arithmetic, without a
+mesh of devices."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,14 +30,18 @@ def tables(case: Case) -> Tables:
     if case.lora is None:
         return Tables(stored(table, storage), None)
     adapters = adapter_weights(table, case.lora)
-    adapters = jax.tree.map(lambda w: replace(w, dtype=STORAGE[storage]), adapters, is_leaf=is_weight)
+    adapters = jax.tree.map(
+        lambda w: replace(w, dtype=STORAGE[storage]), adapters, is_leaf=is_weight
+    )
     return Tables(adapters, stored(table, case.lora.base))
 
 
 def num_bytes(table, sizes: dict[str, int], dtype=None, keep_norms: bool = False) -> int:
-    """Bytes of a table on one device of a mesh of these sizes: elements / shards x bytes of an element.
+    """Bytes of a table on one device of a mesh of these sizes: elements / shards x bytes of an
+    element.
 
-    dtype: instead of the declared one; keep_norms: except for the scales of norms, which are float32.
+    dtype: instead of the declared one; keep_norms: except for the scales of norms, which are
+    float32.
     """
 
     def of(w: Weight) -> int:
@@ -49,4 +54,6 @@ def num_bytes(table, sizes: dict[str, int], dtype=None, keep_norms: bool = False
 def elements(shape, axes, sizes: dict[str, int], without_fsdp: bool = False) -> int:
     """Elements of an array on one device, whose dims carry these logical axes."""
     places = spec(axes, shape, SimpleNamespace(shape=sizes | ({"fsdp": 1} if without_fsdp else {})))
-    return math.prod(size // (1 if axis is None else sizes[axis]) for size, axis in zip(shape, places))
+    return math.prod(
+        size // (1 if axis is None else sizes[axis]) for size, axis in zip(shape, places)
+    )

@@ -1,7 +1,8 @@
 """Reward functions in processes that can be killed: none of them can hang, crash or end the run.
 
-Each worker has a thread here that feeds it and reads its answers. A call that takes too long, or takes its process
-down, has failed; the worker is replaced, and the calls behind that one are made by the next.
+Each worker has a thread here that feeds it and reads its answers. A call that takes too long, or
+takes its process down, has failed; the worker is replaced, and the calls behind that one are made
+by the next.
 """
 
 import io
@@ -29,18 +30,30 @@ from typing import Any
 from tunix_lite.distributed.guard import marked, send
 from tunix_lite.rewards.worker import outcome, shortened
 
-Outcome = tuple[str, Any]  # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
+# ("", what a function says) or (error, timeout, crash or not_number, how it failed)
+Outcome = tuple[str, Any]
 ON_ERROR = ("raise", "zero", "drop")
-BATCH = 16  # completions sent to a worker at once, at most
-STARTS = 3  # attempts: what ends a worker before it listens is mostly a signal that was meant for the run
-START_SECONDS = 120  # until a worker must have imported what it needs
-END_SECONDS = 5  # that a killed process may take: one that waits for a lost disk cannot even be killed
-LOOK_SECONDS = 0.2  # between two looks at whether a silent worker is still there
+# completions sent to a worker at once, at most
+BATCH = 16
+# attempts: what ends a worker before it listens is mostly a signal that was meant for the run
+STARTS = 3
+# until a worker must have imported what it needs
+START_SECONDS = 120
+END_SECONDS = (
+    # that a killed process may take: one that waits for a lost disk cannot even be killed
+    5
+)
+# between two looks at whether a silent worker is still there
+LOOK_SECONDS = 0.2
 READ_BYTES = 64 * 1024
-MARK = "TUNIX_LITE_REWARDS"  # a variable that a worker and all that it starts have: which worker that is
-LONGEST = 4 * 1024 * 1024  # bytes of an answer: that of a text of worker.KEPT characters is far shorter
-SURELY_FITS = 32 * 1024  # bytes that an empty pipe takes at once
-START = (  # not multiprocessing: its spawn imports the program that runs, and with it jax
+# a variable that a worker and all that it starts have: which worker that is
+MARK = "TUNIX_LITE_REWARDS"
+# bytes of an answer: that of a text of worker.KEPT characters is far shorter
+LONGEST = 4 * 1024 * 1024
+# bytes that an empty pipe takes at once
+SURELY_FITS = 32 * 1024
+# not multiprocessing: its spawn imports the program that runs, and with it jax
+START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
     "from tunix_lite.rewards.worker import work; work(*rest)"
 )
@@ -50,9 +63,11 @@ START = (  # not multiprocessing: its spawn imports the program that runs, and w
 class Rewards:
     """Where reward functions run, and what becomes of a call that fails."""
 
-    on_error: str = "raise"  # a reward fails: raise: stop the run; zero: it counts 0; drop: do not learn from that one
+    # a reward fails: raise: stop the run; zero: it counts 0; drop: do not learn from that one
+    on_error: str = "raise"
     timeout: float = 10.0  # seconds for one call of one function; after that it has failed
-    workers: int = 1  # processes they run in; 0: the one that trains, without a timeout, as a debugger likes it
+    # processes they run in; 0: the one that trains, without a timeout, as a debugger likes it
+    workers: int = 1
 
     def __post_init__(self):
         if self.on_error not in ON_ERROR:
@@ -60,39 +75,49 @@ class Rewards:
         if self.timeout <= 0:
             raise ValueError(f"timeout={self.timeout} must be above 0")
         if self.workers < 0:
-            raise ValueError(f"workers={self.workers} must not be negative; 0: in the process that trains")
+            raise ValueError(
+                f"workers={self.workers} must not be negative; 0: in the process that trains"
+            )
 
 
 def check_portable(functions: dict[str, Callable]) -> None:
-    """Raises ValueError naming the first function that a worker could not be given, and what to do about it."""
+    """Raises ValueError naming the first function that a worker could not be given, and what to do
+    about it."""
     for name, fn in functions.items():
         try:
             _Packing(io.BytesIO()).dump(fn)
-        except Exception as error:  # pickling runs what objects say of themselves, so it can be any
+        except Exception as error:
+            # pickling runs what objects say of themselves, so it can be any
             raise ValueError(_cannot_travel(name, str(error))) from error
 
 
 class Pool:
-    """Calls every function on a completion, in `settings.workers` processes or, if that is 0, here and now.
+    """Calls every function on a completion, in `settings.workers` processes or, if that is 0, here
+    and now.
 
-    functions, by the name that messages give them: (completion, example) -> anything that JSON can say.
+    functions, by the name that messages give them: (completion, example) -> anything that JSON can
+    say.
     """
 
     def __init__(self, functions: dict[str, Callable], settings: Rewards):
         self.functions, self.settings = functions, settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._numbers = itertools.count()  # of calls
+        # of calls
+        self._numbers = itertools.count()
         self._workers: list[_Worker | None] = [None] * settings.workers
         self._ending = False
         if settings.workers:
             check_portable(functions)
         places = range(settings.workers)
-        self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in places]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(place,), daemon=True) for place in places
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, completion: str, example: dict) -> "Future[dict[str, Outcome]]":
-        """The outcome of every function, by its name; ValueError for the first failure if on_error=raise."""
+        """The outcome of every function, by its name; ValueError for the first failure if
+        on_error=raise."""
         future: Future = Future()
         if self._threads:
             self._jobs.put((future, completion, example))
@@ -112,7 +137,8 @@ class Pool:
         return f"{name} {how} for the completion {shortened(completion)}"
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing will be."""
+        """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing
+        will be."""
         self._ending = True
         for worker in self._workers:
             if worker is not None:
@@ -134,7 +160,8 @@ class Pool:
     # ---- a thread and its worker
 
     def _serve(self, place: int) -> None:
-        """Starts the worker before there is anything to do; if it cannot start, the first jobs will say so."""
+        """Starts the worker before there is anything to do; if it cannot start, the first jobs will
+        say so."""
         with suppress(Exception):
             self._worker(place)
         while jobs := self._next_jobs():
@@ -150,7 +177,8 @@ class Pool:
         self._drop(place)
 
     def _next_jobs(self) -> list:
-        """A share of what is waiting, so that no worker idles while another has much before it; [] at the end."""
+        """A share of what is waiting, so that no worker idles while another has much before it; []
+        at the end."""
         jobs = [self._jobs.get()]
         with suppress(queue.Empty):
             for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
@@ -158,7 +186,8 @@ class Pool:
         return [] if self._ending or None in jobs else jobs
 
     def _outcomes(self, place: int, jobs: list) -> Iterator[Outcome]:
-        """Of each job and each function, in order. The first call without an answer is the one that failed."""
+        """Of each job and each function, in order. The first call without an answer is the one that
+        failed."""
         each = ((index, *what) for _, *what in jobs for index in range(len(self.functions)))
         calls = [(next(self._numbers), *call) for call in each]
         while calls:
@@ -167,7 +196,9 @@ class Pool:
             for number, *_ in calls:
                 found, calls = worker.answer(self.settings.timeout, number), calls[1:]
                 if found[0] == "refused":
-                    raise ValueError(f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}")
+                    raise ValueError(
+                        f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}"
+                    )
                 if self._ending:
                     raise ValueError("the reward workers were closed")
                 if lost := found[0] in ("timeout", "crash"):
@@ -177,7 +208,8 @@ class Pool:
                     break
 
     def _worker(self, place: int) -> "_Worker":
-        """The one that is there, or a new one if it ended: while it had nothing to do, so no call is to blame."""
+        """The one that is there, or a new one if it ended: while it had nothing to do, so no call
+        is to blame."""
         worker = self._workers[place]
         if worker is not None and worker.process.poll() is None:
             return worker
@@ -187,7 +219,8 @@ class Pool:
                 worker = self._workers[place] = _Worker()
             except OSError as error:
                 raise ValueError(f"rewards: a worker process could not start: {error}") from error
-            if self._ending:  # close() may have looked before it stood there
+            # close() may have looked before it stood there
+            if self._ending:
                 worker.kill()
             worker.send(_packed(list(self.functions.values())), START_SECONDS)
             kind, how = worker.answer(START_SECONDS)
@@ -220,11 +253,16 @@ class _Worker:
             arguments = json.dumps([[*map(str, sys.path)], calls.fileno(), answers, os.getpid()])
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, arguments],
-                stdin=subprocess.DEVNULL,  # what a reward prints goes where the run prints
+                # what a reward prints goes where the run prints
+                stdin=subprocess.DEVNULL,
                 pass_fds=(calls.fileno(), answers),
-                start_new_session=True,  # out of reach of Ctrl-C, and a group that can be killed as one
+                # out of reach of Ctrl-C, and a group that can be killed as one
+                start_new_session=True,
                 env=os.environ
-                | {"JAX_PLATFORMS": "cpu", MARK: self._mark},  # a reward that uses jax leaves the accelerator alone
+                | {
+                    "JAX_PLATFORMS": "cpu",
+                    MARK: self._mark,
+                },  # a reward that uses jax leaves the accelerator alone
             )
 
     def send(self, message: bytes, seconds: float) -> None:
@@ -237,7 +275,8 @@ class _Worker:
         timer.cancel()
 
     def answer(self, seconds: float, number: int | None = None) -> Outcome:
-        """What the worker says next, within so many seconds. If that is not about call `number`, it has crashed."""
+        """What the worker says next, within so many seconds. If that is not about call `number`, it
+        has crashed."""
         deadline = time.monotonic() + seconds
         while not self._lines:
             gone, left = self.process.poll() is not None, deadline - time.monotonic()
@@ -251,7 +290,8 @@ class _Worker:
                 return self._crashed()
             if len(self._rest) > LONGEST:
                 return "crash", f"wrote more than {LONGEST:,} bytes to the pipe of its process"
-            if left <= 0:  # whether or not something still comes
+            # whether or not something still comes
+            if left <= 0:
                 return "timeout", None
         line = self._lines.popleft()
         try:
@@ -263,7 +303,8 @@ class _Worker:
         return kind, value
 
     def _take(self, said: bytes) -> None:
-        """What came, into whole lines and a rest; the rest is never copied for what comes behind it."""
+        """What came, into whole lines and a rest; the rest is never copied for what comes behind
+        it."""
         *lines, rest = said.split(b"\n")
         if lines:
             lines[0], self._rest = bytes(self._rest) + lines[0], bytearray()
@@ -275,7 +316,8 @@ class _Worker:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
-        for pid in marked(f"{MARK}={self._mark}".encode()):  # in whatever session or group
+        # in whatever session or group
+        for pid in marked(f"{MARK}={self._mark}".encode()):
             send(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -283,11 +325,13 @@ class _Worker:
     def release(self) -> None:
         """What the parent holds of it. Only the thread that reads may do this."""
         self._answers.close()
-        with suppress(OSError):  # what could not be sent
+        # what could not be sent
+        with suppress(OSError):
             self._calls.close()
 
     def _crashed(self) -> Outcome:
-        with suppress(subprocess.TimeoutExpired):  # the pipe may be closed before the process is gone
+        # the pipe may be closed before the process is gone
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(LOOK_SECONDS)
         code = self.process.poll()
         if code is None:
@@ -315,11 +359,16 @@ def _packed(what: Any) -> bytes:
     try:
         return pickle.dumps(what)
     except Exception as error:
-        raise ValueError(f"an example cannot be sent to a worker process: {error}; {IN_PROCESS}") from error
+        raise ValueError(
+            f"an example cannot be sent to a worker process: {error}; {IN_PROCESS}"
+        ) from error
 
 
 def _cannot_travel(name: str, why: str) -> str:
-    return f"{name}: {why}. Rewards run in other processes: put it at the top of a module of its own; or {IN_PROCESS}"
+    return (
+        f"{name}: {why}. Rewards run in other processes: put it at the top of a module of its own; "
+        f"or {IN_PROCESS}"
+    )
 
 
 def _signal(number: int) -> str:

@@ -1,4 +1,5 @@
-"""A call of a reward function, and the process in which such calls are made: a failure in there is an answer, too."""
+"""A call of a reward function, and the process in which such calls are made: a failure in there is
+an answer, too."""
 
 import contextlib
 import ctypes
@@ -17,10 +18,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SHOWN = 200  # characters of a text that a message shows
-KEPT = 64 * 1024  # characters of a text from a reward that leave this process; of the rest, how many there were
-CAME_BACK_SECONDS = 0.1  # that a child has to exec or end before a call that forked counts as done
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+# characters of a text that a message shows
+SHOWN = 200
+# characters of a text from a reward that leave this process; of the rest, how many there were
+KEPT = 64 * 1024
+# that a child has to exec or end before a call that forked counts as done
+CAME_BACK_SECONDS = 0.1
+# of prctl(2)
+PR_SET_PDEATHSIG = 1
 
 
 class NotANumber(Exception):
@@ -28,7 +33,8 @@ class NotANumber(Exception):
 
 
 def number(fn: Callable, completion: str, example: dict) -> float:
-    """What a reward function says, as a float. NotANumber if it is none or not finite; '1' is a text, not a number."""
+    """What a reward function says, as a float. NotANumber if it is none or not finite; '1' is a
+    text, not a number."""
     value = fn(completion, example)
     if not hasattr(value, "__float__"):
         raise NotANumber(f"is {shortened(value)}, not a number,")
@@ -50,7 +56,8 @@ def text(fn: Callable, completion: str, example: dict) -> str | None:
 def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
     """("", what fn says), or the kind of failure and in words how it failed.
 
-    It returns in the process that called it and in no other: a child that fn forked and that comes back here ends.
+    It returns in the process that called it and in no other: a child that fn forked and that comes
+    back here ends.
     """
     mine = os.getpid()
     try:
@@ -61,7 +68,8 @@ def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
         if os.getpid() == mine:
             raise
         found = "error", "was interrupted"
-    except BaseException as error:  # SystemExit as well: a reward does not decide that a run ends
+    except BaseException as error:
+        # SystemExit as well: a reward does not decide that a run ends
         found = "error", f"failed with {_last_line(error)}"
     if os.getpid() != mine:
         _Forks.come_back(found)
@@ -69,12 +77,21 @@ def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
 
 
 def work(calls_fd: int, answers_fd: int, parent: int) -> None:
-    """Answers calls until nobody can make any: at the end of the pipe, or when the process that started it is gone."""
+    """Answers calls until nobody can make any: at the end of the pipe, or when the process that
+    started it is gone."""
     with contextlib.suppress(BaseException):
         _end_with(parent)
-        for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which may want to finish its step
+        # meant for the run, which may want to finish its step
+        for stop in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):
             signal.signal(stop, _stay)
-        for pipe in (calls_fd, answers_fd):  # programs that a reward starts have nothing to do with them
+        # programs that a reward starts have nothing to do with them
+        for pipe in (
+            calls_fd,
+            answers_fd,
+        ):
             os.set_inheritable(pipe, False)
         forks = _Forks(calls_fd, answers_fd)
         calls, answers = Connection(calls_fd, writable=False), os.fdopen(answers_fd, "wb")
@@ -85,32 +102,40 @@ def work(calls_fd: int, answers_fd: int, parent: int) -> None:
                 found = outcome(functions[index], completion, example)
                 _answer(answers, number, *(forks.that_came_back() or found))
             sys.stdout.flush()
-    os._exit(1)  # whatever threads a reward may have left
+    # whatever threads a reward may have left
+    os._exit(1)
 
 
 def shortened(value: Any) -> str:
     """In one line, and not longer than SHOWN."""
     try:
         said = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace("\n", " ")
-    except Exception as error:  # of integers beyond 4300 digits, and of objects that cannot say what they are
+    except (
+        Exception
+    ) as error:  # of integers beyond 4300 digits, and of objects that cannot say what they are
         said = f"<{type(value).__name__}, of which Python cannot say more: {error}>"
     return said if len(said) <= SHOWN else f"{said[:SHOWN]}…"
 
 
 def bounded(said: str) -> str:
     """The first KEPT characters, and how many more there were."""
-    return said if len(said) <= KEPT else f"{said[:KEPT]}... and {len(said) - KEPT:,} more characters"
+    return (
+        said if len(said) <= KEPT else f"{said[:KEPT]}... and {len(said) - KEPT:,} more characters"
+    )
 
 
 class _Forks:
     """The children that a call of a reward forks: none of them reaches the pipes of its worker.
 
-    A child must exec, or end with os._exit. One that returns, raises or exits instead, as after an os.execvp of a
-    program that is not there, would go on as a second worker and answer the calls of the first. It ends when it comes
-    back from the reward, and the call has failed.
+    A child must exec, or end with os._exit. One that returns, raises or exits instead, as after an
+    os.execvp of a program that is not there, would go on as a second worker and answer the calls of
+    the first. It ends when it comes back from the reward, and the call has failed.
     """
 
-    told: int | None = None  # where a child says that it came back: a pipe that closes when it ends or execs
+    told: int | None = (
+        # where a child says that it came back: a pipe that closes when it ends or execs
+        None
+    )
 
     def __init__(self, *pipes: int):
         self.pipes, self.nowhere, self.heard = pipes, os.open(os.devnull, os.O_RDWR), None
@@ -121,19 +146,27 @@ class _Forks:
             self.heard, _Forks.told = os.pipe()
 
     def _in_child(self) -> None:
-        for pipe in self.pipes:  # not closed: what the child opens next would take their numbers
+        # not closed: what the child opens next would take their numbers
+        for pipe in self.pipes:
             os.dup2(self.nowhere, pipe, inheritable=False)
 
     @staticmethod
     def come_back(found: tuple[str, Any]) -> None:
         with contextlib.suppress(BaseException):
             kind, how = found
-            said = f"failed: a process that it forked came back from it{f', which {how}' if kind else ''}"
-            os.write(_Forks.told, f"{said[:SHOWN]}; end it with os._exit".encode(errors="backslashreplace"))
+            said = (
+                "failed: a process that it forked came back from "
+                f"it{f', which {how}' if kind else ''}"
+            )
+            os.write(
+                _Forks.told,
+                f"{said[:SHOWN]}; end it with os._exit".encode(errors="backslashreplace"),
+            )
         os._exit(1)
 
     def that_came_back(self) -> tuple[str, str] | None:
-        """The failure of the call that was made, if one of its children came back; of no other call."""
+        """The failure of the call that was made, if one of its children came back; of no other
+        call."""
         if self.heard is None:
             return None
         heard, self.heard = self.heard, None
@@ -142,13 +175,15 @@ class _Forks:
             arriving = select.poll()
             arriving.register(heard, select.POLLIN)
             said = os.read(heard, 4096) if arriving.poll(1000 * CAME_BACK_SECONDS) else b""
-            return ("error", said.decode()) if said else None  # b"": all have ended, or go on as something else
+            # b"": all have ended, or go on as something else
+            return ("error", said.decode()) if said else None
         finally:
             os.close(heard)
 
 
 def _read(calls: Connection, answers: BinaryIO) -> Any:
-    """The next message. What cannot be read, because something cannot be imported here, is said to the other side."""
+    """The next message. What cannot be read, because something cannot be imported here, is said to
+    the other side."""
     message = calls.recv_bytes()
     try:
         return pickle.loads(message)
@@ -160,7 +195,8 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
 def _answer(answers: BinaryIO, number: int | None, kind: str, value: Any) -> None:
     """number: of the call that is answered, so that no answer is ever taken for that of another."""
     answers.write(json.dumps([number, kind, value]).encode() + b"\n")
-    answers.flush()  # each at once: the first that is missing is the call that failed
+    # each at once: the first that is missing is the call that failed
+    answers.flush()
 
 
 def _last_line(error: BaseException) -> str:
@@ -179,7 +215,8 @@ def _end_with(parent: int) -> None:
     """Not to live on in a loop, where the end of the pipe is not seen, when the run was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # where memory runs out, this process is the one to go
+        # where memory runs out, this process is the one to go
+        with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

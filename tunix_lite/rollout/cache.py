@@ -1,9 +1,11 @@
-"""Keys and values already computed: one `KV` per layer, head-major, the token at position p in column p mod C.
+"""Keys and values already computed: one `KV` per layer, head-major, the token at position p in
+column p mod C.
 
-C is the whole length where a layer sees everything and the window where it slides: a ring, in which a token takes the
-place of the one that has just left the window. Where a token stands depends on its sequence alone, so neither the slot
-nor the time at which a sequence is decoded can change what it sees. Head-major, and one array per layer, because that
-is the layout that decoding updates in place on a GPU.
+C is the whole length where a layer sees everything and the window where it slides: a ring, in which
+a token takes the place of the one that has just left the window. Where a token stands depends on
+its sequence alone, so neither the slot nor the time at which a sequence is decoded can change what
+it sees. Head-major, and one array per layer, because that is the layout that decoding updates in
+place on a GPU.
 """
 
 import flax.struct
@@ -14,12 +16,16 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 AXES = ("batch", "kv_heads", "seq", "head_dim")
-FEWEST_COLUMNS = 256  # of a cache that grows; what a shorter one would save is not worth a program of its own
+FEWEST_COLUMNS = (
+    # of a cache that grows; what a shorter one would save is not worth a program of its own
+    256
+)
 
 
 @flax.struct.dataclass
 class KV:
-    """The keys and values of one layer; with scales, int8 codes of them, one scale for a head of a token."""
+    """The keys and values of one layer; with scales, int8 codes of them, one scale for a head of a
+    token."""
 
     k: jax.Array  # [B, K, C, H]
     v: jax.Array  # [B, K, C, H]
@@ -28,7 +34,8 @@ class KV:
 
 
 def head_copies(cfg: ModelConfig) -> int:
-    """How often each key/value head is kept: where there are fewer of them than tp, every shard of tp has its own."""
+    """How often each key/value head is kept: where there are fewer of them than tp, every shard of
+    tp has its own."""
     tp = axis_size("tp")
     return tp // cfg.num_kv_heads if tp % cfg.num_kv_heads == 0 and tp > cfg.num_kv_heads else 1
 
@@ -38,8 +45,11 @@ def num_columns(cfg: ModelConfig, kind: str, length: int) -> int:
     return min(cfg.window, length) if kind == "local" else length
 
 
-def empty_cache(cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch") -> list[KV]:
-    """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its rows."""
+def empty_cache(
+    cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch"
+) -> list[KV]:
+    """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its
+    rows."""
 
     def zeros(*shape, dtype=jnp.int8 if int8 else dtype):
         return placed(jnp.zeros(shape, dtype), rows_axis)
@@ -56,14 +66,16 @@ def empty_cache(cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, row
 def columns_in_use(tokens: int, length: int) -> int:
     """Columns for sequences that have up to `tokens` tokens, and up to `length` in the end.
 
-    Powers of two, so that a rollout compiles few programs; all of them where that would save less than a quarter.
+    Powers of two, so that a rollout compiles few programs; all of them where that would save less
+    than a quarter.
     """
     columns = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
     return columns if 4 * columns <= 3 * length else length
 
 
 def resized(kv: KV, columns: int) -> KV:
-    """The cache with so many columns: those of its end are new, or left out. No sequence may have wrapped around it."""
+    """The cache with so many columns: those of its end are new, or left out. No sequence may have
+    wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
 
     def resize(x):
@@ -98,7 +110,11 @@ def write(kv: KV, new: KV, positions_B) -> KV:
     rows_B, columns_B = jnp.arange(len(positions_B)), positions_B % kv.k.shape[2]
 
     def put(rows, x):
-        return placed(rows.at[rows_B, :, columns_B].set(x[:, :, 0], unique_indices=True, mode="promise_in_bounds"))
+        return placed(
+            rows.at[rows_B, :, columns_B].set(
+                x[:, :, 0], unique_indices=True, mode="promise_in_bounds"
+            )
+        )
 
     return jax.tree.map(put, kv, new)
 
@@ -113,37 +129,47 @@ def as_ring(kv: KV, lengths_B, columns: int) -> KV:
 
 
 def positions_held(newest_B, columns: int):
-    """Which position each column holds, [B, C], when the newest is newest_B; negative: none of this sequence."""
+    """Which position each column holds, [B, C], when the newest is newest_B; negative: none of this
+    sequence."""
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
 def by_position(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
-    """The columns of a ring, and which are seen, from the oldest position to the newest: the order of a sum."""
+    """The columns of a ring, and which are seen, from the oldest position to the newest: the order
+    of a sum."""
     columns = kv.k.shape[2]
     index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
     take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
-    return jax.tree.map(lambda x: take(x, index_BC), kv), jnp.take_along_axis(mask_B1C, index_BC[:, None], axis=2)
+    return jax.tree.map(lambda x: take(x, index_BC), kv), jnp.take_along_axis(
+        mask_B1C, index_BC[:, None], axis=2
+    )
 
 
 def visible(cfg: ModelConfig, kind: str, newest_B, columns: int):
     """Which columns the newest token of each row sees, [B, C]."""
     held_BC = positions_held(newest_B, columns)
     is_there_BC = held_BC >= 0
-    return is_there_BC & (newest_B[:, None] - held_BC < cfg.window) if kind == "local" else is_there_BC
+    return (
+        is_there_BC & (newest_B[:, None] - held_BC < cfg.window) if kind == "local" else is_there_BC
+    )
 
 
 def store(kept: KV, kv: KV, first_row, rows_axis: str) -> KV:
-    """`kept` with the rows of `kv` from `first_row` on; columns that kv has not stay as they are."""
+    """`kept` with the rows of `kv` from `first_row` on; columns that kv has not stay as they
+    are."""
 
     def put(all_rows, rows):
         start = (first_row, *[0] * (rows.ndim - 1))
-        return placed(jax.lax.dynamic_update_slice(all_rows, placed(rows, rows_axis), start), rows_axis)
+        return placed(
+            jax.lax.dynamic_update_slice(all_rows, placed(rows, rows_axis), start), rows_axis
+        )
 
     return jax.tree.map(put, kept, kv)
 
 
 def load(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
-    """The cache with, in each row that is new, the beginning that stands in row rows_B of `kept`."""
+    """The cache with, in each row that is new, the beginning that stands in row rows_B of
+    `kept`."""
 
     def put(all_columns, beginnings):
         width = beginnings.shape[2]

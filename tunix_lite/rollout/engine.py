@@ -1,7 +1,8 @@
-"""Sampling completions: prompts are read once each, a fixed number of slots decode, and who ends makes room.
+"""Sampling completions: prompts are read once each, a fixed number of slots decode, and who ends
+makes room.
 
-`make_sampler` yields completions while they grow, `make_generate` makes a `Rollout` of them. What runs on the devices
-stands in programs.py, what the host does meanwhile in work.py.
+`make_sampler` yields completions while they grow, `make_generate` makes a `Rollout` of them. What
+runs on the devices stands in programs.py, what the host does meanwhile in work.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import Work, fitting, prompt_widths
 from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
-MOST_SLOTS = 256  # where nobody says how many
+# where nobody says how many
+MOST_SLOTS = 256
 
 
 def make_sampler(
@@ -36,16 +38,19 @@ def make_sampler(
     """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
     tokenizer=None).
 
-    It yields, after every chunk, the list of `Sampled` that got new tokens, and returns the metrics of the rollout at
-    the end. prompts: token ids of each; limits: tokens of each completion, [P * G], up to max_new_tokens, the default.
-    The same key, prompt index (of `indices`, or its place in the list), generation and position draw the same token,
-    whatever the mesh, the number of slots, the chunk, or the order and number of other requests. `tokenizer` is needed
-    for generation.stop, and otherwise only makes messages readable. tp_reduce_dtype: as decoder.forward takes it.
+    It yields, after every chunk, the list of `Sampled` that got new tokens, and returns the metrics
+    of the rollout at the end. prompts: token ids of each; limits: tokens of each completion, [P *
+    G], up to max_new_tokens, the default. The same key, prompt index (of `indices`, or its place in
+    the list), generation and position draw the same token, whatever the mesh, the number of slots,
+    the chunk, or the order and number of other requests. `tokenizer` is needed for generation.stop,
+    and otherwise only makes messages readable. tp_reduce_dtype: as decoder.forward takes it.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     chunk = min(rollout.chunk, generation.max_new_tokens)
-    ends = {token: "stop" for token in generation.stop_token_ids} | {token: "eos" for token in eos_ids}
+    ends = {token: "stop" for token in generation.stop_token_ids} | {
+        token: "eos" for token in eos_ids
+    }
     programs = make_programs(
         cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8", tp_reduce_dtype
     )
@@ -63,18 +68,24 @@ def make_sampler(
         tokenizer: Tokenizer | None = None,
     ) -> Iterator[list[Sampled]]:
         if generation.stop and tokenizer is None:
-            raise ValueError(f"stop={list(generation.stop)}: stop texts need a tokenizer, and there is none")
+            raise ValueError(
+                f"stop={list(generation.stop)}: stop texts need a tokenizer, and there is none"
+            )
         check_prompts(prompts, cfg, generation, tokenizer)
         limits = check_limits(limits, len(prompts) * num_generations, generation)
         indices = range(len(prompts)) if indices is None else indices
         # the widest first: if memory does not suffice, that shows at once
         order = sorted(range(len(prompts)), key=lambda p: -fitting(len(prompts[p]), widths))
         asked = [
-            Sampled(p, indices[p], g, limits[p * num_generations + g]) for p in order for g in range(num_generations)
+            Sampled(p, indices[p], g, limits[p * num_generations + g])
+            for p in order
+            for g in range(num_generations)
         ]
         work = Work(programs, prepare(params), np.float32(temperature), asked, chunk)
         slots = in_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
-        work.shelve([prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens)
+        work.shelve(
+            [prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens
+        )
         work.line_up(key)
         work.open(slots)
         while (drawn := work.next_chunk()) is not None:
@@ -94,12 +105,13 @@ def make_generate(
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype=jnp.float32,
 ) -> Callable:
-    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None, on_finished=None,
-    between_chunks=None)
+    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
+    on_finished=None, between_chunks=None)
 
-    -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is called as soon as
-    a completion has ended, while others still decode; between_chunks() after each chunk, of which all processes run
-    the same: what it raises ends the rollout. The rest is as in `make_sampler`.
+    -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
+    called as soon as a completion has ended, while others still decode; between_chunks() after each
+    chunk, of which all processes run the same: what it raises ends the rollout. The rest is as in
+    `make_sampler`.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
     width, new = generation.max_prompt_length, generation.max_new_tokens
@@ -117,23 +129,34 @@ def make_generate(
         asked, mask = np.asarray(prompts.tokens), np.asarray(prompts.token_mask)
         rows = [row[keep] for row, keep in zip(asked, mask)]
         B = len(rows) * num_generations
-        tokens, completion_mask = np.full((B, width + new), pad_id, np.int32), np.zeros((B, width + new), bool)
+        tokens, completion_mask = (
+            np.full((B, width + new), pad_id, np.int32),
+            np.zeros((B, width + new), bool),
+        )
         logprobs, whole_logprobs = np.zeros((2, B, width + new), np.float32)
         finish, seconds = np.zeros(B, np.int8), np.zeros((B, 2), np.float32)
         metrics: Metrics = {}
 
         def chunks():
             options = {"limits": limits, "tokenizer": tokenizer}
-            metrics.update((yield from sample(params, rows, key, num_generations, temperature, **options)))
+            metrics.update(
+                (yield from sample(params, rows, key, num_generations, temperature, **options))
+            )
 
         for touched in chunks():
             for answer in touched:
                 if answer.reason is not None:
-                    row, count = answer.prompt * num_generations + answer.generation, len(answer.tokens)
+                    row, count = (
+                        answer.prompt * num_generations + answer.generation,
+                        len(answer.tokens),
+                    )
                     here = np.s_[row, width : width + count]
                     tokens[here], completion_mask[here] = answer.tokens, True
                     logprobs[here], whole_logprobs[here] = answer.logprobs, answer.whole_logprobs
-                    finish[row], seconds[row] = FINISH.index(answer.reason), (answer.began, answer.ended)
+                    finish[row], seconds[row] = (
+                        FINISH.index(answer.reason),
+                        (answer.began, answer.ended),
+                    )
                     if on_finished is not None:
                         on_finished(row, answer.tokens)
             if between_chunks is not None:
@@ -142,14 +165,16 @@ def make_generate(
             tokens[p * num_generations : (p + 1) * num_generations, width - len(row) : width] = row
         token_mask = completion_mask.copy()
         token_mask[:, :width] = np.repeat(left_padded(rows, width), num_generations, axis=0)
-        return Rollout(tokens, token_mask, completion_mask, logprobs, finish, whole_logprobs, seconds, metrics)
+        return Rollout(
+            tokens, token_mask, completion_mask, logprobs, finish, whole_logprobs, seconds, metrics
+        )
 
     return generate
 
 
 def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
-    """prepare(params) -> weights as sampling wants them: by layer, in the type of the computation, and, where asked,
-    gathered over fsdp, once instead of for every token."""
+    """prepare(params) -> weights as sampling wants them: by layer, in the type of the computation,
+    and, where asked, gathered over fsdp, once instead of for every token."""
     compiled = {}
 
     def prepare(params):
@@ -157,14 +182,17 @@ def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
         if (place := (treedef, *leaves)) not in compiled:
             places = decoder.per_layer_places(treedef.unflatten(leaves), cfg)
             places = jax.tree.map(gathered, places) if gather else places
-            compiled[place] = jax.jit(partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=places)
+            compiled[place] = jax.jit(
+                partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=places
+            )
         return compiled[place](params)
 
     return prepare
 
 
 def in_shards(num_slots: int) -> int:
-    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every device, whole."""
+    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every
+    device, whole."""
     return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 

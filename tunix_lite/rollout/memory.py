@@ -15,7 +15,8 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import prompt_widths, shelf_of
 
-USABLE = 0.9  # of what is free: the rest is for temporaries
+# of what is free: the rest is for temporaries
+USABLE = 0.9
 
 
 def choose_weights(
@@ -27,24 +28,35 @@ def choose_weights(
     num_slots: int,
     asked: Sequence[tuple[int, int]],
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why. gathered where it fits on every host, beside the cache and the prompts
-    that wait.
+    """gathered or sharded, and in words why. gathered where it fits on every host, beside the cache
+    and the prompts that wait.
 
-    What else stays on the devices while sampling, such as the optimizer's state, must be there by now: what is free is
-    asked of them. asked: (prompts, completions of each) of the rollouts to come; the largest shelf counts.
+    What else stays on the devices while sampling, such as the optimizer's state, must be there by
+    now: what is free is asked of them. asked: (prompts, completions of each) of the rollouts to
+    come; the largest shelf counts.
     """
     if rollout.weights != "auto":
         return rollout.weights, f"weights {rollout.weights}, as rollout.weights says"
     if axis_size("fsdp") == 1:
         return "gathered", "weights whole on every device, as fsdp is 1"
-    weights, cache = gathered_bytes(params, cfg, dtype), cache_bytes(cfg, dtype, generation, rollout, num_slots)
-    shelf = max((shelf_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked), default=0)
+    weights, cache = (
+        gathered_bytes(params, cfg, dtype),
+        cache_bytes(cfg, dtype, generation, rollout, num_slots),
+    )
+    shelf = max(
+        (shelf_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
+        default=0,
+    )
     free = free_bytes()
     fits = all(from_all(weights + cache + shelf <= USABLE * free))
     choice = "gathered" if fits else "sharded"
-    sizes = f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} MB of prompts "
+    sizes = (
+        f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} "
+        "MB of prompts "
+    )
     sizes += "fit" if fits else "do not fit"
-    return choice, f"weights {choice} over fsdp: whole, {sizes} into {USABLE:.0%} of {free / 1e6:,.0f} MB free"
+    room = f"{USABLE:.0%} of {free / 1e6:,.0f} MB free"
+    return choice, f"weights {choice} over fsdp: whole, {sizes} into {room}"
 
 
 def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
@@ -55,30 +67,49 @@ def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def cache_bytes(cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int) -> int:
+def cache_bytes(
+    cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int
+) -> int:
     """Bytes a device holds of the slots' keys and values, on the current mesh."""
     length = generation.max_prompt_length + generation.max_new_tokens
     return _rows_bytes(cfg, dtype, rollout, num_slots, length, "batch")
 
 
 def shelf_bytes(
-    cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int, prompts: int, times: int
+    cfg: ModelConfig,
+    dtype,
+    generation: Generation,
+    rollout: RolloutConfig,
+    num_slots: int,
+    prompts: int,
+    times: int,
 ) -> int:
-    """Bytes a device holds of prompts that have been read and wait, each for `times` completions."""
+    """Bytes a device holds of prompts that have been read and wait, each for `times`
+    completions."""
     new, width = generation.max_new_tokens, generation.max_prompt_length
-    block, room = shelf_of(prompts, times, prompt_widths(width), num_slots, new, min(rollout.chunk, new))
+    block, room = shelf_of(
+        prompts, times, prompt_widths(width), num_slots, new, min(rollout.chunk, new)
+    )
     return _rows_bytes(cfg, dtype, rollout, block * room, width, "prompts")
 
 
-def _rows_bytes(cfg: ModelConfig, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str) -> int:
+def _rows_bytes(
+    cfg: ModelConfig, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str
+) -> int:
     with profile("rollout"):
-        empty = partial(kv_cache.empty_cache, cfg, rows, length, dtype, rollout.cache == "int8", axis)
+        empty = partial(
+            kv_cache.empty_cache, cfg, rows, length, dtype, rollout.cache == "int8", axis
+        )
         cache = jax.eval_shape(empty)
-        return sum(_bytes(x, sharding((axis, *kv_cache.AXES[1:])[: x.ndim], x.shape)) for x in jax.tree.leaves(cache))
+        return sum(
+            _bytes(x, sharding((axis, *kv_cache.AXES[1:])[: x.ndim], x.shape))
+            for x in jax.tree.leaves(cache)
+        )
 
 
 def free_bytes() -> int:
-    """Memory that is free on this host's fullest device; pretend devices of a CPU share the host's."""
+    """Memory that is free on this host's fullest device; pretend devices of a CPU share the
+    host's."""
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):

@@ -1,10 +1,12 @@
-"""What runs on the devices while sampling: three compiled programs, and the arrays that they hand to one another.
+"""What runs on the devices while sampling: three compiled programs, and the arrays that they hand
+to one another.
 
-prefill      reads prompts, once each, and keeps them in a `Shelf` of prompts that wait to be continued
-refill       gives every slot whose sequence has ended the next request of the `Queue`
+prefill      reads prompts, once each, and keeps them in a `Shelf` of prompts that wait to be
+continued refill       gives every slot whose sequence has ended the next request of the `Queue`
 decode       draws `chunk` tokens in every slot, and reports what it drew
 
-None of them waits for the host: who has ended, and how far the queue has been worked off, they know by themselves.
+None of them waits for the host: who has ended, and how far the queue has been worked off, they know
+by themselves.
 """
 
 from collections import Counter
@@ -38,7 +40,8 @@ class Shelf:
 
 @flax.struct.dataclass
 class Queue:
-    """All requests of a rollout, in the order in which slots take them; padded to one of a few lengths."""
+    """All requests of a rollout, in the order in which slots take them; padded to one of a few
+    lengths."""
 
     rows: jax.Array  # [Q] of the shelf, where the prompt will stand
     keys: jax.Array  # [Q]
@@ -79,9 +82,11 @@ class Programs:
 
     make_shelf: Callable  # (rows) -> Shelf
     make_slots: Callable  # (slots, columns=all) -> Slots
-    resize: Callable  # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
+    # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
+    resize: Callable
     make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
-    prefill: Callable  # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
+    # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
+    prefill: Callable
     refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
     decode: Callable  # (slots, layered, temperature) -> (Slots, Drawn); the slots are donated
     decode_greedy: Callable  # the same for temperature 0, where nothing need be cut off
@@ -89,16 +94,22 @@ class Programs:
 
 
 def at_home(state, rows_axis: str):
-    """A Slots, Shelf or Queue, each array told where it lies on the mesh: from program to program the same place."""
+    """A Slots, Shelf or Queue, each array told where it lies on the mesh: from program to program
+    the same place."""
 
     def place(x):
         return constrain(x, *(rows_axis, *["seq"] * x.ndim)[: x.ndim])
 
     def place_any(x):
-        return jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x) if isinstance(x, KV) else place(x)
+        return (
+            jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x)
+            if isinstance(x, KV)
+            else place(x)
+        )
 
     placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
-    if getattr(state, "seen", None) is not None:  # beside the scores that it changes
+    # beside the scores that it changes
+    if getattr(state, "seen", None) is not None:
         placed = placed.replace(seen=constrain(state.seen, rows_axis, "vocab"))
     return placed
 
@@ -118,19 +129,24 @@ def make_programs(
     tp_reduce_dtype: as decoder.forward takes it.
     """
     forward = partial(decoder.forward_by_layer, tp_reduce_dtype=tp_reduce_dtype)
-    prompt, length = generation.max_prompt_length, generation.max_prompt_length + generation.max_new_tokens
+    prompt, length = (
+        generation.max_prompt_length,
+        generation.max_prompt_length + generation.max_new_tokens,
+    )
     penalises, vocabulary = generation.repetition_penalty != 1, np.arange(cfg.vocab_size)
     compiles = Counter()
 
     def counted(function, **options):
-        """Compiled, and counted each time that it is: jit runs the body of a function only to compile it."""
+        """Compiled, and counted each time that it is: jit runs the body of a function only to
+        compile it."""
 
         def body(*args):
             compiles[function.__name__] += 1
             with profile("rollout"):
                 return function(*args)
 
-        body.__name__ = function.__name__  # what profiles and logs call it
+        # what profiles and logs call it
+        body.__name__ = function.__name__
         return jax.jit(body, **options)
 
     def seen(*shape):
@@ -159,7 +175,9 @@ def make_programs(
 
     def make_queue(key_data, prompts_Q, generations_Q, rows_Q, limits_Q):
         key = jax.random.wrap_key_data(key_data)
-        return at_home(Queue(rows_Q, sampling.row_keys(key, prompts_Q, generations_Q), limits_Q), "prompts")
+        return at_home(
+            Queue(rows_Q, sampling.row_keys(key, prompts_Q, generations_Q), limits_Q), "prompts"
+        )
 
     def prefill(shelf: Shelf, layered, tokens_MT, lengths_M, first_row) -> Shelf:
         M, T = tokens_MT.shape
@@ -168,14 +186,20 @@ def make_programs(
         sight = attention.whole(is_token_MT)
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
-            attended = attention.xla(cfg, cfg.kinds[layer] == "local", sight, q_BTNH, k_BTKH, v_BTKH)
+            attended = attention.xla(
+                cfg, cfg.kinds[layer] == "local", sight, q_BTNH, k_BTKH, v_BTKH
+            )
             kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
             return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
 
         hidden_MTD, kept = forward(layered, cfg, tokens_MT, sight.positions, see)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
         if penalises:
-            in_it_MV = jnp.zeros((M, cfg.vocab_size), bool).at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
+            in_it_MV = (
+                jnp.zeros((M, cfg.vocab_size), bool)
+                .at[jnp.arange(M)[:, None], tokens_MT]
+                .max(is_token_MT)
+            )
         filled = Shelf(
             [kv_cache.store(old, new, first_row, "prompts") for old, new in zip(shelf.cache, kept)],
             put(shelf.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
@@ -185,7 +209,8 @@ def make_programs(
         return at_home(filled, "prompts")
 
     def refill(slots: Slots, shelf: Shelf, queue: Queue, ready, stopped_B) -> Slots:
-        """`ready` requests have their prompts on the shelf; a slot whose request is stopped_B ends here."""
+        """`ready` requests have their prompts on the shelf; a slot whose request is stopped_B ends
+        here."""
         is_free_B = ~slots.running | (slots.requests == stopped_B)
         request_B = slots.head + jnp.cumsum(is_free_B) - 1
         is_new_B = is_free_B & (request_B < ready)
@@ -196,7 +221,10 @@ def make_programs(
             return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
         state = Slots(
-            cache=[kv_cache.load(kv, kept, row_B, is_new_B) for kv, kept in zip(slots.cache, shelf.cache)],
+            cache=[
+                kv_cache.load(kv, kept, row_B, is_new_B)
+                for kv, kept in zip(slots.cache, shelf.cache)
+            ],
             hidden=take(shelf.hidden[row_B], slots.hidden),
             seen=take(shelf.seen[row_B], slots.seen) if penalises else None,
             requests=take(request_B, slots.requests),
@@ -215,30 +243,45 @@ def make_programs(
     def decode_greedy(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
         return decode_chunk(slots, layered, temperature, generation.uncut)
 
-    def decode_chunk(slots: Slots, layered, temperature, generation: Generation) -> tuple[Slots, Drawn]:
+    def decode_chunk(
+        slots: Slots, layered, temperature, generation: Generation
+    ) -> tuple[Slots, Drawn]:
         step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
         report = Drawn(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
     def decode_step(slots: Slots, _, layered, temperature, generation: Generation):
-        """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as of a completion."""
+        """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
+        of a completion."""
         scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
-        token_B, *logprobs = sampling.draw(scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen)
+        token_B, *logprobs = sampling.draw(
+            scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen
+        )
         is_live_B, newest_B = slots.running, slots.lengths
         token_B = jnp.where(is_live_B, token_B, pad_id)
         num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
-        masks = {kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None] for kind, columns in num_columns.items()}
+        masks = {
+            kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None]
+            for kind, columns in num_columns.items()
+        }
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
             kind = cfg.kinds[layer]
-            kv = kv_cache.write(slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B)
+            kv = kv_cache.write(
+                slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B
+            )
             seen, mask_B1C = kv, masks[kind]
             is_ring = kind == "local" and num_columns[kind] == cfg.window
-            if is_ring and rounding.is_rounded(dtype):  # summed in the order in which the trainer sums: see rounding.py
+            # summed in the order in which the trainer sums: see rounding.py
+            if is_ring and rounding.is_rounded(dtype):
                 ring = kv, mask_B1C, newest_B
-                seen, mask_B1C = jax.lax.platform_dependent(*ring, cpu=kv_cache.by_position, default=lambda *x: x[:2])
-            return attention.attend(cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales), kv
+                seen, mask_B1C = jax.lax.platform_dependent(
+                    *ring, cpu=kv_cache.by_position, default=lambda *x: x[:2]
+                )
+            return attention.attend(
+                cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales
+            ), kv
 
         hidden_B1D, cache = forward(layered, cfg, token_B[:, None], newest_B[:, None], see)
         drawn_B = slots.drawn + is_live_B
@@ -246,7 +289,9 @@ def make_programs(
         after = slots.replace(
             cache=cache,
             hidden=hidden_B1D[:, 0],
-            seen=slots.seen | (is_live_B[:, None] & (token_B[:, None] == vocabulary)) if penalises else None,
+            seen=slots.seen | (is_live_B[:, None] & (token_B[:, None] == vocabulary))
+            if penalises
+            else None,
             lengths=newest_B + is_live_B,
             drawn=drawn_B,
             running=is_live_B & ~is_last_B,
@@ -258,7 +303,8 @@ def make_programs(
     def resize(slots: Slots, columns: int) -> Slots:
         for layer, kind in enumerate(cfg.kinds):
             wanted = kv_cache.num_columns(cfg, kind, columns)
-            if slots.cache[layer].k.shape[2] != wanted:  # one layer after the other: there are never two caches
+            # one layer after the other: there are never two caches
+            if slots.cache[layer].k.shape[2] != wanted:
                 slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
         return slots
 
@@ -271,6 +317,8 @@ def make_programs(
         prefill=counted(prefill, donate_argnums=0),
         refill=counted(refill, donate_argnums=0),
         decode=compiled_decode,
-        decode_greedy=counted(decode_greedy, donate_argnums=0) if generation.cuts else compiled_decode,
+        decode_greedy=counted(decode_greedy, donate_argnums=0)
+        if generation.cuts
+        else compiled_decode,
         compiles=compiles,
     )

@@ -19,16 +19,22 @@ class Sampled:
     generation: int  # which of its completions
     limit: int  # tokens, at most
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # under the distribution that was drawn from
+    # under the distribution that was drawn from
+    logprobs: list[float] = field(default_factory=list)
     whole_logprobs: list[float] = field(default_factory=list)  # under softmax(scores / temperature)
     reason: str | None = None  # one of types.FINISH, once it has ended
-    began: float | None = None  # seconds from the start of the rollout until its first tokens were seen
+    began: float | None = (
+        # seconds from the start of the rollout until its first tokens were seen
+        None
+    )
     ended: float | None = None  # and until it had ended
     text: TextStream | None = None  # only where stop texts are looked for
     tail: str = ""  # the end of its text so far
 
 
-def up_to_stop(answer: Sampled, new: list[int], stop: tuple[str, ...], tokenizer: Tokenizer) -> int | None:
+def up_to_stop(
+    answer: Sampled, new: list[int], stop: tuple[str, ...], tokenizer: Tokenizer
+) -> int | None:
     """How many of the new tokens it takes until a stop text is complete; None if none is."""
     if answer.text is None:
         answer.text = tokenizer.stream(skip_special=False)
@@ -40,7 +46,9 @@ def up_to_stop(answer: Sampled, new: list[int], stop: tuple[str, ...], tokenizer
     return None
 
 
-def check_prompts(prompts, cfg: ModelConfig, generation: Generation, tokenizer: Tokenizer | None) -> None:
+def check_prompts(
+    prompts, cfg: ModelConfig, generation: Generation, tokenizer: Tokenizer | None
+) -> None:
     """Raises ValueError, naming the prompt, for what cannot be continued."""
     if not len(prompts):
         raise ValueError("there are no prompts to continue")
@@ -48,12 +56,14 @@ def check_prompts(prompts, cfg: ModelConfig, generation: Generation, tokenizer: 
         name = f"prompt {i + 1} of {len(prompts)}"
         if not 0 < len(row) <= generation.max_prompt_length:
             raise ValueError(
-                f"{name} has {len(row)} tokens; it takes 1 to max_prompt_length={generation.max_prompt_length}"
+                f"{name} has {len(row)} tokens; it takes 1 to "
+                f"max_prompt_length={generation.max_prompt_length}"
             )
         least, top = np.min(row), np.max(row)
         if top >= cfg.vocab_size or least < 0:
             raise ValueError(
-                f"{name} holds token {top if top >= cfg.vocab_size else least}, and the model has tokens 0 to "
+                f"{name} holds token {top if top >= cfg.vocab_size else least}, and the model has "
+                "tokens 0 to "
                 f"{cfg.vocab_size - 1}: the tokenizer is not this model's{quoted(row, tokenizer)}"
             )
 
@@ -65,14 +75,18 @@ def check_limits(limits, count: int, generation: Generation) -> list[int]:
         raise ValueError(f"{len(limits)} limits for {count} completions; give one for each")
     for i, limit in enumerate(limits):
         if not 1 <= limit <= generation.max_new_tokens:
-            raise ValueError(f"limits[{i}]={limit}; it is 1 to max_new_tokens={generation.max_new_tokens}")
+            raise ValueError(
+                f"limits[{i}]={limit}; it is 1 to max_new_tokens={generation.max_new_tokens}"
+            )
     return [int(limit) for limit in limits]
 
 
 def not_finite(answer: Sampled, prompt, tokenizer: Tokenizer | None) -> str:
     return (
-        f"the model's scores are not finite at token {len(answer.tokens) + 1} or a little later of completion "
-        f"{answer.generation + 1} of prompt {answer.prompt + 1}{quoted(prompt, tokenizer)}: the weights are damaged, "
+        f"the model's scores are not finite at token {len(answer.tokens) + 1} or a little later of "
+        "completion "
+        f"{answer.generation + 1} of prompt {answer.prompt + 1}{quoted(prompt, tokenizer)}: the "
+        "weights are damaged, "
         "or too large for the type of the computation, or the temperature is all but 0"
     )
 

@@ -1,7 +1,8 @@
 """Drawing the next token, with randomness that is a function of what is drawn and of nothing else.
 
-Scores go through repetition penalty (arXiv:1909.05858), temperature, top-k, top-p (arXiv:1904.09751) and min-p
-(arXiv:2407.01082), in this order; a token is then drawn by adding Gumbel noise to the log-probabilities that are left.
+Scores go through repetition penalty (arXiv:1909.05858), temperature, top-k, top-p
+(arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order; a token is then drawn by adding
+Gumbel noise to the log-probabilities that are left.
 """
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 
 from tunix_lite.rollout.settings import Generation
 
-LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000  # of -inf and inf, see float_of
+# of -inf and inf, see float_of
+LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
 
 
 def row_keys(key, prompts_B, generations_B):
@@ -22,11 +24,13 @@ def row_keys(key, prompts_B, generations_B):
 
 
 def draw(scores_BV, keys_B, positions_B, temperature, generation: Generation, seen_BV=None):
-    """Tokens [B], their log-probabilities under the distribution that was drawn from, and under the whole one.
+    """Tokens [B], their log-probabilities under the distribution that was drawn from, and under the
+    whole one.
 
-    Float32 both; the whole one is softmax(scores / temperature), what the trainer computes. positions_B counts the
-    tokens of the completion so far. temperature 0 takes the best token, with log-probabilities as at temperature 1
-    and nothing cut off, which could not change the best one. seen_BV marks the tokens that a repetition penalty is for.
+    Float32 both; the whole one is softmax(scores / temperature), what the trainer computes.
+    positions_B counts the tokens of the completion so far. temperature 0 takes the best token, with
+    log-probabilities as at temperature 1 and nothing cut off, which could not change the best one.
+    seen_BV marks the tokens that a repetition penalty is for.
     """
     whole_BV = left_BV = scores_BV / jnp.where(temperature > 0, temperature, 1.0)
     if seen_BV is not None:
@@ -39,11 +43,16 @@ def draw(scores_BV, keys_B, positions_B, temperature, generation: Generation, se
     # the best of noisy scores needs no probabilities: none are kept beside the scores
     tokens_B = first_best(left_BV + jnp.where(temperature > 0, noise_BV, 0.0))
     logprobs_B = logprobs_of(left_BV, tokens_B)
-    return tokens_B, logprobs_B, logprobs_B if left_BV is whole_BV else logprobs_of(whole_BV, tokens_B)
+    return (
+        tokens_B,
+        logprobs_B,
+        logprobs_B if left_BV is whole_BV else logprobs_of(whole_BV, tokens_B),
+    )
 
 
 def first_best(scores_BV):
-    """The first of the best tokens of each row, [B] int32; in a row that is no numbers, the last token.
+    """The first of the best tokens of each row, [B] int32; in a row that is no numbers, the last
+    token.
 
     argmax as two plain reductions: a CPU then draws the noise in threads, and takes half the time.
     """
@@ -54,20 +63,26 @@ def first_best(scores_BV):
 
 def logprobs_of(scores_BV, tokens_B):
     """log softmax(scores)[token] of each row."""
-    return jnp.take_along_axis(scores_BV, tokens_B[:, None], axis=1)[:, 0] - jax.nn.logsumexp(scores_BV, axis=-1)
+    return jnp.take_along_axis(scores_BV, tokens_B[:, None], axis=1)[:, 0] - jax.nn.logsumexp(
+        scores_BV, axis=-1
+    )
 
 
 def penalised(scores_BV, seen_BV, penalty: float):
-    """Scores with those of the tokens seen so far divided by the penalty, or times it where they are negative."""
-    return jnp.where(seen_BV, jnp.where(scores_BV > 0, scores_BV / penalty, scores_BV * penalty), scores_BV)
+    """Scores with those of the tokens seen so far divided by the penalty, or times it where they
+    are negative."""
+    return jnp.where(
+        seen_BV, jnp.where(scores_BV > 0, scores_BV / penalty, scores_BV * penalty), scores_BV
+    )
 
 
 def cut_off(scores_BV, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-    """The scores with -inf for what is cut off: left are of the top_k best those that first reach top_p, and of them
-    those at least min_p times as likely as the best. Tokens as good as the last one that is in are in, so top_k may
-    leave more than k, and top_p counts within all of them.
+    """The scores with -inf for what is cut off: left are of the top_k best those that first reach
+    top_p, and of them those at least min_p times as likely as the best. Tokens as good as the last
+    one that is in are in, so top_k may leave more than k, and top_p counts within all of them.
 
-    The token that crosses top_p is in, so that one always is. Float32 scores; a score that is no number stays.
+    The token that crosses top_p is in, so that one always is. Float32 scores; a score that is no
+    number stays.
     """
     top_k = 0 if top_k >= scores_BV.shape[-1] else top_k
     if not top_k and top_p == 1 and not min_p:
@@ -94,11 +109,12 @@ def cut_off(scores_BV, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
 
 
 def highest_that(holds, B: int):
-    """The highest float32 for which holds([B, W] candidates) -> [B, W] is true, in each of B rows, [B, 1].
+    """The highest float32 for which holds([B, W] candidates) -> [B, W] is true, in each of B rows,
+    [B, 1].
 
-    It must be true up to some number, and false above. Sixteen rounds find two bits of the number each, by asking for
-    three candidates at once. Nothing is sorted, and where holds() counts over a vocabulary that tp divides, only the
-    counts of the candidates cross.
+    It must be true up to some number, and false above. Sixteen rounds find two bits of the number
+    each, by asking for three candidates at once. Nothing is sorted, and where holds() counts over a
+    vocabulary that tp divides, only the counts of the candidates cross.
     """
     ways_W = jnp.arange(1, 4, dtype=jnp.uint32)
 
@@ -112,7 +128,8 @@ def highest_that(holds, B: int):
 
 
 def float_of(key):
-    """The float32 of a uint32 key; keys are in the order of their floats, from -inf to inf, which those beyond are."""
+    """The float32 of a uint32 key; keys are in the order of their floats, from -inf to inf, which
+    those beyond are."""
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
     sign = jnp.uint32(1 << 31)
     return jax.lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), jnp.float32)

@@ -10,37 +10,58 @@ class Generation:
 
     max_prompt_length: int = 32  # tokens
     max_new_tokens: int = 64  # tokens of a completion, the end-of-sequence token included
-    temperature: float = 1.0  # scores are divided by it, in sampling and in scoring alike; 0: the best token
+    temperature: float = (
+        # scores are divided by it, in sampling and in scoring alike; 0: the best token
+        1.0
+    )
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
-    min_p: float = 0.0  # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
-    repetition_penalty: float = 1.0  # above 1: makes tokens of the prompt and the completion so far less likely
+    min_p: float = (
+        # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
+        0.0
+    )
+    repetition_penalty: float = (
+        # above 1: makes tokens of the prompt and the completion so far less likely
+        1.0
+    )
     stop: tuple[str, ...] = ()  # texts that end a completion; they stay in it
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end it, besides the end-of-sequence tokens of the model
-    long_prompts: str = "error"  # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # tokens that end it, besides the end-of-sequence tokens of the model
+    # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
+    long_prompts: str = "error"
 
     def __post_init__(self):
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+            if not isinstance(values, list | tuple) or any(
+                type(value) is not kind for value in values
+            ):
                 raise ValueError(f"{name}={values!r}; it is a list of {kind.__name__}")
-            object.__setattr__(self, name, tuple(values))  # a list would have no hash
+            # a list would have no hash
+            object.__setattr__(self, name, tuple(values))
         for name in ("max_prompt_length", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.long_prompts not in ("error", "truncate", "drop"):
             raise ValueError(f"long_prompts={self.long_prompts!r}; it is error, truncate or drop")
         if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
-            both = f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
+            both = (
+                f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
+            )
             raise ValueError(f"{both} must be finite numbers")
         if self.temperature < 0 or self.top_k < 0:
-            raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
+            raise ValueError(
+                f"temperature={self.temperature} and top_k={self.top_k} must not be negative"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} is a share, from 0 to 1")
         if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing")
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing"
+            )
         if not all(self.stop):
             raise ValueError(f"stop={list(self.stop)}: an empty text would end every completion")
         if any(token < 0 for token in self.stop_token_ids):
@@ -48,12 +69,14 @@ class Generation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing made less likely."""
+        """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing
+        made less likely."""
         return not self.cuts and self.repetition_penalty == 1
 
     @property
     def cuts(self) -> bool:
-        """Whether tokens are cut off. The best one never is, so at temperature 0 it changes nothing."""
+        """Whether tokens are cut off. The best one never is, so at temperature 0 it changes
+        nothing."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
@@ -64,17 +87,25 @@ class Generation:
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""
         if beyond := [token for token in self.stop_token_ids if token >= vocab_size]:
-            raise ValueError(f"stop_token_ids: {beyond[0]} is beyond the model's vocab_size={vocab_size}")
+            raise ValueError(
+                f"stop_token_ids: {beyond[0]} is beyond the model's vocab_size={vocab_size}"
+            )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a little."""
+    """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a
+    little."""
 
-    num_slots: int | None = None  # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
+    num_slots: int | None = (
+        # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
+        None
+    )
     chunk: int = 16  # tokens each slot decodes between two looks at who has finished
-    weights: str = "auto"  # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
-    cache: str = "compute"  # keys and values: in the type of the computation, or int8, which is half the bytes of bf16
+    # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
+    weights: str = "auto"
+    # keys and values: in the type of the computation, or int8, which is half the bytes of bf16
+    cache: str = "compute"
 
     def __post_init__(self):
         if self.num_slots is not None and self.num_slots < 1:

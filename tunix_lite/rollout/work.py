@@ -1,8 +1,10 @@
-"""One rollout, as the host sees it: which prompts are read next, when a chunk is started, and what it drew.
+"""One rollout, as the host sees it: which prompts are read next, when a chunk is started, and what
+it drew.
 
-The devices always have a chunk ahead of them while requests wait in the queue: the host starts a refill and a chunk of
-decoding before it reads what the one before drew. (A loop that asks after every token would make a GPU wait for the
-host after every token.) On several hosts, each runs this and sees all tokens, so all of them decide the same.
+The devices always have a chunk ahead of them while requests wait in the queue: the host starts a
+refill and a chunk of decoding before it reads what the one before drew. (A loop that asks after
+every token would make a GPU wait for the host after every token.) On several hosts, each runs this
+and sees all tokens, so all of them decide the same.
 """
 
 import math
@@ -19,9 +21,12 @@ from tunix_lite.rollout.programs import Drawn, Programs
 from tunix_lite.rollout.requests import Sampled, not_finite, up_to_stop
 from tunix_lite.types import Metrics
 
-TOKENS_PER_PREFILL = 4096  # prompts that are read together, padded: enough to keep any device busy
-CHUNKS_AHEAD = 3  # that prompts are read: two are under way, and a third is being started
-NARROWEST = 64  # tokens; below it, prompts are not sorted by length
+# prompts that are read together, padded: enough to keep any device busy
+TOKENS_PER_PREFILL = 4096
+# that prompts are read: two are under way, and a third is being started
+CHUNKS_AHEAD = 3
+# tokens; below it, prompts are not sorted by length
+NARROWEST = 64
 
 
 class Work:
@@ -30,33 +35,56 @@ class Work:
     def __init__(self, programs: Programs, layered, temperature, asked: list[Sampled], chunk: int):
         self.programs, self.layered, self.temperature = programs, layered, temperature
         self.asked, self.chunk = asked, chunk
-        self.in_flight: deque[Drawn] = deque()  # chunks that were started and not read yet
-        self.started = 0  # requests known to have been taken; more may have been
+        # chunks that were started and not read yet
+        self.in_flight: deque[Drawn] = deque()
+        # requests known to have been taken; more may have been
+        self.started = 0
         self.unfinished = len(asked)
         self.began = time.perf_counter()
         self.num_chunks = self.chunks_read = self.prefill_tokens = 0
 
-    def shelve(self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int) -> None:
-        """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for some of the blocks.
+    def shelve(
+        self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int
+    ) -> None:
+        """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for
+        some of the blocks.
 
         `longest`: tokens of a completion.
         """
-        self.block, self.room = shelf_of(len(prompts), num_generations, widths, num_slots, longest, self.chunk)
-        # prompts of one width together: what a prompt is padded to depends on it alone, and so do the last digits
-        alike = [[*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))]
-        self.blocks = [group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)]
+        self.block, self.room = shelf_of(
+            len(prompts), num_generations, widths, num_slots, longest, self.chunk
+        )
+        # prompts of one width together: what a prompt is padded to depends on it alone, and so do
+        # the last digits
+        alike = [
+            [*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))
+        ]
+        self.blocks = [
+            group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)
+        ]
         self.num_generations, self.widths, self.num_read = num_generations, widths, 0
-        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)  # of each request
+        # of each request
+        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)
         self.length = widths[0] + longest
-        self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])  # by blocks read
+        # by blocks read
+        self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])
         self.shelf = self.programs.make_shelf(self.room * self.block)
 
     def line_up(self, key) -> None:
         """Puts all requests into the queue."""
-        places = [b % self.room * self.block + i for b, block in enumerate(self.blocks) for i in range(len(block))]
+        places = [
+            b % self.room * self.block + i
+            for b, block in enumerate(self.blocks)
+            for i in range(len(block))
+        ]
         rows = np.repeat(places, self.num_generations)
         padding = power_of_two(len(self.asked), least=NARROWEST) - len(self.asked)
-        columns = [a.index for a in self.asked], [a.generation for a in self.asked], rows, [a.limit for a in self.asked]
+        columns = (
+            [a.index for a in self.asked],
+            [a.generation for a in self.asked],
+            rows,
+            [a.limit for a in self.asked],
+        )
         columns = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
         self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *columns)
 
@@ -65,7 +93,8 @@ class Work:
         self.columns, self.num_slots = self.columns_needed(), num_slots
         self.slots = self.programs.make_slots(num_slots, self.columns)
         self.stopped = np.full(num_slots, -1, np.int32)
-        while self.started < min(num_slots, len(self.asked)):  # all slots are free: what is ready is taken
+        # all slots are free: what is ready is taken
+        while self.started < min(num_slots, len(self.asked)):
             self.read_prompts()
             self.refill()
             self.started = min(self.num_ready, num_slots)
@@ -79,7 +108,8 @@ class Work:
         return int(self.ready[self.num_read])
 
     def read_prompts(self) -> None:
-        """Reads all blocks of prompts that have room, which is that of blocks whose requests have all been taken."""
+        """Reads all blocks of prompts that have room, which is that of blocks whose requests have
+        all been taken."""
         while self.num_read < len(self.blocks):
             if self.ready[max(0, self.num_read - self.room + 1)] > self.started:
                 return
@@ -94,11 +124,15 @@ class Work:
             self.prefill_tokens += sum(map(len, block))
 
     def refill(self) -> None:
-        stopped = self.stopped.copy()  # jax may read a host's array where it lies, and later than now
-        self.slots = self.programs.refill(self.slots, self.shelf, self.queue, np.int32(self.num_ready), stopped)
+        # jax may read a host's array where it lies, and later than now
+        stopped = self.stopped.copy()
+        self.slots = self.programs.refill(
+            self.slots, self.shelf, self.queue, np.int32(self.num_ready), stopped
+        )
 
     def columns_needed(self) -> int:
-        """Columns of the cache that suffice until the chunk that is started now has ended: what decoding reads.
+        """Columns of the cache that suffice until the chunk that is started now has ended: what
+        decoding reads.
 
         Of a chunk that it has not read the host knows only that no sequence can have grown by more.
         """
@@ -111,7 +145,8 @@ class Work:
         return kv_cache.columns_in_use(int(longest), self.length)
 
     def start_chunk(self) -> None:
-        """Starts reading prompts and refilling, as long as there is something to take, and a chunk of decoding."""
+        """Starts reading prompts and refilling, as long as there is something to take, and a chunk
+        of decoding."""
         if (columns := self.columns_needed()) != self.columns:
             self.slots, self.columns = self.programs.resize(self.slots, columns), columns
         if self.num_chunks and self.started < len(self.asked):
@@ -124,21 +159,26 @@ class Work:
         self.num_chunks += 1
 
     def next_chunk(self) -> Drawn | None:
-        """What the oldest chunk under way drew, with the next one started; None if nothing is unfinished."""
+        """What the oldest chunk under way drew, with the next one started; None if nothing is
+        unfinished."""
         if not self.unfinished:
             return None
         drawn = jax.device_get(self.in_flight.popleft())
         self.started = int(drawn.head)
         everything_taken = self.started == len(self.asked)
         if everything_taken:
-            self.shelf = None  # its memory is free
+            # its memory is free
+            self.shelf = None
         # when nothing waits any more, a chunk ahead might find nobody running: look first
         if not everything_taken or (not self.in_flight and drawn.running.any()):
             self.start_chunk()
         return drawn
 
-    def read(self, drawn: Drawn, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts) -> list[Sampled]:
-        """Hands each token to its completion, and finds those that have ended. Raises FloatingPointError."""
+    def read(
+        self, drawn: Drawn, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts
+    ) -> list[Sampled]:
+        """Hands each token to its completion, and finds those that have ended. Raises
+        FloatingPointError."""
         now, touched = time.perf_counter() - self.began, []
         self.chunks_read += 1
         for slot in np.flatnonzero(drawn.requests >= 0):
@@ -164,7 +204,10 @@ class Work:
 
     def metrics(self) -> Metrics:
         """What the rollout took."""
-        tokens, steps = sum(len(answer.tokens) for answer in self.asked), self.num_chunks * self.chunk
+        tokens, steps = (
+            sum(len(answer.tokens) for answer in self.asked),
+            self.num_chunks * self.chunk,
+        )
         seconds = time.perf_counter() - self.began
         return {
             "rollout/prefill_tokens": self.prefill_tokens,
@@ -176,17 +219,24 @@ class Work:
 
 
 def shelf_of(
-    num_prompts: int, num_generations: int, widths: list[int], num_slots: int, longest: int, chunk: int
+    num_prompts: int,
+    num_generations: int,
+    widths: list[int],
+    num_slots: int,
+    longest: int,
+    chunk: int,
 ) -> tuple[int, int]:
     """(prompts that are read together, such blocks on the shelf) of a rollout on the current mesh.
 
-    The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where completions have a
-    quarter of their longest length on average. Their own lengths do not count: all steps run one program.
+    The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where
+    completions have a quarter of their longest length on average. Their own lengths do not count:
+    all steps run one program.
     """
     fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
     block = -(-min(power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
-    most = -(-num_prompts // block) + len(widths) - 1  # blocks that there can be
+    # blocks that there can be
+    most = -(-num_prompts // block) + len(widths) - 1
     return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
 
 

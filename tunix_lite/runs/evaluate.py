@@ -11,7 +11,9 @@ def evaluate(policy, task, params, key, num_examples: int) -> Metrics:
     """eval/accuracy and what goes with it, over the first `num_examples` of the held-out set."""
     examples = task.held_out(num_examples)
     judging = task.judging(examples)
-    rollout = policy.generate(params, task.prompts(examples), key, 1, temperature=0.0, on_finished=judging.see)
+    rollout = policy.generate(
+        params, task.prompts(examples), key, 1, temperature=0.0, on_finished=judging.see
+    )
     with error_context("evaluation", RunFailed):
         judged = judging.judged(rollout)
     return {

@@ -1,6 +1,8 @@
-"""What the numbers of a run depend on, kept beside its checkpoints: whoever goes on from one must mean the same run.
+"""What the numbers of a run depend on, kept beside its checkpoints: whoever goes on from one must
+mean the same run.
 
-Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how long and how often.
+Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how
+long and how often.
 """
 
 import platform
@@ -20,12 +22,15 @@ from tunix_lite.models.source import Source
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tasks.sources import digest_of_data
 
-SHOWN = 8  # differences in a message
-LONGEST = 400  # characters of a value in it
+# differences in a message
+SHOWN = 8
+# characters of a value in it
+LONGEST = 400
 
 
 def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
-    """Plain values by the names of the settings; `versions`, `weights` and `data` beside them. prompts: of an update.
+    """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
+    prompts: of an update.
 
     Settings have only the names of data files, and what stands in them is in `data`.
     """
@@ -40,7 +45,8 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error},
         "optimizer": plain(run.optimizer),
-        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision} | _reduced(run),
+        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision}
+        | _reduced(run),
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
@@ -84,13 +90,19 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
 
 
 def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
-    """Raises ValueError, with what differs, unless the two are one run; returns what differs and may.
+    """Raises ValueError, with what differs, unless the two are one run; returns what differs and
+    may.
 
-    Another model cannot be forced: its checkpoint means something else. Other versions of libraries only change digits.
-    Of the data, and of how special tokens in it are read, earlier versions of ours kept nothing: nothing is compared.
+    Another model cannot be forced: its checkpoint means something else. Other versions of libraries
+    only change digits. Of the data, and of how special tokens in it are read, earlier versions of
+    ours kept nothing: nothing is compared.
     """
     if isinstance(theirs.get("task"), dict) and "special_tokens_in_data" not in theirs["task"]:
-        read = {name: value for name, value in ours.get("task", {}).items() if name != "special_tokens_in_data"}
+        read = {
+            name: value
+            for name, value in ours.get("task", {}).items()
+            if name != "special_tokens_in_data"
+        }
         ours = ours | {"task": read}
     if "data" not in theirs:
         ours = {name: value for name, value in ours.items() if name != "data"}
@@ -101,7 +113,8 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
     if found and not force:
         raise ValueError(
-            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from its checkpoint all "
+            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from "
+            "its checkpoint all "
             "the same; resume=none with another hydra.run.dir begins anew"
         )
     return _listed(found | versions)

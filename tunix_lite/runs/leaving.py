@@ -32,7 +32,8 @@ class Unfinished:
     save: Callable[[], None]  # the state as it is now, in the background
     wait: Callable[[], None]  # until what was saved is on disk
     on_disk: int  # the step whose state a checkpoint holds, or that the run began with
-    tell: list[Callable[[], None]] = field(default_factory=list)  # what is still to be said of the last whole step
+    # what is still to be said of the last whole step
+    tell: list[Callable[[], None]] = field(default_factory=list)
 
     def tell_now(self) -> None:
         """Says of the last whole step what trackers have not heard yet."""
@@ -41,11 +42,12 @@ class Unfinished:
 
     @contextlib.contextmanager
     def kept(self, stopping: Stopping) -> Iterator[None]:
-        """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing has changed since.
+        """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing
+        has changed since.
 
-        Leave is raised again with the state and the reason attached; any other error is raised as it is. Nothing is
-        saved after an error of the devices or of the disk, where saving may hang or fail, nor after one that other
-        processes may not know of.
+        Leave is raised again with the state and the reason attached; any other error is raised as
+        it is. Nothing is saved after an error of the devices or of the disk, where saving may hang
+        or fail, nor after one that other processes may not know of.
         """
         try:
             yield
@@ -60,7 +62,9 @@ class Unfinished:
                     self.tell_now()
                     self._save_new()
                 except Exception as second:
-                    error.add_note(f"and the state of step {self.status.steps} could not be saved: {second}")
+                    error.add_note(
+                        f"and the state of step {self.status.steps} could not be saved: {second}"
+                    )
                     self.say(f"the state of step {self.status.steps} could not be saved: {second}")
             raise
 
@@ -71,17 +75,24 @@ class Unfinished:
 
     def _may_save_after(self, error: Exception) -> bool:
         leaves = jax.tree.leaves(self.state())
-        if any(x.is_deleted() for x in leaves):  # given to an update that failed
+        # given to an update that failed
+        if any(x.is_deleted() for x in leaves):
             return False
-        if int(self.state().step) % self.run.algorithm.updates_per_rollout:  # nobody could go on from there
+        # nobody could go on from there
+        if int(self.state().step) % self.run.algorithm.updates_per_rollout:
             return False
-        return not is_of_the_machine(error, self.run_dir.path) and (jax.process_count() == 1 or is_said_by_all(error))
+        return not is_of_the_machine(error, self.run_dir.path) and (
+            jax.process_count() == 1 or is_said_by_all(error)
+        )
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Whether devices, memory, the disk of the run, another process, or numbers that are not finite are behind it."""
+    """Whether devices, memory, the disk of the run, another process, or numbers that are not finite
+    are behind it."""
     kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError)
-    return trouble(error, folder) is not None or any(isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error))
+    return trouble(error, folder) is not None or any(
+        isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
+    )
 
 
 def is_said_by_all(error: BaseException) -> bool:
@@ -95,18 +106,27 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
-    """The metrics of step `start` in metrics.jsonl, if the evaluation that is due there was ended; else None.
+    """The metrics of step `start` in metrics.jsonl, if the evaluation that is due there was ended;
+    else None.
 
     The same on all processes, which must all come here.
     """
     row = None
-    if run.evaluation.num_examples and start and is_due(start, run.evaluation.interval_steps, run.training.max_steps):
+    if (
+        run.evaluation.num_examples
+        and start
+        and is_due(start, run.evaluation.interval_steps, run.training.max_steps)
+    ):
         rows = (row for _, _, row in lines_of(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
     row = from_all(row)[0]
     if row is None or "eval/accuracy" in row:
         return None
-    row = {name: value for name, value in row.items() if name != "step" and (value is None or is_number(value))}
+    row = {
+        name: value
+        for name, value in row.items()
+        if name != "step" and (value is None or is_number(value))
+    }
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
@@ -122,17 +142,27 @@ def numbers(metrics: Metrics) -> str:
     return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
 
 
-def diverged(step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None) -> str:
+def diverged(
+    step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None
+) -> str:
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
     kept = f"checkpoint {step} in {checkpoints} has the weights before"
     return (
-        f"step {step}: {numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was made: "
-        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A learning rate that is "
-        "too high is the usual cause; next a reward or a loss of your own that divides by zero. resume.force=true goes "
-        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row with the same ones"
+        f"step {step}: {numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was "
+        "made: "
+        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A "
+        "learning rate that is "
+        "too high is the usual cause; next a reward or a loss of your own that divides by zero. "
+        "resume.force=true goes "
+        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row "
+        "with the same ones"
     )
 
 
 def saved(run_dir: RunDir) -> str:
     steps = Checkpoints(run_dir.checkpoints).whole_steps()
-    return f"checkpoint {steps[-1]} is in {run_dir.checkpoints}" if steps else "no checkpoint was saved"
+    return (
+        f"checkpoint {steps[-1]} is in {run_dir.checkpoints}"
+        if steps
+        else "no checkpoint was saved"
+    )

@@ -1,4 +1,5 @@
-"""training.profile_communication: what an update sends, as a table, and a trace of a few steps for xprof."""
+"""training.profile_communication: what an update sends, as a table, and a trace of a few steps for
+xprof."""
 
 import contextlib
 from pathlib import Path
@@ -8,25 +9,38 @@ import jax
 from tunix_lite.parallel.collectives import collectives, grouped, sent_bytes
 
 TABLE, TRACE = "communication.md", "trace"
-TRACED_STEPS = slice(1, 4)  # of this invocation; number 0 compiles, and is traced only where there is no other
+# of this invocation; number 0 compiles, and is traced only where there is no other
+TRACED_STEPS = slice(1, 4)
 
 
 def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> str:
     """The collectives of a compiled program as a page in Markdown. text: its optimised HLO."""
     found = collectives(text, mesh_shape)
     mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-    lines = [f"# What one {program} sends", "", f"Mesh {mesh}. Bytes are those of one device in one {program}.", ""]
+    lines = [
+        f"# What one {program} sends",
+        "",
+        f"Mesh {mesh}. Bytes are those of one device in one {program}.",
+        "",
+    ]
     if not found:
         return "\n".join([*lines, "Nothing: no device needs what another one has.", ""])
     lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
     for g in grouped(found):
-        lines.append(f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | {g.sent_bytes / 1e6:,.2f} |")
+        lines.append(
+            f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
+            f"{g.sent_bytes / 1e6:,.2f} |"
+        )
     lines += ["", "One by one, the largest first:", ""]
-    lines += ["| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |", "|" + "---|" * 8]
+    lines += [
+        "| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |",
+        "|" + "---|" * 8,
+    ]
     for c in sorted(found, key=lambda c: -c.total_bytes)[:60]:
         known = "" if c.count_known else " at least"
         cells = (
-            f"{c.kind} | {c.axis} | {c.count}{known} | {c.num_bytes / 1e6:,.3f} | {sent_bytes(c) / 1e6:,.3f} | "
+            f"{c.kind} | {c.axis} | {c.count}{known} | {c.num_bytes / 1e6:,.3f} | "
+            f"{sent_bytes(c) / 1e6:,.3f} | "
             f"{'yes' if c.in_loop else 'no'} | `{c.shapes}` | `{c.source}`"
         )
         lines.append(f"| {cells} |")
@@ -48,7 +62,8 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, number: int):
-        """Around step `number` of this invocation, from 0; rollout, reference and update are all in the trace."""
+        """Around step `number` of this invocation, from 0; rollout, reference and update are all in
+        the trace."""
         if self.folder is None or number not in self.traced:
             yield
             return

@@ -1,8 +1,9 @@
-"""The reference of the KL term: the policy that training starts from, the same however often the run is resumed.
+"""The reference of the KL term: the policy that training starts from, the same however often the
+run is resumed.
 
-Where the settings of the model do not name all of it, as when training starts from an adapter or from another run's
-checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter may be overwritten, and another run goes
-on. `reference.json` says which one it is.
+Where the settings of the model do not name all of it, as when training starts from an adapter or
+from another run's checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter
+may be overwritten, and another run goes on. `reference.json` says which one it is.
 """
 
 import shutil
@@ -26,7 +27,8 @@ from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, TrainState
 
-LONGEST = 1000  # characters of what a folder says of its reference
+# characters of what a folder says of its reference
+LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,19 @@ class Reference:
     """Which policy it is."""
 
     words: str  # for people
-    kept: int | None = None  # the step in `reference/`; None: what the settings of the model give, adapters apart
+    kept: int | None = (
+        # the step in `reference/`; None: what the settings of the model give, adapters apart
+        None
+    )
     checkpoints: Path | None = None  # of the run that training starts from
     is_new: bool = True  # this start decides which it is; else an earlier one has
 
 
-def find_reference(run: RunConfig, model: Source, run_dir: RunDir, resume_from: Path | None) -> Reference | None:
-    """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it has no KL term.
+def find_reference(
+    run: RunConfig, model: Source, run_dir: RunDir, resume_from: Path | None
+) -> Reference | None:
+    """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it
+    has no KL term.
 
     Raises ValueError, with the remedy, if it was another one than can be had now, or is not known.
     """
@@ -52,14 +60,17 @@ def find_reference(run: RunConfig, model: Source, run_dir: RunDir, resume_from: 
         if not run.resume.force:
             named = _of_the_settings(run, model).words
             raise ValueError(
-                f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term, or an earlier version made "
+                f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term, or an "
+                "earlier version made "
                 f"it. resume.force=true takes {named} as its reference; resume={run_dir.path} "
                 "with another hydra.run.dir takes the newest checkpoint"
             )
     elif resume_from is not None:
         step = Checkpoints(resume_from).latest_step()
         whose = f"checkpoint {step} of {resume_from.parent}"
-        words = f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
+        words = (
+            f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
+        )
         return Reference(words, step, resume_from)
     return _of_the_settings(run, model)
 
@@ -68,13 +79,17 @@ def _of_the_settings(run: RunConfig, model: Source) -> Reference:
     if model.lora is None:
         return Reference(f"the weights of {run.model.weights}")
     if run.model.lora.adapter is None:
-        return Reference("the base")  # fresh adapters add nothing to it
+        # fresh adapters add nothing to it
+        return Reference("the base")
     return Reference(f"the base with the adapters of {run.model.lora.adapter}", kept=0)
 
 
 def _read(run_dir: RunDir) -> Reference:
     file, folder = run_dir.reference, run_dir.kept_reference
-    begin = f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as the reference"
+    begin = (
+        f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as "
+        "the reference"
+    )
     try:
         said = read_object(file)
         words, kept = said.get("reference"), said.get("kept", "")
@@ -86,17 +101,27 @@ def _read(run_dir: RunDir) -> Reference:
         raise ValueError(f"{error}, so the reference is not known; {begin}") from error
     words = escaped(words, LONGEST)
     if kept is not None and kept not in Checkpoints(folder).steps():
-        raise ValueError(f"{folder / shown(kept)} is gone, which held the reference of the run ({words}); {begin}")
+        raise ValueError(
+            f"{folder / shown(kept)} is gone, which held the reference of the run ({words}); "
+            f"{begin}"
+        )
     return Reference(words, kept, is_new=False)
 
 
 def reference_of(
-    run_dir: RunDir, found: Reference | None, model: Source, dtype, frozen: Params | None, params: Params
+    run_dir: RunDir,
+    found: Reference | None,
+    model: Source,
+    dtype,
+    frozen: Params | None,
+    params: Params,
 ) -> Params | None:
-    """The frozen params of the KL term, None without one. What is kept of a new one is on disk when it returns.
+    """The frozen params of the KL term, None without one. What is kept of a new one is on disk when
+    it returns.
 
-    params: what the settings of the model give, as it was loaded; they may be deleted afterwards. Beside them and the
-    reference, another run's weights are on the devices for a moment. Raises ValueError and OSError as Checkpoints does.
+    params: what the settings of the model give, as it was loaded; they may be deleted afterwards.
+    Beside them and the reference, another run's weights are on the devices for a moment. Raises
+    ValueError and OSError as Checkpoints does.
     """
     if found is None:
         return None
@@ -127,12 +152,15 @@ def _shapes(params: Params) -> Params:
 
 
 def _placed(shapes: Params, params: Params) -> Params:
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, params)
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, params
+    )
 
 
 def _keep(run_dir: RunDir, step: int, params: Params) -> None:
     if run_dir.is_first:
-        shutil.rmtree(run_dir.kept_reference, ignore_errors=True)  # of a start that made no checkpoint of its own
+        # of a start that made no checkpoint of its own
+        shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
     from_all(None)
     kept = Checkpoints(run_dir.kept_reference)
     kept.save(TrainState(put(np.int32(step)), params, {}))

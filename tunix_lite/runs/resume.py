@@ -13,12 +13,16 @@ from tunix_lite.tracking.console import Console
 from tunix_lite.types import Params, TrainState
 
 
-def state_at_start(run: RunConfig, parts: Parts, optimizer, params: Params, console: Console) -> tuple[TrainState, int]:
-    """What trains, and how many updates in a row were skipped until then; other settings begin at none.
+def state_at_start(
+    run: RunConfig, parts: Parts, optimizer, params: Params, console: Console
+) -> tuple[TrainState, int]:
+    """What trains, and how many updates in a row were skipped until then; other settings begin at
+    none.
 
-    The loaded `params` and those of the checkpoint are never on the devices together: the former are deleted first,
-    and the optimizer's state is made by reading it. So a run that fits can be resumed. Whatever needs the loaded ones,
-    as a copy of them for a reference, must be made before. Raises ConfigError.
+    The loaded `params` and those of the checkpoint are never on the devices together: the former
+    are deleted first, and the optimizer's state is made by reading it. So a run that fits can be
+    resumed. Whatever needs the loaded ones, as a copy of them for a reference, must be made before.
+    Raises ConfigError.
     """
     step = put(np.int32(0))
     if parts.resume_from is None:
@@ -33,7 +37,9 @@ def _shape(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _restored(run: RunConfig, parts: Parts, like: TrainState, console: Console) -> tuple[TrainState, int]:
+def _restored(
+    run: RunConfig, parts: Parts, like: TrainState, console: Console
+) -> tuple[TrainState, int]:
     checkpoints = Checkpoints(parts.resume_from)
     with error_context("resume"):
         state = checkpoints.restore(like)
@@ -41,7 +47,9 @@ def _restored(run: RunConfig, parts: Parts, like: TrainState, console: Console) 
         skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)
     console.say(f"resumed from step {step} of {parts.resume_from}")
     if not checkpoints.has_digests(step):
-        console.say("its files were not compared with digests: an earlier version wrote it, and kept none")
+        console.say(
+            "its files were not compared with digests: an earlier version wrote it, and kept none"
+        )
     if step == run.training.max_steps:
         console.say("all its steps are made; a higher training.max_steps goes on")
     if parts.damaged:

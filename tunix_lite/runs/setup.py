@@ -20,7 +20,13 @@ from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import Source
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
-from tunix_lite.planning.batch_size import BatchPlan, check_residual, plan_batch, plan_rows, row_width
+from tunix_lite.planning.batch_size import (
+    BatchPlan,
+    check_residual,
+    plan_batch,
+    plan_rows,
+    row_width,
+)
 from tunix_lite.planning.resolved import Case
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read
@@ -48,13 +54,16 @@ class Parts:
     train_step: Callable | None = None  # where it has been compiled already, to see what fits
 
     def goes_on_differently(self, run_dir: RunDir) -> bool:
-        """Whether what stands in the run's own checkpoints/ was made with other settings (resume.force)."""
+        """Whether what stands in the run's own checkpoints/ was made with other settings
+        (resume.force)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
 
 def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
-    """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes nothing."""
-    with error_context(""):  # the messages begin with the setting
+    """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes
+    nothing."""
+    # the messages begin with the setting
+    with error_context(""):
         model = source.find(run.model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
@@ -69,7 +78,11 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     with error_context("training"):
         attention = choose_attention(run, model, mesh, rows)
     lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
-    among = {"process": jax.process_index(), "num_processes": jax.process_count(), "share": from_all}
+    among = {
+        "process": jax.process_index(),
+        "num_processes": jax.process_count(),
+        "share": from_all,
+    }
     task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts, **among)
     with error_context("hydra.run.dir"):
         run_dir.check()
@@ -78,13 +91,17 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
-            raise ValueError(f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}")
+            raise ValueError(
+                f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}"
+            )
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
         model = source.fetch(model)
-    differs = "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
+    differs = (
+        "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
+    )
     damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
     with error_context("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
@@ -93,7 +110,8 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
 
 
 def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
-    """The parts of a run whose micro-batch has been chosen since, by compiling this update of it."""
+    """The parts of a run whose micro-batch has been chosen since, by compiling this update of
+    it."""
     batch = plan_batch(run, parts.mesh.shape["fsdp"])
     return replace(parts, train_step=train_step, batch=batch, rows=plan_rows(run, batch))
 
@@ -118,7 +136,8 @@ def check_generation(run: RunConfig, model: Source) -> None:
     settings, longest = run.generation, model.cfg.max_positions
     if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
         raise ValueError(
-            f"max_prompt_length={settings.max_prompt_length} + max_new_tokens={settings.max_new_tokens} = {total} "
+            f"max_prompt_length={settings.max_prompt_length} + "
+            f"max_new_tokens={settings.max_new_tokens} = {total} "
             f"tokens, and the model was made for {longest}"
         )
     settings.check_fits(model.cfg.vocab_size)
@@ -130,36 +149,54 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
     resume, own = run.resume.folder, Checkpoints(run_dir.checkpoints).latest_step() is not None
     with error_context("resume"):
         if own and resume == "none" and not is_restart():
-            raise ValueError(f"none, but {run_dir.path} already holds checkpoints; auto continues them")
+            raise ValueError(
+                f"none, but {run_dir.path} already holds checkpoints; auto continues them"
+            )
         if not own and resume in ("auto", "none"):
             return None
         folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
         if (step := Checkpoints(folder).latest_step()) is None:
-            raise ValueError(f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has one")
+            raise ValueError(
+                f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has "
+                "one"
+            )
         Checkpoints(folder).check_whole(step)
         if step % (updates := run.algorithm.updates_per_rollout):
-            raise ValueError(f"the checkpoint of step {step} stands inside a rollout of updates_per_rollout={updates}")
+            raise ValueError(
+                f"the checkpoint of step {step} stands inside a rollout of "
+                f"updates_per_rollout={updates}"
+            )
         last = run.training.max_steps
-        if step > last or (step == last and not own):  # our own last one: nothing to do, and nothing wrong
-            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={run.training.max_steps}")
+        # our own last one: nothing to do, and nothing wrong
+        if step > last or (step == last and not own):
+            raise ValueError(
+                f"{folder} is at step {step} already; raise "
+                f"training.max_steps={run.training.max_steps}"
+            )
         return folder
 
 
 def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
-    """What of the run's own files it goes on without, in words. Raises ConfigError if that needs resume.force.
+    """What of the run's own files it goes on without, in words. Raises ConfigError if that needs
+    resume.force.
 
-    Its numbers do not depend on them. But metrics.jsonl promises every step, so a run does not go on in silence where
-    one is missing; of status.json it says what begins anew.
+    Its numbers do not depend on them. But metrics.jsonl promises every step, so a run does not go
+    on in silence where one is missing; of status.json it says what begins anew.
     """
     _, _, began, wrong = read_status(run_dir.status)
-    found = [f"{wrong}: its seconds count from now, its accuracies are those of metrics.jsonl"] if wrong else []
+    found = (
+        [f"{wrong}: its seconds count from now, its accuracies are those of metrics.jsonl"]
+        if wrong
+        else []
+    )
     with error_context("resume"):
         try:
             check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
         except ValueError as error:
             if not run.resume.force:
                 raise ValueError(
-                    f"{error}. Put the file back from a copy; or resume.force=true goes on with the steps that can be "
+                    f"{error}. Put the file back from a copy; or resume.force=true goes on with "
+                    "the steps that can be "
                     "read, and keeps what cannot be in metrics.damaged-1.jsonl"
                 ) from error
             found.append(f"{error}: what can be read of it goes on")
@@ -167,13 +204,16 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
 
 
 def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
-    """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError if it may not."""
+    """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
+    if it may not."""
     with error_context("resume"):
         try:
             theirs = read(earlier.fingerprint)
         except ValueError as error:
             if not run.resume.force:
-                raise ValueError(f"{error}; resume.force=true goes on from them all the same") from error
+                raise ValueError(
+                    f"{error}; resume.force=true goes on from them all the same"
+                ) from error
             return str(error)
         ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts)))
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
@@ -182,8 +222,9 @@ def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunD
 def sign(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     """Says in the folder what makes its checkpoints.
 
-    Where others are there already, not before the first of ours is whole: until then their run must be able to go on,
-    and if we are killed in between, ours is taken for theirs, which locks nobody out.
+    Where others are there already, not before the first of ours is whole: until then their run must
+    be able to go on, and if we are killed in between, ours is taken for theirs, which locks nobody
+    out.
     """
     run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
@@ -195,20 +236,31 @@ def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tupl
     resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
     optimizer = describe(run.optimizer)
     return f"tunix_lite {__version__} · {type(run.algorithm).__name__} · {run.project_name}", [
-        ("devices", f"{of_all(parts.mesh)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}"),
+        (
+            "devices",
+            f"{of_all(parts.mesh)} x {devices[0].device_kind} ({devices[0].platform}), jax "
+            f"{jax.__version__}",
+        ),
         (
             "mesh",
             ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
             + f" from {as_text(run.model.mesh_shape)}",
         ),
-        ("model", f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}"),
+        (
+            "model",
+            f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}",
+        ),
         *([("reference", parts.reference.words)] if parts.reference else []),
         ("batch", f"{parts.batch}{_packed(parts)}"),
         *([("data", parts.data)] if parts.data else []),
         ("attention", ": ".join(parts.attention)),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
         ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
-        ("outputs", f"{run_dir.path}" + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else "")),
+        (
+            "outputs",
+            f"{run_dir.path}"
+            + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""),
+        ),
     ]
 
 
@@ -238,5 +290,9 @@ def provenance(run: RunConfig, parts: Parts) -> dict:
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
-        "versions": {"tunix_lite": __version__, "jax": jax.__version__, "python": platform.python_version()},
+        "versions": {
+            "tunix_lite": __version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
     }

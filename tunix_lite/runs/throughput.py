@@ -18,8 +18,9 @@ from tunix_lite.types import Batch, Metrics
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step's seconds are set against. FLOPs are those of planning.flops, of the model, not of the compiler:
-    6 per weight and token (4 for frozen ones under adapters) and attention; what remat makes again does not count."""
+    """What a step's seconds are set against. FLOPs are those of planning.flops, of the model, not
+    of the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention; what
+    remat makes again does not count."""
 
     cfg: ModelConfig
     trained_adapters: int  # parameters in adapters; 0: all weights train
@@ -33,19 +34,32 @@ class Throughput:
     def __str__(self) -> str:
         if self.hardware is None:
             return "MFU n/a: the peak of this device is not known"
-        rate = "4 FLOPs per frozen and 6 per trained weight" if self.trained_adapters else "6 FLOPs per weight"
-        return f"MFU of {self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device, {rate} and token, plus attention"
+        rate = (
+            "4 FLOPs per frozen and 6 per trained weight"
+            if self.trained_adapters
+            else "6 FLOPs per weight"
+        )
+        return (
+            f"MFU of {self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device, {rate} and token, "
+            "plus attention"
+        )
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
-        lengths, scored = np.asarray(batch.token_mask).sum(axis=1), int((np.asarray(batch.loss_weight) != 0).sum())
+        lengths, scored = (
+            np.asarray(batch.token_mask).sum(axis=1),
+            int((np.asarray(batch.loss_weight) != 0).sum()),
+        )
         tokens = int(lengths.sum())
         attention = flops.attention_flops(self.cfg, lengths)
         done = flops.update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
         seen = {
             "perf/tokens_per_second": tokens / step_seconds,
             "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
-            "perf/update_tflops_per_second_per_device": done / update_seconds / self.num_devices / 1e12,
+            "perf/update_tflops_per_second_per_device": done
+            / update_seconds
+            / self.num_devices
+            / 1e12,
             "memory/peak_gb": peak_bytes() / 1e9,
         }
         mfu = flops.mfu(done, update_seconds, self.hardware, self.num_devices)
@@ -62,7 +76,8 @@ def peak_bytes() -> int:
 
 
 def timed(policy, seconds: Counter):
-    """The policy, whose reference pass adds what it takes to `seconds`; sampling keeps its own time."""
+    """The policy, whose reference pass adds what it takes to `seconds`; sampling keeps its own
+    time."""
     if policy.ref_logprobs is None:
         return policy
 

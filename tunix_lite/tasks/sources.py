@@ -1,4 +1,5 @@
-"""Where examples come from. Every batch is a pure function of (seed, step), so resuming needs no saved iterator.
+"""Where examples come from. Every batch is a pure function of (seed, step), so resuming needs no
+saved iterator.
 
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
@@ -17,16 +18,22 @@ from typing import Any
 import grain
 import numpy as np
 
-LOOKED_AT = 2000  # examples, at least, before a search for prompts that fit is given up
-SAMPLED = 64  # examples that stand for all of them where they are not in memory
-AT_ONCE = 1000  # examples that become text together
-DEEPEST = 100  # brackets in brackets that a row may have: what is written of it later must be readable, too
-FILES_KEPT = 4  # read and looked at once, though a start asks for them twice
+# examples, at least, before a search for prompts that fit is given up
+LOOKED_AT = 2000
+# examples that stand for all of them where they are not in memory
+SAMPLED = 64
+# examples that become text together
+AT_ONCE = 1000
+# brackets in brackets that a row may have: what is written of it later must be readable, too
+DEEPEST = 100
+# read and looked at once, though a start asks for them twice
+FILES_KEPT = 4
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
 def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
-    """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of its own."""
+    """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of
+    its own."""
     order = _order(examples, seed)
     return [examples[order[step * batch_size + i]] for i in range(batch_size)]
 
@@ -34,24 +41,28 @@ def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
 def fitting_batch_at(
     examples, batch_size: int, seed: int, step: int, length: Callable, limit: int
 ) -> tuple[list[dict], int]:
-    """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for being longer.
+    """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for
+    being longer.
 
-    An example that does not fit gives its place to the next in the order, from the end of this batch on, that fits
-    and that the batch does not hold. `length` is example -> tokens. Raises ValueError if too few fit, of all examples
-    or of the first that are looked at.
+    An example that does not fit gives its place to the next in the order, from the end of this
+    batch on, that fits and that the batch does not hold. `length` is example -> tokens. Raises
+    ValueError if too few fit, of all examples or of the first that are looked at.
     """
     order = _order(examples, seed)
     at = (step + 1) * batch_size
     chosen = [order[i] for i in range(at - batch_size, at)]
-    lengths = {i: length(examples[i]) for i in set(chosen)}  # of all examples looked at, each once
+    # of all examples looked at, each once
+    lengths = {i: length(examples[i]) for i in set(chosen)}
     gaps = [place for place, i in enumerate(chosen) if lengths[i] > limit]
     most = min(len(examples), max(LOOKED_AT, 100 * batch_size))
     while gaps:
-        if len(lengths) >= most:  # of few examples, at the latest when the next epoch ends
+        # of few examples, at the latest when the next epoch ends
+        if len(lengths) >= most:
             raise ValueError(_too_few_fit(sorted(lengths.values()), batch_size, limit))
         i = order[at]
         at += 1
-        if i not in lengths:  # else the batch holds it, or it is too long
+        # else the batch holds it, or it is too long
+        if i not in lengths:
             lengths[i] = length(examples[i])
             if lengths[i] <= limit:
                 chosen[gaps.pop(0)] = i
@@ -64,11 +75,17 @@ def _order(examples, seed: int):
 
 def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
     fit = sum(n <= limit for n in lengths)
-    few = f"only {fit} of the {len(lengths)} training prompts looked at fit" if fit else "no training prompt fits"
+    few = (
+        f"only {fit} of the {len(lengths)} training prompts looked at fit"
+        if fit
+        else "no training prompt fits"
+    )
     enough = lengths[min(batch_size, len(lengths)) - 1]
     return (
-        f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest has {lengths[0]} "
-        f"tokens; raise generation.max_prompt_length to at least {enough}, or set generation.long_prompts=truncate"
+        f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest "
+        f"has {lengths[0]} "
+        f"tokens; raise generation.max_prompt_length to at least {enough}, or set "
+        "generation.long_prompts=truncate"
     )
 
 
@@ -76,7 +93,8 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
 
 
 def digest_of_data(source) -> dict[str, str]:
-    """A digest of each split, the same in every process: of all examples if they are a list, else see SAMPLED."""
+    """A digest of each split, the same in every process: of all examples if they are a list, else
+    see SAMPLED."""
     return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
 
 
@@ -89,7 +107,8 @@ def _digest_of_split(examples) -> str:
 def _digest_of_examples(examples) -> str:
     count = len(examples)
     places = range(count)
-    if not isinstance(examples, list | tuple) and count > SAMPLED:  # made or read one by one, and perhaps very many
+    # made or read one by one, and perhaps very many
+    if not isinstance(examples, list | tuple) and count > SAMPLED:
         places = [i * (count - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
     parts = [str(count)]
     for start in range(0, len(places), AT_ONCE):
@@ -98,10 +117,12 @@ def _digest_of_examples(examples) -> str:
 
 
 def digest(value) -> str:
-    """Of what examples are made of. The same in every process: not of addresses, nor of the order of a set."""
+    """Of what examples are made of. The same in every process: not of addresses, nor of the order
+    of a set."""
     try:
         text = json.dumps(value, sort_keys=True, default=_as_json)
-    except TypeError:  # keys of several types, or keys that JSON does not have
+    except TypeError:
+        # keys of several types, or keys that JSON does not have
         text = json.dumps(_with_text_as_keys(value), default=_as_json)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -119,9 +140,14 @@ def _as_json(value):
 
 def _with_text_as_keys(value):
     if isinstance(value, Mapping):
-        pairs = ((f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item)) for key, item in value.items())
+        pairs = (
+            (f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item))
+            for key, item in value.items()
+        )
         return dict(sorted(pairs, key=lambda pair: pair[0]))
-    return [_with_text_as_keys(item) for item in value] if isinstance(value, list | tuple) else value
+    return (
+        [_with_text_as_keys(item) for item in value] if isinstance(value, list | tuple) else value
+    )
 
 
 # ---- sources
@@ -129,7 +155,8 @@ def _with_text_as_keys(value):
 
 @dataclass(frozen=True)
 class Jsonl:
-    """Examples from files with one JSON object a line; what stands in a file is the whole of that split."""
+    """Examples from files with one JSON object a line; what stands in a file is the whole of that
+    split."""
 
     train_file: str  # path
     held_out_file: str  # path
@@ -147,9 +174,11 @@ class Rows(list):
     """The rows of a file, and in which of its lines each stands."""
 
     def __init__(self, file: str):
-        """Raises ValueError, naming file and line, for what is not one JSON object a line in UTF-8."""
+        """Raises ValueError, naming file and line, for what is not one JSON object a line in
+        UTF-8."""
         self.file, self.lines = file, array("q")
-        self.known: dict = {}  # what was found out about all of them, by what was asked
+        # what was found out about all of them, by what was asked
+        self.known: dict = {}
         for number, line in lines_of(file):
             row = json_of(line, self._at(number))
             if not isinstance(row, dict):
@@ -172,7 +201,8 @@ class Rows(list):
 
 
 def _rows_of(file: str) -> Rows:
-    """As the file is now: a start reads it twice, once to check the settings, and the second time finds it here."""
+    """As the file is now: a start reads it twice, once to check the settings, and the second time
+    finds it here."""
     if not Path(file).is_file():
         raise ValueError(f"{file} is not a file")
     with open(file, "rb") as opened:
@@ -190,9 +220,11 @@ def where(examples, index: int) -> str:
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, with their numbers; ValueError for one that is not UTF-8.
+    """The lines of a text file that are not blank, with their numbers; ValueError for one that is
+    not UTF-8.
 
-    A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028, U+0085).
+    A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028,
+    U+0085).
     """
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -211,7 +243,8 @@ def json_of(line: str, at: str) -> Any:
     """The value in a line of JSON. Raises ValueError that begins with `at`, file and line."""
     try:
         value = json.loads(line)
-    except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
+    except ValueError as error:
+        # JSONDecodeError, or an integer of more than 4300 digits
         raise ValueError(f"{at}: not JSON ({error})") from error
     except RecursionError as error:
         raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep") from error
@@ -222,16 +255,19 @@ def json_of(line: str, at: str) -> Any:
 
 def _is_deeper(value, depth: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth < 0 or any(_is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list))
+    return depth < 0 or any(
+        _is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list)
+    )
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Generated sums and differences of whole numbers, with their answers and two ways of saying them.
+    """Generated sums and differences of whole numbers, with their answers and two ways of saying
+    them.
 
-    A problem belongs to the held-out set or to the training stream by a hash of its text, so the two never overlap.
-    An example has `question`, `answer`, and `completion`, a demonstration: the answer at once or, for a share
-    `worked` of the problems, every step before it.
+    A problem belongs to the held-out set or to the training stream by a hash of its text, so the
+    two never overlap. An example has `question`, `answer`, and `completion`, a demonstration: the
+    answer at once or, for a share `worked` of the problems, every step before it.
     """
 
     min_terms: int = 4  # numbers in a problem, at least
@@ -245,16 +281,22 @@ class Arithmetic:
     def __post_init__(self):
         if not 2 <= self.min_terms <= self.max_terms:
             raise ValueError(
-                f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min_terms <= max_terms"
+                f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min_terms <= "
+                "max_terms"
             )
         if self.max_value < 9:
-            raise ValueError(f"max_value={self.max_value} leaves too few different problems; use at least 9")
+            raise ValueError(
+                f"max_value={self.max_value} leaves too few different problems; use at least 9"
+            )
         if not self.operators or set(self.operators) - {"+", "-"}:
             raise ValueError(f"operators={list(self.operators)}: choose from '+' and '-'")
         if not 0 <= self.worked <= 1:
             raise ValueError(f"worked={self.worked} is a share, from 0 to 1")
         if min(self.num_train, self.num_held_out) < 1:
-            raise ValueError(f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at least 1")
+            raise ValueError(
+                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
+                "least 1"
+            )
 
     @property
     def train(self) -> "Problems":
@@ -267,7 +309,8 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Problems:
-    """One split of `Arithmetic`: example i is made, not stored, and is the same on every machine."""
+    """One split of `Arithmetic`: example i is made, not stored, and is the same on every
+    machine."""
 
     settings: Arithmetic
     held_out: bool
@@ -282,7 +325,9 @@ class Problems:
             terms, signs = self._draw(rng)
             question = str(terms[0]) + "".join(f" {s} {t}" for s, t in zip(signs, terms[1:]))
             if is_held_out(question) == self.held_out:
-                return self._example(question, terms, signs, bool(rng.random() < self.settings.worked))
+                return self._example(
+                    question, terms, signs, bool(rng.random() < self.settings.worked)
+                )
 
     def _draw(self, rng):
         count = rng.integers(self.settings.min_terms, self.settings.max_terms + 1)

@@ -23,12 +23,17 @@ from tunix_lite.types import Metrics, Prompts, Rollout
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
 SPECIAL_TOKENS = ("text", "control", "error")
-MEASURED = 10_000  # examples of a split that become tokens before the start; of more, so many of them
-FILLERS = range(0x4E00, 0x9FA5)  # letters, one of which marks what the fields of an example put into a prompt
+MEASURED = (
+    # examples of a split that become tokens before the start; of more, so many of them
+    10_000
+)
+# letters, one of which marks what the fields of an example put into a prompt
+FILLERS = range(0x4E00, 0x9FA5)
 
 
 class SaidByAll(ValueError):
-    """An error that all processes of a run find at the same place, since all have the same examples and verdicts."""
+    """An error that all processes of a run find at the same place, since all have the same examples
+    and verdicts."""
 
 
 def said_by_all(method: Callable) -> Callable:
@@ -59,28 +64,45 @@ class TaskConfig:
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     prompt: str  # the user's message; {names} are fields of the example
     rewards: dict[str, Reward]  # by the name under which they are logged
-    correct: Callable = correct  # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
+    correct: Callable = (
+        # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
+        correct
+    )
     extract: Callable = final_answer  # completion -> the answer as text or None, for display
-    special_tokens_in_data: str = "text"  # `<end_of_turn>` in a row: text: mere letters; control: the token; error
+    special_tokens_in_data: str = (
+        # `<end_of_turn>` in a row: text: mere letters; control: the token; error
+        "text"
+    )
 
     def __post_init__(self):
         if self.special_tokens_in_data not in SPECIAL_TOKENS:
-            raise ValueError(f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or error")
+            raise ValueError(
+                f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or "
+                "error"
+            )
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := {"mean", "std", "groups_that_agree"} & self.rewards.keys():
-            raise ValueError(f"a reward cannot be called {taken.pop()!r}: the metric of that name means something else")
-        calls = {f"rewards.{name}.fn": (reward.fn, ("text", {})) for name, reward in self.rewards.items()}
+            raise ValueError(
+                f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
+                "something else"
+            )
+        calls = {
+            f"rewards.{name}.fn": (reward.fn, ("text", {})) for name, reward in self.rewards.items()
+        }
         calls |= {"correct": (self.correct, ("text", {})), "extract": (self.extract, ("text",))}
         for name, (fn, arguments) in calls.items():
             try:
                 inspect.signature(fn).bind(*arguments)
             except TypeError as error:
                 given = "(completion, example)" if len(arguments) == 2 else "(completion)"
-                raise ValueError(f"{name} is called with {given} and its settings: {error}") from error
+                raise ValueError(
+                    f"{name} is called with {given} and its settings: {error}"
+                ) from error
 
     def functions(self) -> dict[str, Callable]:
-        """All that is asked about a completion, as (completion, example) -> plain value, by the name in messages."""
+        """All that is asked about a completion, as (completion, example) -> plain value, by the
+        name in messages."""
         asked = {_of(name): partial(number, reward.fn) for name, reward in self.rewards.items()}
         if self.correct_is == "correct":
             asked["correct"] = partial(number, self.correct)
@@ -88,8 +110,13 @@ class TaskConfig:
 
     @property
     def correct_is(self) -> str:
-        """Which of the functions says what is right: often it is a reward, and is not called a second time."""
-        same = (_of(name) for name, reward in self.rewards.items() if _bound(reward.fn) == _bound(self.correct))
+        """Which of the functions says what is right: often it is a reward, and is not called a
+        second time."""
+        same = (
+            _of(name)
+            for name, reward in self.rewards.items()
+            if _bound(reward.fn) == _bound(self.correct)
+        )
         return next(same, "correct")
 
 
@@ -117,32 +144,42 @@ class Judged:
 
 @dataclass(frozen=True)
 class Task:
-    """All that an algorithm may ask of a task. `max_*` are the widths, in tokens, of what it makes."""
+    """All that an algorithm may ask of a task. `max_*` are the widths, in tokens, of what it
+    makes."""
 
     config: TaskConfig
     tokenizer: Tokenizer
     max_prompt_length: int
     max_new_tokens: int
-    long_prompts: str = "error"  # a longer prompt: error; truncate: keep its last tokens; drop: take another example
+    # a longer prompt: error; truncate: keep its last tokens; drop: take another example
+    long_prompts: str = "error"
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
-    say: Callable[[str], None] | None = None  # is told of rewards that fail; None: only their counts tell
-    process: int = 0  # of several processes each judges every so many-th completion, and all hear what was found
+    say: Callable[[str], None] | None = (
+        # is told of rewards that fail; None: only their counts tell
+        None
+    )
+    # of several processes each judges every so many-th completion, and all hear what was found
+    process: int = 0
     num_processes: int = 1
     share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
     stopping: Any = None  # knows whether the run is to end (distributed.stopping); None: it is not
-    is_running: bool = False  # all processes take the same batches; not while one may still find its settings wrong
+    # all processes take the same batches; not while one may still find its settings wrong
+    is_running: bool = False
 
     @contextlib.contextmanager
-    def with_workers(self, settings: Rewards, say: Callable[[str], None], stopping=None) -> Iterator["Task"]:
-        """The task whose rewards run as `settings` say; they start to start now, and are gone at the end."""
+    def with_workers(
+        self, settings: Rewards, say: Callable[[str], None], stopping=None
+    ) -> Iterator["Task"]:
+        """The task whose rewards run as `settings` say; they start to start now, and are gone at
+        the end."""
         with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
             yield replace(self, pool=pool, say=say, stopping=stopping, is_running=True)
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Training examples number `step`, and how many were dropped on the way to them.
 
-        In a run of several processes all compare what they take. Raises ValueError, on all of them: one has others, or
-        finds too few.
+        In a run of several processes all compare what they take. Raises ValueError, on all of them:
+        one has others, or finds too few.
         """
         if not self.is_running or self.num_processes == 1:
             return self._batch(batch_size, seed, step)
@@ -154,7 +191,10 @@ class Task:
         if errors := [error for _, error in everyone if error is not None]:
             raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for theirs, _ in everyone]):
-            raise SaidByAll(f"{others} took other examples than process 0: do all hosts have the same data files?")
+            raise SaidByAll(
+                f"{others} took other examples than process 0: do all hosts have the same data "
+                "files?"
+            )
         return taken
 
     def _batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
@@ -164,18 +204,25 @@ class Task:
         return fitting_batch_at(train, batch_size, seed, step, self._length, self.max_prompt_length)
 
     def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples, of those that fit if others are dropped. ValueError if too few."""
+        """The first `count` held-out examples, of those that fit if others are dropped. ValueError
+        if too few."""
         examples = self.config.source.held_out
         if len(examples) < count:
-            raise ValueError(f"evaluation.num_examples={count}, but the held-out set has {len(examples)}")
+            raise ValueError(
+                f"evaluation.num_examples={count}, but the held-out set has {len(examples)}"
+            )
         if self.long_prompts != "drop":
             return [examples[i] for i in range(count)]
         everything = (examples[i] for i in range(len(examples)))
-        fitting = list(islice((e for e in everything if self._length(e) <= self.max_prompt_length), count))
+        fitting = list(
+            islice((e for e in everything if self._length(e) <= self.max_prompt_length), count)
+        )
         if len(fitting) < count:
             raise ValueError(
-                f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts {len(fitting)} fit "
-                f"generation.max_prompt_length={self.max_prompt_length}; lower the one or raise the other"
+                f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
+                f"{len(fitting)} fit "
+                f"generation.max_prompt_length={self.max_prompt_length}; lower the one or raise "
+                "the other"
             )
         return fitting
 
@@ -185,23 +232,40 @@ class Task:
         return digest([digest_of_data(self.config.source), examples, tokens])
 
     def looked_through(self, demonstrates: bool, num_held_out: int) -> str:
-        """Looks at all examples in memory before the start, and says what there is to know about them; "" of others.
+        """Looks at all examples in memory before the start, and says what there is to know about
+        them; "" of others.
 
-        Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split must not be too long,
-        if that is an error. Raises ValueError with the place of the first that is wrong, or with how many are too long.
+        Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split
+        must not be too long, if that is an error. Raises ValueError with the place of the first
+        that is wrong, or with how many are too long.
         """
         train, held_out = self.config.source.train, self.config.source.held_out
         if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
             return ""
         if not isinstance(train, Rows):
             return self._looked_through(train, held_out, demonstrates, num_held_out)
-        settings = self.config.prompt, self.config.special_tokens_in_data, self.long_prompts, demonstrates, num_held_out
-        asked = settings, str(self.tokenizer.folder), self.max_prompt_length, self.max_new_tokens, id(held_out)
-        if asked not in train.known:  # a start asks twice
+        settings = (
+            self.config.prompt,
+            self.config.special_tokens_in_data,
+            self.long_prompts,
+            demonstrates,
+            num_held_out,
+        )
+        asked = (
+            settings,
+            str(self.tokenizer.folder),
+            self.max_prompt_length,
+            self.max_new_tokens,
+            id(held_out),
+        )
+        # a start asks twice
+        if asked not in train.known:
             train.known[asked] = self._looked_through(train, held_out, demonstrates, num_held_out)
         return train.known[asked]
 
-    def _looked_through(self, train: Sequence, held_out: Sequence, demonstrates: bool, num_held_out: int) -> str:
+    def _looked_through(
+        self, train: Sequence, held_out: Sequence, demonstrates: bool, num_held_out: int
+    ) -> str:
         asked, special = self._texts(train, demonstrates)
         self._measure(train, len(train), "training", special, demonstrates)
         asked_then, special_then = self._texts(held_out, False)
@@ -211,8 +275,13 @@ class Task:
         if both := sum(prompt in in_training for prompt in asked_then):
             said.append(f"{both:,} of the held-out prompts are training prompts, too")
         if count := len(special) + (0 if held_out is train else len(special_then)):
-            taken = {"text": "as mere text", "control": "as control tokens"}[self.config.special_tokens_in_data]
-            said.append(f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)")
+            taken = {"text": "as mere text", "control": "as control tokens"}[
+                self.config.special_tokens_in_data
+            ]
+            said.append(
+                f"special tokens in {count:,} examples are taken {taken} "
+                "(task.special_tokens_in_data)"
+            )
         return "; ".join(said)
 
     def ask(self, example: dict) -> str:
@@ -225,13 +294,15 @@ class Task:
             raise ValueError(f"task.prompt names {error}, but an example has {fields}") from error
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             wrong = (
-                f"task.prompt={shortened(self.config.prompt)} does not fit the example {shortened(example)} ({error})"
+                f"task.prompt={shortened(self.config.prompt)} does not fit the example "
+                f"{shortened(example)} ({error})"
             )
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
     @said_by_all
     def prompts(self, examples: list[dict]) -> Prompts:
-        """Left-padded to `max_prompt_length`. A longer prompt loses its beginning, or is a ValueError naming it."""
+        """Left-padded to `max_prompt_length`. A longer prompt loses its beginning, or is a
+        ValueError naming it."""
         rows = [self._tokens(example) for example in examples]
         width = self.max_prompt_length
         if self.long_prompts == "truncate":
@@ -239,7 +310,8 @@ class Task:
         for example, row in zip(examples, rows):
             if len(row) > width:
                 raise ValueError(
-                    f"{self._place(example)}the prompt {shortened(self.ask(example))} has {len(row)} tokens, more than "
+                    f"{self._place(example)}the prompt {shortened(self.ask(example))} has "
+                    f"{len(row)} tokens, more than "
                     f"generation.max_prompt_length={width}; raise it to at least {len(row)}, "
                     "or set generation.long_prompts=truncate or drop"
                 )
@@ -251,12 +323,17 @@ class Task:
         return Prompts(tokens, token_mask)
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group, are one prompt."""
-        return sum(self._length(next(group)) > self.max_prompt_length for _, group in groupby(examples, key=id))
+        """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group,
+        are one prompt."""
+        return sum(
+            self._length(next(group)) > self.max_prompt_length
+            for _, group in groupby(examples, key=id)
+        )
 
     @said_by_all
     def demonstrations(self, examples: list[dict]):
-        """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each example."""
+        """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each
+        example."""
         prompts = self.prompts(examples)
         shape = (len(examples), self.max_new_tokens)
         tokens, mask = np.full(shape, self.tokenizer.pad_id, np.int32), np.zeros(shape, bool)
@@ -264,8 +341,10 @@ class Task:
             row = self._demonstration(example)
             if len(row) > self.max_new_tokens:
                 raise ValueError(
-                    f"{self._place(example)}the completion {shortened(example['completion'])} has {len(row)} tokens, "
-                    f"more than generation.max_new_tokens={self.max_new_tokens}; raise it to at least {len(row)}"
+                    f"{self._place(example)}the completion {shortened(example['completion'])} has "
+                    f"{len(row)} tokens, "
+                    f"more than generation.max_new_tokens={self.max_new_tokens}; raise it to at "
+                    f"least {len(row)}"
                 )
             tokens[i, : len(row)], mask[i, : len(row)] = row, True
         none = np.zeros_like(prompts.token_mask)
@@ -290,7 +369,9 @@ class Task:
             row = self.tokenizer.prompt(self._message(example))
         if not row:
             wrong = f"the prompt of the example {shortened(example)} has no tokens"
-            raise ValueError(f"{self._place(example)}{wrong}; task.prompt={shortened(self.config.prompt)}")
+            raise ValueError(
+                f"{self._place(example)}{wrong}; task.prompt={shortened(self.config.prompt)}"
+            )
         return row
 
     def _demonstration(self, example: dict) -> list[int]:
@@ -302,7 +383,8 @@ class Task:
     def _completion(self, example: dict) -> str:
         if "completion" not in example:
             raise ValueError(
-                f"an example for sft needs a `completion`; this one has {', '.join(map(str, example))[:SHOWN]}"
+                "an example for sft needs a `completion`; this one has "
+                f"{', '.join(map(str, example))[:SHOWN]}"
             )
         if not isinstance(completion := example["completion"], str):
             raise ValueError(f"a `completion` is a text; this one is {shortened(completion)}")
@@ -313,28 +395,38 @@ class Task:
         return self._as_data(message, self._special_in(message, example))
 
     def _special_in(self, message: str, example: dict) -> list[tuple[int, int]]:
-        """Where fields of the example spell special tokens in its message; those of task.prompt itself are meant."""
+        """Where fields of the example spell special tokens in its message; those of task.prompt
+        itself are meant."""
         if not (spelled := self.tokenizer.special_in(message)):
             return []
-        filler = next(c for c in map(chr, FILLERS) if c not in message and c not in self.config.prompt)
+        filler = next(
+            c for c in map(chr, FILLERS) if c not in message and c not in self.config.prompt
+        )
         filled = self.config.prompt.format(**_filled(example, filler))
         if len(filled) == len(message) and all(f in (m, filler) for f, m in zip(filled, message)):
             return [(start, end) for start, end in spelled if filler in filled[start:end]]
         if all(message[start:end] not in self.config.prompt for start, end in spelled):
             return spelled
-        both = f"task.prompt={shortened(self.config.prompt)} and {shortened(example)} both hold a special token"
+        both = (
+            f"task.prompt={shortened(self.config.prompt)} and {shortened(example)} both hold a "
+            "special token"
+        )
         hidden = "and !r or a format hides which is which"
-        raise ValueError(f"{both}, {hidden}; leave that out, or set task.special_tokens_in_data=control")
+        raise ValueError(
+            f"{both}, {hidden}; leave that out, or set task.special_tokens_in_data=control"
+        )
 
     def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:
-        """The text as the tokenizer shall take it, with special tokens of the data in these places."""
+        """The text as the tokenizer shall take it, with special tokens of the data in these
+        places."""
         if not spelled or self.config.special_tokens_in_data == "control":
             return text
         if self.config.special_tokens_in_data == "text":
             return Quoted(text, tuple(spelled))
         start, end = spelled[0]
         raise ValueError(
-            f"{shortened(text)} holds the special token {text[start:end]!r}; task.special_tokens_in_data=text takes it "
+            f"{shortened(text)} holds the special token {text[start:end]!r}; "
+            "task.special_tokens_in_data=text takes it "
             "as mere letters, control as the token"
         )
 
@@ -369,7 +461,9 @@ class Task:
                 if demonstrates:
                     spells |= bool(self.tokenizer.special_in(self._completion(example)))
             except UnicodeEncodeError as error:
-                raise ValueError(f"{where(examples, i)}: {NO_TEXT}, in {shortened(message)}") from error
+                raise ValueError(
+                    f"{where(examples, i)}: {NO_TEXT}, in {shortened(message)}"
+                ) from error
             except ValueError as error:
                 raise ValueError(f"{where(examples, i)}: {error}") from error
             asked.append(hash(message))
@@ -377,11 +471,22 @@ class Task:
                 special.append(i)
         return asked, special
 
-    def _measure(self, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool) -> None:
-        """Raises ValueError: how many of the first `most` are too long; or the place of one that cannot be tokens."""
+    def _measure(
+        self, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool
+    ) -> None:
+        """Raises ValueError: how many of the first `most` are too long; or the place of one that
+        cannot be tokens."""
         count = min(most, len(examples))
-        places = range(count) if count <= MEASURED else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
-        looked = f"{count:,}" if len(places) == count else f"the {len(places):,} (of {count:,}) looked at"
+        places = (
+            range(count)
+            if count <= MEASURED
+            else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
+        )
+        looked = (
+            f"{count:,}"
+            if len(places) == count
+            else f"the {len(places):,} (of {count:,}) looked at"
+        )
         lengths = {i: len(self._tokens(examples[i])) for i in special[:MEASURED] if i < count}
         if self.long_prompts == "error":
             lengths |= {i: len(self._tokens(examples[i])) for i in places if i not in lengths}
@@ -405,10 +510,13 @@ class Task:
         return len(self._tokens(example))
 
 
-LOOK_SECONDS = 0.2  # between two looks at whether the run is to end, while verdicts are waited for
+# between two looks at whether the run is to end, while verdicts are waited for
+LOOK_SECONDS = 0.2
 
 
-def _check_lengths(lengths: dict[int, int], limit: int, what: str, remedy: str, examples: Sequence) -> None:
+def _check_lengths(
+    lengths: dict[int, int], limit: int, what: str, remedy: str, examples: Sequence
+) -> None:
     """lengths: tokens, by the number of the example."""
     too_long = {i: length for i, length in lengths.items() if length > limit}
     if too_long:
@@ -434,19 +542,26 @@ class Judging:
     def __init__(self, task: Task, examples: list[dict]):
         self.task, self.examples = task, examples
         self.pool = task.pool or Pool(task.config.functions(), Rewards(workers=0))
-        self.seen: dict[int, tuple[str, Future | None]] = {}  # row -> text, what is found about it; None: elsewhere
-        self.seconds = 0.0  # that the run waited
+        self.seen: dict[
+            int, tuple[str, Future | None]
+        ] = {}  # row -> text, what is found about it; None: elsewhere
+        # that the run waited
+        self.seconds = 0.0
 
     def see(self, row: int, tokens) -> None:
         """Has a completion judged that has ended."""
         began = time.perf_counter()
         completion = self.task.tokenizer.decode(tokens)
         is_ours = row % self.task.num_processes == self.task.process
-        self.seen[row] = completion, self.pool.submit(completion, self.examples[row]) if is_ours else None
+        self.seen[row] = (
+            completion,
+            self.pool.submit(completion, self.examples[row]) if is_ours else None,
+        )
         self.seconds += time.perf_counter() - began
 
     def judged(self, rollout: Rollout) -> Judged:
-        """All of them, those included that `see` was not called for. Raises ValueError if rewards.on_error says so."""
+        """All of them, those included that `see` was not called for. Raises ValueError if
+        rewards.on_error says so."""
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))
         for row in rows:
@@ -474,21 +589,32 @@ class Judging:
             "time/rewards": self.seconds,
         }
         if self.task.long_prompts == "truncate":
-            full_B = np.asarray(rollout.token_mask)[:, 0]  # only a prompt that fills its row can have been cut
-            metrics["prompts/truncated"] = self.task.truncated([e for e, full in zip(self.examples, full_B) if full])
+            # only a prompt that fills its row can have been cut
+            full_B = np.asarray(rollout.token_mask)[:, 0]
+            metrics["prompts/truncated"] = self.task.truncated(
+                [e for e, full in zip(self.examples, full_B) if full]
+            )
         asked = [self.task.ask(example) for example in self.examples]
         extracted = [None if failed else said for failed, said in (one["extract"] for one in found)]
-        rewards_B = np.where(dropped_B, np.nan, total_B)  # whoever forgets to leave it out will notice
+        # whoever forgets to leave it out will notice
+        rewards_B = np.where(dropped_B, np.nan, total_B)
         return Judged(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
 
     def _found(self, futures: tuple[Future | None, ...], judged: str) -> list[dict[str, Outcome]]:
-        """What was found about each completion, by whichever process. Raises ValueError on all if one of them does.
+        """What was found about each completion, by whichever process. Raises ValueError on all if
+        one of them does.
 
-        judged: a digest of it, which must be the same everywhere; held-out examples are compared nowhere else.
+        judged: a digest of it, which must be the same everywhere; held-out examples are compared
+        nowhere else.
         """
         try:
-            gives_up = self.task.stopping.is_asked if self.task.stopping is not None else lambda: False
-            own, error = _results(tuple(future for future in futures if future is not None), gives_up), None
+            gives_up = (
+                self.task.stopping.is_asked if self.task.stopping is not None else lambda: False
+            )
+            own, error = (
+                _results(tuple(future for future in futures if future is not None), gives_up),
+                None,
+            )
         except ValueError as failed:
             own, error = [], str(failed)
         everyone = self.task.share([own, error, judged])
@@ -498,18 +624,24 @@ class Judging:
             raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for *_, theirs in everyone]):
             raise SaidByAll(
-                f"{others} judged other prompts or completions than process 0: do all hosts have the "
+                f"{others} judged other prompts or completions than process 0: do all hosts have "
+                "the "
                 "same data files and the same tokenizer?"
             )
         count = len(everyone)
         return [everyone[row % count][0][row // count] for row in range(len(futures))]
 
     def _failures(self, completions, found: list[dict[str, Outcome]]) -> tuple[Metrics, np.ndarray]:
-        """How many calls failed in which way, said once if any did; and which completions are dropped for it, [B]."""
-        names = [_of(name) for name in self.task.config.rewards if self.pool.settings.on_error == "drop"]
+        """How many calls failed in which way, said once if any did; and which completions are
+        dropped for it, [B]."""
+        names = [
+            _of(name) for name in self.task.config.rewards if self.pool.settings.on_error == "drop"
+        ]
         dropped_B = np.array([any(one[name][0] for name in names) for one in found])
         kinds = Counter(kind for one in found for kind, _ in one.values())
-        counts = {metric: kinds[kind] for metric, kind in FAILED.items()} | {"rewards/dropped": int(dropped_B.sum())}
+        counts = {metric: kinds[kind] for metric, kind in FAILED.items()} | {
+            "rewards/dropped": int(dropped_B.sum())
+        }
         if not any(counts.values()):
             return counts, dropped_B
         first = next(
@@ -521,8 +653,14 @@ class Judging:
         if dropped_B.all():
             raise SaidByAll(f"all {len(found)} completions were dropped; the first: {first}")
         if self.task.say is not None:
-            seen = ", ".join(f"{metric.removeprefix('rewards/')} {count}" for metric, count in counts.items() if count)
-            self.task.say(f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}")
+            seen = ", ".join(
+                f"{metric.removeprefix('rewards/')} {count}"
+                for metric, count in counts.items()
+                if count
+            )
+            self.task.say(
+                f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}"
+            )
         return counts, dropped_B
 
 
@@ -531,7 +669,8 @@ def _unlike_the_first(digests: list[str]) -> str:
     return " and ".join(f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0])
 
 
-FAILED = {  # a metric -> the kind of failure of which it counts the calls
+# a metric -> the kind of failure of which it counts the calls
+FAILED = {
     "rewards/errors": "error",
     "rewards/timeouts": "timeout",
     "rewards/crashes": "crash",
@@ -539,8 +678,11 @@ FAILED = {  # a metric -> the kind of failure of which it counts the calls
 }
 
 
-def _results(futures: tuple[Future, ...], gives_up: Callable[[], bool]) -> list[dict[str, Outcome]] | None:
-    """In the order of rows, whatever that of the workers is; None if gives_up() says so before all are there.
+def _results(
+    futures: tuple[Future, ...], gives_up: Callable[[], bool]
+) -> list[dict[str, Outcome]] | None:
+    """In the order of rows, whatever that of the workers is; None if gives_up() says so before all
+    are there.
 
     Raises what one of them raises, without the others.
     """

@@ -1,7 +1,8 @@
-"""What a run says: a panel at the start, a live line on a terminal or a plain line a step in a pipe, and samples.
+"""What a run says: a panel at the start, a live line on a terminal or a plain line a step in a
+pipe, and samples.
 
-Everything said also goes to train.log as plain text. Model output is never read as markup, and what in it would act on
-a terminal is escaped.
+Everything said also goes to train.log as plain text. Model output is never read as markup, and what
+in it would act on a terminal is escaped.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ from tunix_lite.types import Metrics
 class Console:
     """The voice of one run."""
 
-    def __init__(self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False):
+    def __init__(
+        self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False
+    ):
         """quiet: says nothing on the screen, as of several processes all but the first."""
         stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
@@ -44,7 +47,9 @@ class Console:
             table = rich.table.Table.grid(padding=(0, 2))
             for name, text in rows:
                 table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
-            self._terminal.print(rich.panel.Panel(table, title=rich.text.Text(title), title_align="left"))
+            self._terminal.print(
+                rich.panel.Panel(table, title=rich.text.Text(title), title_align="left")
+            )
         else:
             for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
                 self._print(line)
@@ -56,7 +61,8 @@ class Console:
         self._write(text)
 
     def busy(self, text: str) -> None:
-        """What is being done that takes a while and says nothing itself: loading, compiling, saving."""
+        """What is being done that takes a while and says nothing itself: loading, compiling,
+        saving."""
         if self._terminal.is_terminal:
             self._show(text)
         else:
@@ -67,7 +73,8 @@ class Console:
 
     def log(self, step: int, metrics: Metrics) -> None:
         line = self.line(step, metrics)
-        if self._began is None and "time/step" in metrics:  # the first step compiles: the pace begins after it
+        # the first step compiles: the pace begins after it
+        if self._began is None and "time/step" in metrics:
             self._began, self._first_step = time.perf_counter(), step
         self._write(line)
         if self._terminal.is_terminal:
@@ -125,9 +132,13 @@ class Console:
 
     def _show(self, text: str) -> None:
         text = visible(text)
-        shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else "")
+        shown = rich.text.Text(
+            text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else ""
+        )
         if self._live is None:
-            self._live = rich.live.Live(console=self._terminal, refresh_per_second=4, transient=True)
+            self._live = rich.live.Live(
+                console=self._terminal, refresh_per_second=4, transient=True
+            )
             self._live.start()
         self._live.update(shown)
 
@@ -150,18 +161,22 @@ class Terminal(rich.console.Console):
 
     @property
     def size(self) -> rich.console.ConsoleDimensions:
-        with contextlib.suppress(OSError, ValueError):  # no terminal
+        # no terminal
+        with contextlib.suppress(OSError, ValueError):
             found = os.get_terminal_size(self.file.fileno())
-            if all(found):  # a terminal may not know
+            # a terminal may not know
+            if all(found):
                 return rich.console.ConsoleDimensions(*found)
         return super().size
 
 
-GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # nobody reads the pipe; the terminal was closed
+# nobody reads the pipe; the terminal was closed
+GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class Screen:
-    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards is dropped.
+    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards
+    is dropped.
 
     What its encoding does not have, as where a terminal is set to ASCII, is escaped.
     """
@@ -192,11 +207,14 @@ class Screen:
 
 
 def to_nowhere(gone: int) -> None:
-    """This file, and standard error if it is the same terminal, become nowhere: or Python would fail at its end."""
+    """This file, and standard error if it is the same terminal, become nowhere: or Python would
+    fail at its end."""
     was, nowhere = os.fstat(gone), os.open(os.devnull, os.O_WRONLY)
     for file in {gone, sys.__stderr__.fileno()}:
         now = os.fstat(file)
-        if file == gone or (stat.S_ISCHR(was.st_mode) and (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino)):
+        if file == gone or (
+            stat.S_ISCHR(was.st_mode) and (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino)
+        ):
             os.dup2(nowhere, file)
     os.close(nowhere)
 

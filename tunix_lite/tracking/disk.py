@@ -1,4 +1,5 @@
-"""A disk that is full, cannot be written or is gone: what people should read of it, whoever noticed it."""
+"""A disk that is full, cannot be written or is gone: what people should read of it, whoever noticed
+it."""
 
 import contextlib
 import errno
@@ -8,7 +9,8 @@ from pathlib import Path
 
 
 class DiskError(OSError):
-    """A run could not go on writing. The message says where, why, after which step, and what goes on from there."""
+    """A run could not go on writing. The message says where, why, after which step, and what goes
+    on from there."""
 
 
 ANYWHERE = {
@@ -33,7 +35,8 @@ IN_THE_FOLDER = {
 def in_words(folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]):
     """Inside, an error of the disk that a run in `folder` writes to becomes a DiskError.
 
-    `when`: "after step 5"; `whole`: the steps of the whole checkpoints, in order, as far as they can be seen.
+    `when`: "after step 5"; `whole`: the steps of the whole checkpoints, in order, as far as they
+    can be seen.
     """
     try:
         yield
@@ -53,14 +56,19 @@ def _from_where(folder: Path, whole: Callable[[], list[int]]) -> str:
         return f"checkpoint {steps[-1]} is whole, but {unknown}: with resume.force=true {again} it"
     if steps:
         return f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
-    return f"no whole checkpoint can be seen: when the disk can be written, {again} what is there, or anew"
+    return (
+        f"no whole checkpoint can be seen: when the disk can be written, {again} what is there, or "
+        "anew"
+    )
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:
-    """`the disk is full: /runs/7/metrics.jsonl`, if that is behind an error of a run in this folder; else None."""
+    """`the disk is full: /runs/7/metrics.jsonl`, if that is behind an error of a run in this
+    folder; else None."""
     for e in _behind(error):
         if isinstance(e, OSError) and not isinstance(e, DiskError):
-            file = folder if e.filename is None else Path(os.fsdecode(e.filename))  # an open file does not say its name
+            # an open file does not say its name
+            file = folder if e.filename is None else Path(os.fsdecode(e.filename))
             is_ours = file.absolute().is_relative_to(folder.absolute())
             if why := ANYWHERE.get(e.errno) or (IN_THE_FOLDER.get(e.errno) if is_ours else None):
                 return f"{why}: {file}"

@@ -21,10 +21,12 @@ from tunix_lite.tracking.rows import is_number, rows_until
 class RunDir:
     """outputs/<project_name>/<date>/<time>/ and the names of what is in it.
 
-    Of several processes each has a log of its own; everything else is written by the first, and by no other.
+    Of several processes each has a log of its own; everything else is written by the first, and by
+    no other.
     """
 
-    MODEL = "model.json"  # the model's settings: what generate, chat and export read
+    # the model's settings: what generate, chat and export read
+    MODEL = "model.json"
 
     path: Path
     process: int = 0
@@ -65,21 +67,40 @@ class RunDir:
         return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
-        """Raises ValueError if the folder could not be made or written, or what must be a file in it is a folder."""
+        """Raises ValueError if the folder could not be made or written, or what must be a file in
+        it is a folder."""
         there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
-        for file in (self.log, self.metrics, self.status, self.fingerprint, self.reference, self.path / self.MODEL):
+        for file in (
+            self.log,
+            self.metrics,
+            self.status,
+            self.fingerprint,
+            self.reference,
+            self.path / self.MODEL,
+        ):
             if file.is_dir():
-                raise ValueError(f"{file} is a folder, and the run keeps a file of that name: move the folder away")
-            if file.is_fifo() or file.is_socket():  # whoever reads it waits
-                raise ValueError(f"{file} is not a file, and the run keeps a file of that name: move it away")
+                raise ValueError(
+                    f"{file} is a folder, and the run keeps a file of that name: move the folder "
+                    "away"
+                )
+            # whoever reads it waits
+            if file.is_fifo() or file.is_socket():
+                raise ValueError(
+                    f"{file} is not a file, and the run keeps a file of that name: move it away"
+                )
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
-                raise ValueError(f"{folder} is a file, and the run keeps a folder of that name: move the file away")
+                raise ValueError(
+                    f"{folder} is a file, and the run keeps a folder of that name: move the file "
+                    "away"
+                )
         for folder in (there, *(p for p in (self.checkpoints,) if p.is_dir())):
             try:
-                with tempfile.TemporaryFile(dir=folder) as file:  # asking for permission says nothing of a full disk
+                with tempfile.TemporaryFile(
+                    dir=folder
+                ) as file:  # asking for permission says nothing of a full disk
                     file.write(bytes(64 * 1024))
                     file.flush()
                     os.fsync(file.fileno())
@@ -91,11 +112,13 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def becomes_latest(self) -> None:
-        """Points `outputs/latest` here, if this lies under a folder named outputs: once there is a checkpoint.
+        """Points `outputs/latest` here, if this lies under a folder named outputs: once there is a
+        checkpoint.
 
         So that whoever names it finds one, though another run has begun since.
         """
-        whole = self.path.resolve()  # of outputs/latest, the folder that it points to
+        # of outputs/latest, the folder that it points to
+        whole = self.path.resolve()
         outputs = next((p for p in whole.parents if p.name == "outputs"), None)
         if outputs is not None and self.is_first:
             fresh = outputs / f".latest.{os.getpid()}"
@@ -122,16 +145,25 @@ class RunDir:
         said = read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             if type(said.get(key)) is not kind:
-                raise ValueError(f"{file}: {key} is {shown(said.get(key))}; this is not the {self.MODEL} of a run")
+                raise ValueError(
+                    f"{file}: {key} is {shown(said.get(key))}; this is not the {self.MODEL} of a "
+                    "run"
+                )
         return {"model": said["model"], "seed": said["seed"]}
 
     def accuracies(self, until: int) -> dict:
-        """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no accuracy."""
-        seen = [{"accuracy": row["eval/accuracy"]} for _, _, row in rows_until(self.metrics, until) if _is_seen(row)]
+        """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no
+        accuracy."""
+        seen = [
+            {"accuracy": row["eval/accuracy"]}
+            for _, _, row in rows_until(self.metrics, until)
+            if _is_seen(row)
+        ]
         return {"first": seen[0], "last": seen[-1]} if seen else {}
 
     def write_skipped(self, step: int, arrays: dict) -> Path:
-        """skipped/step_000010.npz: the batch of an update that was not finite, [B, T] each, by name."""
+        """skipped/step_000010.npz: the batch of an update that was not finite, [B, T] each, by
+        name."""
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
@@ -142,27 +174,33 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
-        """samples/step_000010.jsonl: one completion a line. JSON escapes controls; halves of characters are ours."""
+        """samples/step_000010.jsonl: one completion a line. JSON escapes controls; halves of
+        characters are ours."""
         if not self.is_first:
             return
         (self.path / "samples").mkdir(exist_ok=True)
         file = self.path / "samples" / f"step_{step:06d}.jsonl"
-        rows = [{k: encodable(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+        rows = [
+            {k: encodable(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class Status:
     """status.json: how far the run is, how good it was at first and last, and how it ended.
 
-    Written with each evaluation and each checkpoint, so that a run that is killed loses nothing of it that counts.
+    Written with each evaluation and each checkpoint, so that a run that is killed loses nothing of
+    it that counts.
     """
 
     def __init__(self, run_dir: RunDir, about: dict | None = None):
-        """`about` does not change during the run: seed, mesh, versions. What an earlier part of the run said stays."""
+        """`about` does not change during the run: seed, mesh, versions. What an earlier part of the
+        run said stays."""
         self._run_dir, self.about, self._began = run_dir, about or {}, time.perf_counter()
         self.steps, self.started = 0, False
         self.eval, self._seconds_before, self._began_from, _ = read_status(run_dir.status)
-        self.stopped: str | None = None  # what made it end before its last step, with a checkpoint
+        # what made it end before its last step, with a checkpoint
+        self.stopped: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -174,7 +212,8 @@ class Status:
         return f"after step {self.steps}" if self.started else "before its first step"
 
     def start(self, step: int, begins: bool = False) -> None:
-        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was seen after `step`.
+        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was
+        seen after `step`.
 
         begins: it takes that step from another run's folder, or from nowhere.
         """
@@ -193,18 +232,32 @@ class Status:
 
     def write(self, word: str, **more) -> None:
         more |= {"stopped": self.stopped} if self.stopped else {}
-        more = {name: visible(text) if isinstance(text, str) else text for name, text in more.items()}
-        status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1), "eval": self.eval}
+        more = {
+            name: visible(text) if isinstance(text, str) else text for name, text in more.items()
+        }
+        status = {
+            "status": word,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+            "eval": self.eval,
+        }
         began = {} if self._began_from is None else {"began_from": self._began_from}
         self._run_dir.write_json(self._run_dir.status, {**status, **began, **more, **self.about})
 
     def last_words(self, goes_on: str) -> list[tuple[str, str]]:
-        """What is said at the end, each with its style; `goes_on`: the setting with which the same command goes on."""
+        """What is said at the end, each with its style; `goes_on`: the setting with which the same
+        command goes on."""
         said = []
         if self.eval:
             first, last = (self.eval[k]["accuracy"] for k in ("first", "last"))
             said.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
-        said.append((f"{self.steps} steps in {minutes(self.seconds)}; everything is in {self._run_dir.path}", ""))
+        said.append(
+            (
+                f"{self.steps} steps in {minutes(self.seconds)}; everything is in "
+                f"{self._run_dir.path}",
+                "",
+            )
+        )
         if self.stopped:
             what = f"with {goes_on} goes on" if self.steps else "begins anew, as no step was made"
             said.append((f"stopped by {self.stopped}; the same command {what}", ""))
@@ -212,21 +265,27 @@ class Status:
 
 
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
-    """(eval, seconds, the step that the run began from or None where nobody says, what is wrong) of a status.json.
+    """(eval, seconds, the step that the run began from or None where nobody says, what is wrong) of
+    a status.json.
 
-    No file: no run was here. What cannot be read is left out, and said in the last of them: the run itself does not
-    depend on it.
+    No file: no run was here. What cannot be read is left out, and said in the last of them: the run
+    itself does not depend on it.
     """
     if not os.path.lexists(file):
         return {}, 0.0, None, ""
     try:
         said = read_object(file)
-    except ValueError as error:  # a full disk left half a file
+    except ValueError as error:
+        # a full disk left half a file
         return {}, 0.0, None, str(error)
     seen, seconds, began = said.get("eval", {}), said.get("seconds", 0.0), said.get("began_from")
     wrong = []
     names = {"first", "last"}
-    if not isinstance(seen, dict) or set(seen) not in (set(), names) or not all(map(_has_accuracy, seen.values())):
+    if (
+        not isinstance(seen, dict)
+        or set(seen) not in (set(), names)
+        or not all(map(_has_accuracy, seen.values()))
+    ):
         wrong, seen = [*wrong, "eval"], {}
     if not is_number(seconds) or seconds < 0:
         wrong, seconds = [*wrong, "seconds"], 0.0
@@ -244,7 +303,8 @@ def _is_seen(row: dict) -> bool:
 
 
 def closing_with(close: Callable[[], None]):
-    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong before."""
+    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong
+    before."""
 
     def leave(_, error: BaseException | None, __) -> None:
         try:

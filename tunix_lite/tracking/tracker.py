@@ -14,7 +14,8 @@ from tunix_lite.types import Metrics
 
 
 class Tracker(Protocol):
-    """The whole interface. `step` is the number of updates done; metrics are plain numbers by "part/name"."""
+    """The whole interface. `step` is the number of updates done; metrics are plain numbers by
+    "part/name"."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
@@ -22,13 +23,16 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one object a step. Without its time/, perf/ and memory/ keys it is the same for the same seed."""
+    """metrics.jsonl: one object a step. Without its time/, perf/ and memory/ keys it is the same
+    for the same seed."""
 
     def __init__(self, file: Path, resume_at: int | None = None):
-        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are cut off.
+        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are
+        cut off.
 
-        Where something before them would be left out, as lines that cannot be read (prepare refuses them, unless the
-        user wants to go on), the file stays as it is under another name, `damaged_copy`.
+        Where something before them would be left out, as lines that cannot be read (prepare refuses
+        them, unless the user wants to go on), the file stays as it is under another name,
+        `damaged_copy`.
         """
         if resume_at is not None and file.is_file():
             if loses(file, resume_at):
@@ -41,7 +45,10 @@ class JsonLines:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Numbers that are not finite become null, which is all that JSON has for them."""
-        said = {name: None if _is_not_finite(value) else value for name, value in sorted(metrics.items())}
+        said = {
+            name: None if _is_not_finite(value) else value
+            for name, value in sorted(metrics.items())
+        }
         self._file.write(json.dumps({"step": step, **said}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -62,8 +69,8 @@ def damaged_copy(file: Path) -> Path:
 class TensorBoard:
     """Event files in the run's folder, for `tensorboard --logdir outputs/`.
 
-    Written here and now: SummaryWriter does it in a thread, and once a full disk has ended that thread, its next log
-    waits forever.
+    Written here and now: SummaryWriter does it in a thread, and once a full disk has ended that
+    thread, its next log waits forever.
     """
 
     FLUSH_SECONDS = 30
@@ -78,12 +85,16 @@ class TensorBoard:
         self._event, self._scalar, self._flushed = Event, scalar, 0.0
         self._file = EventsWriter(str(folder / "events"))
         if resume_at is not None:
-            self._file.write_event(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._file.write_event(
+                Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START))
+            )
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             if isinstance(value, numbers.Real):
-                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)))
+                self._file.write_event(
+                    self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
+                )
         if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()

@@ -1,4 +1,5 @@
-"""GSPO (arXiv:2507.18071): a completion has one ratio, the geometric mean of its tokens', and is clipped as a whole."""
+"""GSPO (arXiv:2507.18071): a completion has one ratio, the geometric mean of its tokens', and is
+clipped as a whole."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from tunix_lite.algorithms.weighting import per_sequence
 
 @dataclass(frozen=True)
 class GSPO:
-    """loss = - sum_t w_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), log s the mean of the tokens' log-ratios."""
+    """loss = - sum_t w_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), log s the mean of the
+    tokens' log-ratios."""
 
     num_generations: int = 8  # completions per prompt, the group
     updates_per_rollout: int = 1  # optimizer updates made from one batch
@@ -22,7 +24,8 @@ class GSPO:
 
     needs_reference = False
     needs_demonstrations = False
-    reduces = "sequences"  # how the loss adds up: within a completion, by sequence_mean
+    # how the loss adds up: within a completion, by sequence_mean
+    reduces = "sequences"
 
     def collect(self, *arguments):
         return GRPO(self.num_generations, weighting=self.weighting).collect(*arguments)

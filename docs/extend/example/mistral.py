@@ -1,4 +1,5 @@
-"""Mistral: Llama's shape, where one window holds for all layers or there is none (arXiv:2310.06825)."""
+"""Mistral: Llama's shape, where one window holds for all layers or there is none
+(arXiv:2310.06825)."""
 
 from tunix_lite.models.families import KEYS, LLAMA_LIKE, NAMES, Family
 
@@ -16,7 +17,8 @@ MISTRAL = Family(
     names=NAMES,
     keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu"},
-    absent={  # transformers' defaults
+    # transformers' defaults
+    absent={
         "num_key_value_heads": 8,
         "sliding_window": 4096,
         "tie_word_embeddings": False,

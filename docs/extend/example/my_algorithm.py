@@ -1,4 +1,5 @@
-"""Learn from the best: sample a group, then make its best completions likely. loss = - sum_t w_t log p(token_t)."""
+"""Learn from the best: sample a group, then make its best completions likely. loss = - sum_t w_t
+log p(token_t)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,16 @@ class BestOfGroup:
     num_generations: int = 8  # completions per prompt, the group
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 
-    updates_per_rollout = 1  # optimizer updates made from one batch
-    needs_reference = False  # no KL term, so no second copy of the model
-    needs_demonstrations = False  # it samples; sft is what learns from given completions
-    reduces = "tokens"  # how the loss adds up: over tokens alone, so that they may be packed into rows
+    # optimizer updates made from one batch
+    updates_per_rollout = 1
+    # no KL term, so no second copy of the model
+    needs_reference = False
+    # it samples; sft is what learns from given completions
+    needs_demonstrations = False
+    reduces = (
+        # how the loss adds up: over tokens alone, so that they may be packed into rows
+        "tokens"
+    )
 
     def collect(self, policy, task, params, examples, key):
         """Examples -> (batch to learn from, metrics, judged completions for the samples files)."""
@@ -28,11 +35,18 @@ class BestOfGroup:
         group = [example for example in examples for _ in range(self.num_generations)]
         judged = task.judge(group, rollout)
         rewards_PG = judged.rewards.reshape(-1, self.num_generations)
-        best_PG = (rewards_PG == rewards_PG.max(axis=1, keepdims=True)) & (rewards_PG > rewards_PG.min(axis=1)[:, None])
+        best_PG = (rewards_PG == rewards_PG.max(axis=1, keepdims=True)) & (
+            rewards_PG > rewards_PG.min(axis=1)[:, None]
+        )
         learned_BT = np.asarray(rollout.completion_mask) & best_PG.reshape(-1, 1)
-        batch = Batch(tokens=rollout.tokens, token_mask=rollout.token_mask, loss_weight=self.weighting(learned_BT))
+        batch = Batch(
+            tokens=rollout.tokens,
+            token_mask=rollout.token_mask,
+            loss_weight=self.weighting(learned_BT),
+        )
         return batch, judged.metrics | {"reward/best_share": float(best_PG.mean())}, judged
 
     def loss(self, logprobs_BT, batch):
-        """A sum weighted by loss_weight, so that micro-batches and shards may add it up; and its metrics, sums too."""
+        """A sum weighted by loss_weight, so that micro-batches and shards may add it up; and its
+        metrics, sums too."""
         return -jnp.sum(batch.loss_weight * logprobs_BT), {}
