@@ -42,10 +42,8 @@ LATER = {
 # read from disk at a time, by a process: what a host holds of a checkpoint beside what its devices
 # hold
 HOST_GB = 4
-SAVE_SECONDS = (
-    # a save may take: all processes wait for the first, which makes the digests of all files
-    3600
-)
+# a save may take: all processes wait for the first, which makes the digests of all files
+SAVE_SECONDS = 3600
 
 
 class Checkpoints:

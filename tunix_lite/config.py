@@ -50,61 +50,41 @@ class Training:
 
     max_steps: int = 60  # optimizer updates
     prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
-    micro_batch_size: int | str | None = (
-        # sequences per fsdp shard at a time; null: derived; auto: all that fit
-        None
-    )
-    gradient_accumulation_steps: int | None = (
-        # micro-batches summed into an update; null: derived
-        None
-    )
+    # sequences per fsdp shard at a time; null: derived; auto: all that fit
+    micro_batch_size: int | str | None = None
+    # micro-batches summed into an update; null: derived
+    gradient_accumulation_steps: int | None = None
     # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
     packing: str = "none"
-    micro_batch_tokens: int | None = (
-        # packed, per fsdp shard at a time; null: 2048, or a row that is longer
-        None
-    )
-    mixed_precision: str = (
-        # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
-        "fp32"
-    )
+    # packed, per fsdp shard at a time; null: 2048, or a row that is longer
+    micro_batch_tokens: int | None = None
+    # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
+    mixed_precision: str = "fp32"
     # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
     remat: str = "none"
     # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
     attention: str = "auto"
-    reduce_dtype: str = (
-        # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
-        "float32"
-    )
+    # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
+    reduce_dtype: str = "float32"
     # what a layer's output is summed over tp in; bfloat16: half the bytes, less exact
     tp_reduce_dtype: str = "float32"
-    sync_gradients_every: int = (
-        # micro-batches whose gradients are summed on a shard before they cross the mesh
-        1
-    )
+    # micro-batches whose gradients are summed on a shard before they cross the mesh
+    sync_gradients_every: int = 1
     # a run that does not fit into memory by its plan: stop, or warn and start all the same
     memory_check: str = "stop"
-    profile_communication: bool = (
-        # write communication.md, what an update sends, and a trace of three steps
-        False
-    )
+    # write communication.md, what an update sends, and a trace of three steps
+    profile_communication: bool = False
     log_interval_steps: int = 1  # updates between two lines on the console; files get every step
     save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints kept
-    keep_best_checkpoints: int = (
-        # and of those that stand at an evaluation the ones with the best held-out accuracy
-        0
-    )
-    max_minutes: float | None = (
-        # save and stop before the next step would end later; null: no limit
-        None
-    )
+    # and of those that stand at an evaluation the ones with the best held-out accuracy
+    keep_best_checkpoints: int = 0
+    # save and stop before the next step would end later; null: no limit
+    max_minutes: float | None = None
     # between SIGTERM and the end of the machine: an update that takes longer is named then
     grace_seconds: float = 30.0
-    max_skipped_in_a_row: int = (
-        # updates that are not finite, and are not made, until the run gives up
-        3
-    )
+    # updates that are not finite, and are not made, until the run gives up
+    max_skipped_in_a_row: int = 3
 
     def __post_init__(self):
         for name, choices in CHOICES.items():

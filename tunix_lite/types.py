@@ -57,10 +57,8 @@ class Rollout:
     logprobs: Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
     finish: Any  # [B] int8, index into FINISH
     whole_logprobs: Any  # [B, T] float32 under softmax(scores / temperature), nothing cut off
-    seconds: Any = (
-        # [B, 2] from the start of the rollout until the first tokens, and until the end
-        None
-    )
+    # [B, 2] from the start of the rollout until the first tokens, and until the end
+    seconds: Any = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
 
     @property
@@ -87,18 +85,12 @@ class Batch:
     ref_logprobs: jax.Array | None = None  # float32, under the reference of the KL term
     segment_ids: jax.Array | None = None  # int32, which sequence of its row a token is of; 0: none
     positions: jax.Array | None = None  # int32, of a token in its sequence
-    branches: jax.Array | None = (
-        # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
-        None
-    )
-    scored: jax.Array | None = (
-        # [R, M] int32, the columns of the tokens that count; None: the last M
-        None
-    )
-    previous: jax.Array | None = (
-        # [R, M] int32, the columns whose hidden states predict them; None: those before
-        None
-    )
+    # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
+    branches: jax.Array | None = None
+    # [R, M] int32, the columns of the tokens that count; None: the last M
+    scored: jax.Array | None = None
+    # [R, M] int32, the columns whose hidden states predict them; None: those before
+    previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
     # columns of shared prompts (packing.RowShape)

@@ -16,10 +16,8 @@ HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or
 class Chat:
     """Whom to talk to."""
 
-    checkpoint: str | None = (
-        # the folder of a run, whose newest weights speak; null: model.weights as they are
-        None
-    )
+    # the folder of a run, whose newest weights speak; null: model.weights as they are
+    checkpoint: str | None = None
     step: int | None = None  # of an older checkpoint of that run; null: the newest
     system: str | None = None  # what the system message says; null: there is none
 

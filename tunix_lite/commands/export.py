@@ -14,18 +14,14 @@ from tunix_lite.inference import export as exporting
 class Export:
     """What to write, and where."""
 
-    checkpoint: str | None = (
-        # the folder of a run, whose newest weights are written; null: model.weights as is
-        None
-    )
+    # the folder of a run, whose newest weights are written; null: model.weights as is
+    checkpoint: str | None = None
     step: int | None = None  # of an older checkpoint of that run; null: the newest
     out: str | None = None  # the folder to write; null: export/<kind> in the folder of the run
     # full, merged (adapters added to their base), adapter (PEFT); auto: adapter if any, else full
     kind: str = "auto"
-    dtype: str | None = (
-        # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
-        None
-    )
+    # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
+    dtype: str | None = None
     overwrite: bool = False  # replace a folder that export wrote before
 
     def __post_init__(self):

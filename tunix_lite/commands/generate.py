@@ -21,16 +21,12 @@ from tunix_lite.tasks.sources import json_of, lines_of
 class Generate:
     """What to answer, and where to put it."""
 
-    checkpoint: str | None = (
-        # the folder of a run, whose newest weights speak; null: model.weights as they are
-        None
-    )
+    # the folder of a run, whose newest weights speak; null: model.weights as they are
+    checkpoint: str | None = None
     step: int | None = None  # of an older checkpoint of that run; null: the newest
     prompt: str | None = None  # one prompt, answered on the terminal as it is drawn
-    prompts: str | None = (
-        # or a file: .jsonl with "prompt" or "messages" in each line, or text, a prompt a line
-        None
-    )
+    # or a file: .jsonl with "prompt" or "messages" in each line, or text, a prompt a line
+    prompts: str | None = None
     num_generations: int = 1  # completions of each prompt
     batch_size: int = 64  # sequences drawn together; changes memory and speed, not what is said
     out: str | None = None  # a .jsonl file for the completions; null: the terminal

@@ -31,10 +31,8 @@ class PlanSettings:
     mesh: str = "run"
     analytic: bool = False  # formulas instead of the compiler, in a second and without it installed
     compile_most: int = 4  # with mesh=all, how many meshes are compiled; the others are estimates
-    out: str | None = (
-        # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
-        None
-    )
+    # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
+    out: str | None = None
 
     def __post_init__(self):
         if self.mesh not in ("run", "all"):

@@ -42,10 +42,8 @@ class Replay:
 
     checkpoint: str | None = None  # the folder of the run
     skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
-    step: int | None = (
-        # of the checkpoint whose weights are used; null: those that saw it, or the newest before
-        None
-    )
+    # of the checkpoint whose weights are used; null: those that saw it, or the newest before
+    step: int | None = None
     batch_size: int = 8  # sequences at a time; changes memory, not what is said
 
     def __post_init__(self):

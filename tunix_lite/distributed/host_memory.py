@@ -8,10 +8,8 @@ import sys
 # glibc's names for its settings (mallopt(3))
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
-GPU_SHARE = (
-    # of a GPU's memory for programs: what `tunix-lite plan` counts on, and a run asks for
-    0.92
-)
+# of a GPU's memory for programs: what `tunix-lite plan` counts on, and a run asks for
+GPU_SHARE = 0.92
 # its name, and the one it had
 FRACTION = (
     "XLA_CLIENT_MEM_FRACTION",

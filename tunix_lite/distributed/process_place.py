@@ -17,30 +17,20 @@ class Launch:
     """How the processes of a run find each other, and what their launcher watches; as one process,
     nothing."""
 
-    coordinator: str | None = (
-        # host:port of process 0; null: from the variables of what started us; auto: ask jax
-        None
-    )
+    # host:port of process 0; null: from the variables of what started us; auto: ask jax
+    coordinator: str | None = None
     num_processes: int | None = None  # with coordinator: of the whole run
     process_id: int | None = None  # with coordinator: of this one, from 0
     timeout: int = 300  # seconds that processes wait for each other at the start
     heartbeat_timeout: int = 100  # seconds of silence after which jax gives a process up
-    expect_devices: int | None = (
-        # devices of the whole run, or it does not start; null: as many as there are
-        None
-    )
-    tp_across_nodes: bool = (
-        # let tp cross from one machine to another, over a network that is much slower
-        False
-    )
-    stall_timeout: int = (
-        # of the launcher: seconds without a step until it stops the run; 0: it waits for ever
-        1800
-    )
-    max_restarts: int = (
-        # of the launcher: times that a run that failed goes on from its newest checkpoint
-        0
-    )
+    # devices of the whole run, or it does not start; null: as many as there are
+    expect_devices: int | None = None
+    # let tp cross from one machine to another, over a network that is much slower
+    tp_across_nodes: bool = False
+    # of the launcher: seconds without a step until it stops the run; 0: it waits for ever
+    stall_timeout: int = 1800
+    # of the launcher: times that a run that failed goes on from its newest checkpoint
+    max_restarts: int = 0
 
     def __post_init__(self):
         for name in ("num_processes", "timeout", "heartbeat_timeout", "expect_devices"):

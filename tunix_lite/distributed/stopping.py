@@ -82,16 +82,12 @@ class Stopping:
         self._heard = 0.0
         # of a step, in seconds; when we were last asked
         self._longest, self._looked = 0.0, None
-        self.may_leave = (
-            # nothing has changed since the last step at which a run can be resumed
-            False
-        )
+        # nothing has changed since the last step at which a run can be resumed
+        self.may_leave = False
         # there is a step to keep that was not there when the run began
         self.has_learned = False
-        self._under_way: tuple[str, int, float] | None = (
-            # what cannot be ended, how often it comes, since when
-            None
-        )
+        # what cannot be ended, how often it comes, since when
+        self._under_way: tuple[str, int, float] | None = None
         # of the longest one so far
         self._update_seconds = 0.0
         self._period, self._grace = min(PERIOD, grace / 10), grace

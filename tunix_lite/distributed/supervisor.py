@@ -42,10 +42,8 @@ KEPT = 1 << 16
 class Rules:
     """When a run is given up, and when it is tried again."""
 
-    stall_timeout: float | None = (
-        # seconds without a heartbeat, after the first; None: for ever
-        None
-    )
+    # seconds without a heartbeat, after the first; None: for ever
+    stall_timeout: float | None = None
     max_restarts: int = 0
     grace: float = 5.0  # seconds between asking a process to end and ending it
 

@@ -30,10 +30,8 @@ from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-PROVENANCE = (
-    # marks a folder as ours, so that overwrite=true cannot destroy anything else
-    "tunix_lite.json"
-)
+# marks a folder as ours, so that overwrite=true cannot destroy anything else
+PROVENANCE = "tunix_lite.json"
 # how far scores may move, relative to their size, when trained float32 weights are rounded to what
 # is written
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}

@@ -26,15 +26,11 @@ class Rows:
     """How the sequences of a batch become rows. Widths and counts are fixed, so that programs
     compile once."""
 
-    packing: str = (
-        # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
-        "none"
-    )
+    # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
+    packing: str = "none"
     num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
-    num_scored: int | None = (
-        # last columns of unpacked rows, where the tokens that count are; None: as needed
-        None
-    )
+    # last columns of unpacked rows, where the tokens that count are; None: as needed
+    num_scored: int | None = None
     shape: RowShape | None = None  # of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
 

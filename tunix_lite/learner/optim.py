@@ -22,10 +22,8 @@ class OptimizerConfig:
     """Settings of AdamW and its learning rate over the run."""
 
     learning_rate: float = 1e-6  # at its peak
-    schedule: str = (
-        # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
-        "constant"
-    )
+    # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
+    schedule: str = "constant"
     warmup_steps: int = 0  # updates over which the rate rises from 0
     end_fraction: float = 0.0  # of learning_rate, reached at the last update of linear and cosine
     beta1: float = 0.9  # decay of the mean of gradients

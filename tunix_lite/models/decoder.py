@@ -107,10 +107,8 @@ class ModelConfig:
         "local",
         "global",
     )
-    window: int | None = (
-        # tokens that a local layer sees, the current one included; null: no layer is local
-        512
-    )
+    # tokens that a local layer sees, the current one included; null: no layer is local
+    window: int | None = 512
     query_scale: int = 256  # scores are divided by its square root (Gemma: query_pre_attn_scalar)
     rope_theta_local: float = 10_000.0  # base of the rotary wavelengths of local layers
     rope_theta_global: float = 1_000_000.0  # and of global ones

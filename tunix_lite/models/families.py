@@ -107,10 +107,8 @@ class Family:
     kinds: Callable[[dict], list[str]] = local_by_list  # config.json -> the kind of every layer
     has_windows: bool = True  # config.json lists the kinds of layers
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
-    wrapper: str | None = (
-        # model_type of models that hold one of this family as their text part
-        None
-    )
+    # model_type of models that hold one of this family as their text part
+    wrapper: str | None = None
     prefixes: tuple[str, ...] = ()  # what such models put where our names begin with "model."
     ignored: tuple[str, ...] = ()  # beginnings of tensor names that belong to their other parts
 

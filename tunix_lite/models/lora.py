@@ -40,21 +40,15 @@ ADAPTER_SEED = 0x10A
 class LoraConfig:
     """Which weights get an adapter, of what size, and how the frozen base is stored."""
 
-    rank: int = (
-        # of the adapters, the only weights that then train; 0: no adapters, all weights train
-        0
-    )
+    # of the adapters, the only weights that then train; 0: no adapters, all weights train
+    rank: int = 0
     alpha: float = 32.0  # what adapters say is scaled by alpha / rank
-    targets: str = (
-        # regular expression over paths of weights, such as layers/q
-        ".*/(q|k|v|o|gate|up|down)"
-    )
+    # regular expression over paths of weights, such as layers/q
+    targets: str = ".*/(q|k|v|o|gate|up|down)"
     dropout: float = 0.0  # share of an adapter's inputs that an update does not see
     base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
-    adapter: str | None = (
-        # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
-        None
-    )
+    # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
+    adapter: str | None = None
 
     def __post_init__(self):
         if self.rank < 0:

@@ -41,21 +41,15 @@ class Model:
         (-1, 1),
         ("fsdp", "tp"),
     )
-    family: str | None = (
-        # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
-        None
-    )
-    architecture: ModelConfig | None = (
-        # of random weights; others must agree with it; null: their config.json
-        None
-    )
+    # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
+    family: str | None = None
+    # of random weights; others must agree with it; null: their config.json
+    architecture: ModelConfig | None = None
     # of random weights: bundled, a folder or a hub name; other weights bring their own
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    untie_head: bool = (
-        # the head is the folder's lm_head.weight, even where its config.json ties it
-        False
-    )
+    # the head is the folder's lm_head.weight, even where its config.json ties it
+    untie_head: bool = False
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)

@@ -34,10 +34,8 @@ FILES = (
 )
 
 
-MOST_GROWTH = (
-    # of a text, by what tokenizer.json replaces in it; ten replacements by ten letters: 10^10
-    1000
-)
+# of a text, by what tokenizer.json replaces in it; ten replacements by ten letters: 10^10
+MOST_GROWTH = 1000
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 # characters that mean nothing: no template and no tokenizer knows them
 PRIVATE = range(0xF0000, 0xFFFFE)

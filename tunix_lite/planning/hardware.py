@@ -36,10 +36,8 @@ class Tpu:
     """How TPUs come in slices."""
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
-    cores: int = (
-        # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
-        1
-    )
+    # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
+    cores: int = 1
     devices: int = 1  # per chip
     config: str = "default"  # libtpu's name for how the cores of a chip are joined
 

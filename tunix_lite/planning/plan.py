@@ -42,10 +42,8 @@ class Phase:
     name: str
     source: str  # compiled or estimate
     adds: dict[str, int]  # to what is resident, by part
-    bound: Bound | None = (
-        # None: not a part of a step, as sampling is where nothing but evaluation samples
-        None
-    )
+    # None: not a part of a step, as sampling is where nothing but evaluation samples
+    bound: Bound | None = None
 
     @property
     def added_bytes(self) -> int:

@@ -24,10 +24,8 @@ class Plans:
     plans: tuple[Plan, ...]
     refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why
     command: str | None = None  # one with which the best would fit, where it does not
-    change: str | None = (
-        # what that does, and how much it was found to need; or that nothing would fit
-        None
-    )
+    # what that does, and how much it was found to need; or that nothing would fit
+    change: str | None = None
 
 
 def _all(plan: Plan | Plans) -> Plans:

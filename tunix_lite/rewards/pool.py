@@ -39,10 +39,8 @@ BATCH = 16
 STARTS = 3
 # until a worker must have imported what it needs
 START_SECONDS = 120
-END_SECONDS = (
-    # that a killed process may take: one that waits for a lost disk cannot even be killed
-    5
-)
+# that a killed process may take: one that waits for a lost disk cannot even be killed
+END_SECONDS = 5
 # between two looks at whether a silent worker is still there
 LOOK_SECONDS = 0.2
 READ_BYTES = 64 * 1024

@@ -132,10 +132,8 @@ class _Forks:
     the first. It ends when it comes back from the reward, and the call has failed.
     """
 
-    told: int | None = (
-        # where a child says that it came back: a pipe that closes when it ends or execs
-        None
-    )
+    # where a child says that it came back: a pipe that closes when it ends or execs
+    told: int | None = None
 
     def __init__(self, *pipes: int):
         self.pipes, self.nowhere, self.heard = pipes, os.open(os.devnull, os.O_RDWR), None

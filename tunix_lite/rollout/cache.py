@@ -16,10 +16,8 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 AXES = ("batch", "kv_heads", "seq", "head_dim")
-FEWEST_COLUMNS = (
-    # of a cache that grows; what a shorter one would save is not worth a program of its own
-    256
-)
+# of a cache that grows; what a shorter one would save is not worth a program of its own
+FEWEST_COLUMNS = 256
 
 
 @flax.struct.dataclass

@@ -23,10 +23,8 @@ class Sampled:
     logprobs: list[float] = field(default_factory=list)
     whole_logprobs: list[float] = field(default_factory=list)  # under softmax(scores / temperature)
     reason: str | None = None  # one of types.FINISH, once it has ended
-    began: float | None = (
-        # seconds from the start of the rollout until its first tokens were seen
-        None
-    )
+    # seconds from the start of the rollout until its first tokens were seen
+    began: float | None = None
     ended: float | None = None  # and until it had ended
     text: TextStream | None = None  # only where stop texts are looked for
     tail: str = ""  # the end of its text so far

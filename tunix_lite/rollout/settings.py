@@ -10,20 +10,14 @@ class Generation:
 
     max_prompt_length: int = 32  # tokens
     max_new_tokens: int = 64  # tokens of a completion, the end-of-sequence token included
-    temperature: float = (
-        # scores are divided by it, in sampling and in scoring alike; 0: the best token
-        1.0
-    )
+    # scores are divided by it, in sampling and in scoring alike; 0: the best token
+    temperature: float = 1.0
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
-    min_p: float = (
-        # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
-        0.0
-    )
-    repetition_penalty: float = (
-        # above 1: makes tokens of the prompt and the completion so far less likely
-        1.0
-    )
+    # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
+    min_p: float = 0.0
+    # above 1: makes tokens of the prompt and the completion so far less likely
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # texts that end a completion; they stay in it
     stop_token_ids: tuple[
         int, ...
@@ -97,10 +91,8 @@ class RolloutConfig:
     """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a
     little."""
 
-    num_slots: int | None = (
-        # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
-        None
-    )
+    # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
+    num_slots: int | None = None
     chunk: int = 16  # tokens each slot decodes between two looks at who has finished
     # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
     weights: str = "auto"

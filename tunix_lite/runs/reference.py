@@ -36,10 +36,8 @@ class Reference:
     """Which policy it is."""
 
     words: str  # for people
-    kept: int | None = (
-        # the step in `reference/`; None: what the settings of the model give, adapters apart
-        None
-    )
+    # the step in `reference/`; None: what the settings of the model give, adapters apart
+    kept: int | None = None
     checkpoints: Path | None = None  # of the run that training starts from
     is_new: bool = True  # this start decides which it is; else an earlier one has
 

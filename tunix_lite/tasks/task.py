@@ -23,10 +23,8 @@ from tunix_lite.types import Metrics, Prompts, Rollout
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
 SPECIAL_TOKENS = ("text", "control", "error")
-MEASURED = (
-    # examples of a split that become tokens before the start; of more, so many of them
-    10_000
-)
+# examples of a split that become tokens before the start; of more, so many of them
+MEASURED = 10_000
 # letters, one of which marks what the fields of an example put into a prompt
 FILLERS = range(0x4E00, 0x9FA5)
 
@@ -64,15 +62,11 @@ class TaskConfig:
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     prompt: str  # the user's message; {names} are fields of the example
     rewards: dict[str, Reward]  # by the name under which they are logged
-    correct: Callable = (
-        # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
-        correct
-    )
+    # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
+    correct: Callable = correct
     extract: Callable = final_answer  # completion -> the answer as text or None, for display
-    special_tokens_in_data: str = (
-        # `<end_of_turn>` in a row: text: mere letters; control: the token; error
-        "text"
-    )
+    # `<end_of_turn>` in a row: text: mere letters; control: the token; error
+    special_tokens_in_data: str = "text"
 
     def __post_init__(self):
         if self.special_tokens_in_data not in SPECIAL_TOKENS:
@@ -154,10 +148,8 @@ class Task:
     # a longer prompt: error; truncate: keep its last tokens; drop: take another example
     long_prompts: str = "error"
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
-    say: Callable[[str], None] | None = (
-        # is told of rewards that fail; None: only their counts tell
-        None
-    )
+    # is told of rewards that fail; None: only their counts tell
+    say: Callable[[str], None] | None = None
     # of several processes each judges every so many-th completion, and all hear what was found
     process: int = 0
     num_processes: int = 1

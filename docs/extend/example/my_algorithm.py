@@ -24,10 +24,8 @@ class BestOfGroup:
     needs_reference = False
     # it samples; sft is what learns from given completions
     needs_demonstrations = False
-    reduces = (
-        # how the loss adds up: over tokens alone, so that they may be packed into rows
-        "tokens"
-    )
+    # how the loss adds up: over tokens alone, so that they may be packed into rows
+    reduces = "tokens"
 
     def collect(self, policy, task, params, examples, key):
         """Examples -> (batch to learn from, metrics, judged completions for the samples files)."""
