@@ -14,7 +14,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
-from tunix_lite.distributed.join import beat
+from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
@@ -45,7 +45,7 @@ from tunix_lite.runs.setup import Parts, case_of, panel, prepare, provenance, re
 from tunix_lite.runs.throughput import Throughput, timed
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.disk import in_words
+from tunix_lite.tracking.disk import disk_errors_explained
 from tunix_lite.tracking.rundir import RunDir, Status, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
@@ -71,7 +71,10 @@ def train_in_job(
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     told = partial(
-        in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps
+        disk_errors_explained,
+        run_dir.path,
+        status.when,
+        Checkpoints(run_dir.checkpoints).whole_steps,
     )
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
@@ -175,7 +178,7 @@ def fit(
         acting = attached(frozen, state.params, lora)
         # a launcher's clock starts with the first beat, and before it all is compiled
         if status.steps > start:
-            beat("evaluating")
+            heartbeat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
@@ -261,7 +264,7 @@ def fit(
         accuracy = metrics.get("eval/accuracy")
         ends.tell_now()
         checkpoints.check()
-        beat(f"step {done}")
+        heartbeat(f"step {done}")
         reason = stopping.reason() if can_end and done < settings.max_steps else None
         if can_end and skipped >= limit:
             unsaved = None

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import axis_size, gathered, profile, sharding
@@ -48,7 +48,7 @@ def choose_weights(
         default=0,
     )
     free = free_bytes()
-    fits = all(from_all(weights + cache + shelf <= USABLE * free))
+    fits = all(allgather_values(weights + cache + shelf <= USABLE * free))
     choice = "gathered" if fits else "sharded"
     sizes = (
         f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} "

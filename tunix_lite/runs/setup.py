@@ -11,7 +11,7 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.micro_batches import Rows
@@ -81,7 +81,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     among = {
         "process": jax.process_index(),
         "num_processes": jax.process_count(),
-        "share": from_all,
+        "share": allgather_values,
     }
     task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts, **among)
     with error_context("hydra.run.dir"):
