@@ -20,7 +20,7 @@ from tunix_lite.models.families import FAMILIES, config_json, read_config  # noq
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.rollout.engine import make_generate  # noqa: E402
-from tunix_lite.rollout.settings import Generation, RolloutConfig  # noqa: E402
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig  # noqa: E402
 from tunix_lite.types import Prompts  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -116,7 +116,7 @@ def test_greedy_continuations_are_the_same(both):
     lengths = np.array([PROMPT, 1, PROMPT - 3, 2, PROMPT // 2])
     mask = np.arange(PROMPT) >= PROMPT - lengths[:, None]
     tokens = np.where(mask, np.random.default_rng(1).integers(1, VOCAB, (len(lengths), PROMPT)), 0)
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
+    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
     ours = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0)
     for row, real in zip(ours.tokens, ours.token_mask):
         asked = torch.tensor(row[:PROMPT][real[:PROMPT]])[None]
