@@ -90,7 +90,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
+        if (top := max(map(max, asked))) >= model.cfg.vocab_size:
             raise ValueError(
                 f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}"
             )
