@@ -22,7 +22,7 @@ from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_t
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Batch, Prompts
+from tunix_lite.types import Batch
 
 BF16 = jnp.bfloat16
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
@@ -52,19 +52,16 @@ def rows_for(packing: str, width: int) -> Rows:
 def asked_of(name: str):
     """A model that has opinions, and prompts of several lengths for it."""
     if name == "bundled":
-        found = source.find(source.ModelConfig())
+        found = source.locate(source.ModelConfig())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
-        width = max(map(len, rows))
-        mask = np.array([np.arange(width) >= width - len(row) for row in rows])
-        tokens = np.array([[0] * (width - len(row)) + list(row) for row in rows], np.int32)
-        return found.cfg, source.load(found)[1], Prompts(tokens, mask)
+        return found.cfg, source.load(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
 
 
 def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     """|log p of the trainer - log p of the sampler| of each token drawn, in bfloat16."""
     cfg, params, prompts = asked_of(name)
-    width = prompts.tokens.shape[1]
+    width = max(map(len, prompts))
     generate = make_generate(cfg, GenerationConfig(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
     drawn = generate(params, prompts, jax.random.key(3), 4)
     here = np.asarray(drawn.completion_mask)
@@ -165,7 +162,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = make_programs(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4, False)
-    layered = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
+    layered = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, shelf = (jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_shelf))
     read = (shelf, layered, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
     return {
@@ -241,10 +238,10 @@ def test_the_forward_pass_within_an_update_is_that_of_scoring_bit_for_bit():
     cfg = Architecture(512, 1, 256, 4, 1, 64, 1024, query_scale=64)
     params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
     tokens_BT = jax.random.randint(jax.random.key(1), (64, 96), 0, cfg.vocab_size)
-    sight = attention.whole(jnp.ones(tokens_BT.shape, bool))
+    meta = attention.one_sequence_per_row(jnp.ones(tokens_BT.shape, bool))
 
     def hidden(params):
-        return decoder.forward(params, cfg, tokens_BT, sight, jnp.bfloat16).astype(jnp.float32)
+        return decoder.forward(params, cfg, tokens_BT, meta, jnp.bfloat16).astype(jnp.float32)
 
     def learning(params):
         hidden_BTD = hidden(params)

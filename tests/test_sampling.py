@@ -11,13 +11,12 @@ import pytest
 from conftest import random_params, set_mesh
 
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.models import decoder
+from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Prompts
 
 COUNT = 20_000
 SCORES = np.array([2.0, 0.5, -1.0, 0.0, 1.75, -0.25, 1.0, -2.0])
@@ -271,14 +270,16 @@ def rollout(params):
     """Two tokens after one prompt, 4096 times, in 64 slots."""
     set_mesh(1, 1)
     generate = make_generate(CFG, CUT, (), 0, rollout=RolloutConfig(64, 2))
-    prompts = Prompts(np.array([[0, *PROMPT]]), np.array([[False, True, True, True]]))
-    return generate(params, prompts, jax.random.key(1), DRAWS)
+    return generate(params, [PROMPT], jax.random.key(1), DRAWS)
 
 
 def scores_after(params, tokens) -> np.ndarray:
     tokens = np.array([tokens])
     return np.asarray(
-        decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, decoder.whole(tokens >= 0))[0, -1]), np.float64
+        decoder.logits(
+            params, CFG, decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))[0, -1]
+        ),
+        np.float64,
     )
 
 

@@ -24,7 +24,7 @@ from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
-from tunix_lite.models.source import ModelConfig, Source
+from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
@@ -35,7 +35,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params, Prompts
+from tunix_lite.types import Params
 
 # prompts are padded to a multiple of it, so that few lengths compile
 WIDTH = 64
@@ -76,7 +76,7 @@ class Completion:
 class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
-    source: Source
+    source: FoundModel
     params: Params  # what acts: all weights, or a base with its adapters attached
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
@@ -241,10 +241,8 @@ class LanguageModel:
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
-                row = _padded([ids], width)
-                logprobs = np.asarray(
-                    _score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask)
-                )[0]
+                tokens, mask = _padded([ids], width)
+                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
                 scores.append(logprobs[width - len(ids) :][start : start + count])
         return scores
 
@@ -302,12 +300,13 @@ def _listed(prompts: Asked | Sequence[Asked]) -> list[Asked]:
     return [prompts] if is_one else list(prompts)
 
 
-def _padded(rows: list[list[int]], width: int) -> Prompts:
+def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their mask, [B, width], each row padded on the left."""
     tokens = np.zeros((len(rows), width), np.int32)
     mask = np.zeros((len(rows), width), bool)
     for i, ids in enumerate(rows):
         tokens[i, width - len(ids) :], mask[i, width - len(ids) :] = ids, True
-    return Prompts(put(tokens, "batch", "seq"), put(mask, "batch", "seq"))
+    return put(tokens, "batch", "seq"), put(mask, "batch", "seq")
 
 
 # ---- loading
@@ -361,7 +360,7 @@ def open_model(
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
     # the messages begin with the setting
     with error_context(""):
-        found = source.find(model)
+        found = source.locate(model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
@@ -370,7 +369,7 @@ def open_model(
     # else the checkpoint has all the weights
     if run is None or found.lora is not None:
         with error_context(""):
-            found = source.fetch(found)
+            found = source.download(found)
     with jax.set_mesh(mesh):
         if run is None:
             with error_context("model.weights"):
@@ -392,7 +391,7 @@ def open_model(
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
-def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
+def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
     tables = [table for table in source.tables(found) if table is not None]
