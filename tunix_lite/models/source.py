@@ -31,7 +31,7 @@ SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """Which model, how it is divided over the devices, and which part of it trains."""
 
     # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
@@ -83,7 +83,7 @@ class FoundModel:
 _setting = partial(error_context, kind=ValueError)
 
 
-def locate(model: Model) -> FoundModel:
+def locate(model: ModelConfig) -> FoundModel:
     """Everything about a model short of its weights. Raises ValueError, beginning with the setting,
     if it cannot be."""
     with _setting("model.family"):
@@ -127,7 +127,7 @@ def locate(model: Model) -> FoundModel:
     return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
 
 
-def _untied(cfg: Architecture, model: Model) -> Architecture:
+def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
     return replace(cfg, tied=False) if model.untie_head else cfg
 
 
@@ -213,7 +213,7 @@ def load_base(source: FoundModel, seed: int, storage: str) -> Params:
     return hf.load_params(source.folder, source.cfg, source.family, storage)
 
 
-def settings_to_keep(model: Model, found: FoundModel, seed: int) -> dict:
+def settings_to_keep(model: ModelConfig, found: FoundModel, seed: int) -> dict:
     """Plain values, enough to load what a run trains from wherever a program is started."""
 
     def whole(name: str) -> str:
