@@ -24,7 +24,7 @@ from tunix_lite.distributed.agreement import (
     host_name,
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
-from tunix_lite.distributed.process_place import Launch, ProcessPlace, find_place
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.errors import is_of_a_peer
 
 # a file that `heartbeat` touches, and a launcher looks at
@@ -36,7 +36,7 @@ _joined: list[tuple[ProcessPlace, Agreement]] = []
 
 
 def initialise(
-    launch: Launch, environ: Mapping[str, str], about: ProcessInfo
+    launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
 ) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run, once, before a device is used: they meet, agree, and start
     jax.distributed.
@@ -60,7 +60,7 @@ def initialise(
     return _joined[0]
 
 
-def is_alone(launch: Launch, environ: Mapping[str, str]) -> bool:
+def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
     """Whether this process is a run by itself, as far as that is known before jax starts; else
     others may join."""
     place = find_place(launch, environ)
@@ -79,7 +79,7 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
         raise ValueError(error)
 
 
-def _start_jax(launch: Launch, place: ProcessPlace, devices: list[int] | None) -> None:
+def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | None) -> None:
     import jax
 
     if accelerator() == "CPU":
@@ -150,7 +150,7 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
     return [place.local_id] if place.num_local > 1 and not is_chosen else None
 
 
-def check_devices(launch: Launch, place: ProcessPlace, environ: Mapping[str, str]) -> None:
+def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
     import jax
 

@@ -18,7 +18,7 @@ from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, source, weights
-from tunix_lite.models.source import Source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
 from tunix_lite.planning.batch_size import (
     BatchPlan,
@@ -40,7 +40,7 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 class Parts:
     """What a run is made of, once its settings have been found right."""
 
-    model: Source
+    model: FoundModel
     mesh: jax.sharding.Mesh
     batch: BatchPlan
     rows: Rows  # how its sequences are laid out
@@ -64,7 +64,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
     nothing."""
     # the messages begin with the setting
     with error_context(""):
-        model = source.find(run.model)
+        model = source.locate(run.model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
@@ -90,7 +90,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(batch.prompts, run.seed, 0)
         asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        if (top := int(asked.tokens.max())) >= model.cfg.vocab_size:
+        if (top := max(map(max, asked))) >= model.cfg.vocab_size:
             raise ValueError(
                 f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}"
             )
@@ -98,7 +98,7 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
             task.demonstrations(first)
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
-        model = source.fetch(model)
+        model = source.download(model)
     differs = (
         "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
     )
@@ -123,7 +123,7 @@ def case_of(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
     return Case(run, model.cfg, model.lora, sizes, parts.batch, parts.rows, *chosen)
 
 
-def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[str, str]:
+def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: Rows) -> tuple[str, str]:
     """The implementation of attention that training uses, and in words why. Raises ValueError."""
     width = row_width(run, rows)
     platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
@@ -131,7 +131,7 @@ def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[s
     return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares)
 
 
-def check_generation(run: RunConfig, model: Source) -> None:
+def check_generation(run: RunConfig, model: FoundModel) -> None:
     """Raises ValueError for what a model cannot do, or what training would do wrongly."""
     settings, longest = run.generation, model.cfg.max_positions
     if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
@@ -203,7 +203,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     return "; ".join(found)
 
 
-def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
+def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: RunDir) -> str:
     """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
     if it may not."""
     with error_context("resume"):
@@ -272,7 +272,7 @@ def _packed(parts: Parts) -> str:
     return f", packed ({rows.packing}), {at_once}"
 
 
-def _size(model: Source) -> str:
+def _size(model: FoundModel) -> str:
     total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
     if model.lora is None:
         return total
