@@ -30,7 +30,7 @@ from tunix_lite.models.decoder import ModelConfig, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation, RolloutConfig
-from tunix_lite.types import Batch, Prompts
+from tunix_lite.types import Batch
 
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
 PLAIN |= dict(activation="silu", query_scale=32)
@@ -128,13 +128,10 @@ def main() -> None:
             params = opinionated(cfg)
             ids = random_prompts(cfg, args.prompts)
         width = max(map(len, ids))
-        mask = np.array([np.arange(width) >= width - len(row) for row in ids])
-        tokens = np.array([[0] * (width - len(row)) + list(row) for row in ids], np.int32)
-        asked = Prompts(tokens, mask)
         for slots in args.slots:
             generation, rollout = Generation(width, args.new), RolloutConfig(num_slots=slots)
             generate = make_generate(cfg, generation, ends, 0, dtype, rollout)
-            drawn = generate(params, asked, jax.random.key(0), args.generations)
+            drawn = generate(params, ids, jax.random.key(0), args.generations)
             here = np.asarray(drawn.completion_mask)
             exact = scored(params, cfg, jnp.float32, drawn, rows_for("none", 1, 1, width, args.new))[here]
             for packing in args.packing:

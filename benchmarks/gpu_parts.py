@@ -48,7 +48,7 @@ from tunix_lite.rollout.engine import make_generate, make_sampler
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.train import train
-from tunix_lite.types import Batch, Prompts, TrainState
+from tunix_lite.types import Batch, TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_END = -1  # a token that is never drawn: completions take as many tokens as they are allowed
@@ -227,8 +227,7 @@ def greedy(cfg: ModelConfig, params) -> np.ndarray:
     """Greedy completions [8, 12] of eight prompts, in four slots."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(2, 10, 8)
-    mask = np.arange(9) >= 9 - lengths[:, None]
-    prompts = Prompts(np.where(mask, rng.integers(0, cfg.vocab_size, (8, 9)), 0).astype(np.int32), mask)
+    prompts = [row[9 - n :].tolist() for n, row in zip(lengths, rng.integers(0, cfg.vocab_size, (8, 9)))]
     generate = make_generate(cfg, Generation(9, 12), (NO_END,), 0, jnp.float32, RolloutConfig(4, 4))
     return np.asarray(generate(params, prompts, jax.random.key(0), temperature=0.0).tokens)[:, 9:]
 
@@ -324,7 +323,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
             cfg, Generation(width, new), ends, tokenizer.pad_id, jnp.bfloat16, RolloutConfig(slots)
         )
         asked = prompts[:1] if slots == 1 else prompts
-        rollout = generate(params, padded(asked, width), jax.random.key(slots), GENERATIONS)
+        rollout = generate(params, asked, jax.random.key(slots), GENERATIONS)
         for kernel in kernels:
             for packing in ("none", "prefix"):
                 if not setting.has(8):
@@ -338,15 +337,6 @@ def bf16(setting: Setting) -> Iterator[dict]:
 
 
 BF16_GAP = {"cpu": (1e-5, 5e-3)}  # mean and maximum; elsewhere kernels sum in orders of their own (models/rounding.py)
-
-
-def padded(prompts: list[list[int]], width: int) -> Prompts:
-    """Left-padded prompts [P, width]."""
-    tokens = np.zeros((len(prompts), width), np.int32)
-    mask = np.zeros((len(prompts), width), bool)
-    for i, prompt in enumerate(prompts):
-        tokens[i, width - len(prompt) :], mask[i, width - len(prompt) :] = prompt, True
-    return Prompts(tokens, mask)
 
 
 def sampler_gap(cfg: ModelConfig, params, rollout, packing: str, width: int, new: int, kernel: str) -> np.ndarray:

@@ -37,7 +37,7 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
-from tunix_lite.types import Batch, Prompts, TrainState
+from tunix_lite.types import Batch, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
 GROUP = RowShape(NEW_TOKENS, GENERATIONS, PROMPT_LENGTH)  # a prompt and its completions, as batching chooses
@@ -81,10 +81,7 @@ def main() -> None:
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
     train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts)
-    prompts = Prompts(
-        rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).astype(np.int32),
-        np.ones((PROMPTS, PROMPT_LENGTH), bool),
-    )
+    prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
 
     times = {"rollout": [], "reference": [], "update": [], "step": []}
     for step in range(repeats + 1):

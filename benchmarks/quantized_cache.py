@@ -25,7 +25,6 @@ from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.memory import cache_bytes
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
-from tunix_lite.types import Prompts
 
 WIDTH = 32
 
@@ -35,15 +34,13 @@ def main() -> None:
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
     params = source.load_base(model, 0, "fp32")
     rows = [model.tokenizer.prompt(Arithmetic().held_out[i]["question"])[-WIDTH:] for i in range(32)]
-    tokens = np.array([[0] * (WIDTH - len(row)) + row for row in rows], np.int32)
-    mask = np.array([[False] * (WIDTH - len(row)) + [True] * len(row) for row in rows])
     generation, ends = Generation(WIDTH, 48), (model.tokenizer.eos_ids, model.tokenizer.pad_id)
     said = {}
     score = jax.jit(partial(token_logprobs, cfg=model.cfg))
     for cache in ("compute", "int8"):
         how = RolloutConfig(cache=cache, num_slots=64)
         generate = make_generate(model.cfg, generation, *ends, rollout=how)
-        rollout = said[cache] = generate(params, Prompts(tokens, mask), jax.random.key(0), 8)
+        rollout = said[cache] = generate(params, rows, jax.random.key(0), 8)
         scored = np.asarray(score(params, rollout.tokens, rollout.token_mask))
         gap = np.abs(scored - rollout.logprobs)[rollout.completion_mask]
         print(json.dumps({

@@ -37,7 +37,6 @@ from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
-from tunix_lite.types import Prompts
 
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
 PROMPT, NEW = 10, 12
@@ -102,13 +101,11 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> Prompts:
-    """Left-padded prompts of every length from 1 to the width."""
+def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> list[list[int]]:
+    """Prompts of every length from 1 to the width."""
     rng = np.random.default_rng(seed)
     lengths = [1 + i * (width - 1) // max(count - 1, 1) for i in range(count)]
-    token_mask = np.stack([np.arange(width) >= width - n for n in lengths])
-    tokens = np.where(token_mask, rng.integers(4, vocab_size, (count, width)), 0)
-    return Prompts(tokens.astype(np.int32), token_mask)
+    return [row[width - n :].tolist() for n, row in zip(lengths, rng.integers(4, vocab_size, (count, width)))]
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import Generation
 from tunix_lite.train import train
-from tunix_lite.types import Prompts
 
 PAGE = ROOT / "docs" / "extend" / "model.md"
 SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_THE_FAMILY = commands(PAGE)
@@ -201,7 +200,7 @@ def test_a_mistral_equals_that_of_transformers(window, tmp_path):
     np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
 
     generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
-    greedy = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0).tokens
+    greedy = generate(params, tokens.tolist(), jax.random.key(0), temperature=0.0).tokens
     continued = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
     np.testing.assert_array_equal(np.asarray(greedy), continued.numpy())
 

@@ -22,7 +22,6 @@ from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.types import Prompts
 
 
 def test_sampler_and_trainer_agree_on_logprobs(cfg, params, rollout):
@@ -37,7 +36,7 @@ def test_greedy_equals_decoding_without_a_cache(cfg, params, generate):
     prompts = ragged_prompts(4)
     got = generate(params, prompts, jax.random.key(0), 1, temperature=0.0)
     for row in range(4):
-        tokens = list(prompts.tokens[row][prompts.token_mask[row]])
+        tokens = list(prompts[row])
         for _ in range(NEW):
             fixed = np.array([tokens + [0] * (PROMPT + NEW - len(tokens))])  # one shape: compiled once
             mask = np.arange(PROMPT + NEW)[None] < len(tokens)
@@ -61,8 +60,10 @@ def test_the_end_of_sequence_token_is_part_of_the_completion(rollout):
 
 def test_a_row_holds_its_prompt_then_its_completion_then_padding(rollout):
     prompts = ragged_prompts(5)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4, :PROMPT], prompts.tokens)
-    np.testing.assert_array_equal(np.asarray(rollout.token_mask)[::4, :PROMPT], prompts.token_mask)
+    assert np.asarray(rollout.tokens)[::4, :PROMPT].tolist() == [[0] * (PROMPT - len(p)) + p for p in prompts]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    in_prompt = np.arange(PROMPT) >= PROMPT - lengths[:, None]
+    np.testing.assert_array_equal(np.asarray(rollout.token_mask)[::4, :PROMPT], in_prompt)
     assert not np.asarray(rollout.completion_mask)[:, :PROMPT].any()
     assert (np.asarray(rollout.tokens)[~np.asarray(rollout.token_mask)] == 0).all()
 
@@ -82,7 +83,7 @@ def test_noise_differs_between_steps_and_repeats_on_rerun(generate, params):
 def test_a_completion_does_not_depend_on_how_many_others_are_sampled(cfg, params, generate):
     prompts, key = ragged_prompts(5), jax.random.key(3)
     many = np.asarray(generate(params, prompts, key, 4).tokens).reshape(5, 4, -1)
-    few = np.asarray(generate(params, Prompts(prompts.tokens[:2], prompts.token_mask[:2]), key, 3).tokens)
+    few = np.asarray(generate(params, prompts[:2], key, 3).tokens)
     np.testing.assert_array_equal(few.reshape(2, 3, -1), many[:2, :3])
 
 
@@ -584,19 +585,12 @@ def generate_with(monkeypatch, sample):
     return make_generate(None, BRIEF, (), 0), watched
 
 
-def left_padded(rows, width: int = LONG) -> Prompts:
-    mask = np.array([[column >= width - len(row) for column in range(width)] for row in rows])
-    tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate(rows)
-    return Prompts(tokens, mask)
-
-
 def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
     """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
     generate, watched = generate_with(monkeypatch, two_slots)
     prompts, calls = prompts_of(MANY[:4]), []
     rollout = generate(
-        small, left_padded(prompts), jax.random.key(0), limits=[1, 6, 2, 3],
+        small, prompts, jax.random.key(0), limits=[1, 6, 2, 3],
         on_finished=lambda row, tokens: calls.append((watched.chunks, row, list(tokens))),
     )  # fmt: skip
     assert [(chunk, row, len(tokens)) for chunk, row, tokens in calls] == [(1, 0, 1), (2, 2, 2), (3, 1, 6), (4, 3, 3)]
@@ -622,7 +616,7 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
 
     config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
     task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
-    monkeypatch.setattr(Task, "prompts", lambda task, examples: left_padded(prompts_of(MANY[: len(examples)])))
+    monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
     _, metrics, judged = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
     assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks

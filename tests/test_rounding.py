@@ -22,7 +22,7 @@ from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_t
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig
-from tunix_lite.types import Batch, Prompts
+from tunix_lite.types import Batch
 
 BF16 = jnp.bfloat16
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
@@ -54,17 +54,14 @@ def asked_of(name: str):
     if name == "bundled":
         found = source.find(source.Model())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
-        width = max(map(len, rows))
-        mask = np.array([np.arange(width) >= width - len(row) for row in rows])
-        tokens = np.array([[0] * (width - len(row)) + list(row) for row in rows], np.int32)
-        return found.cfg, source.load(found)[1], Prompts(tokens, mask)
+        return found.cfg, source.load(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
 
 
 def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     """|log p of the trainer - log p of the sampler| of each token drawn, in bfloat16."""
     cfg, params, prompts = asked_of(name)
-    width = prompts.tokens.shape[1]
+    width = max(map(len, prompts))
     generate = make_generate(cfg, Generation(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
     drawn = generate(params, prompts, jax.random.key(3), 4)
     here = np.asarray(drawn.completion_mask)

@@ -17,7 +17,6 @@ from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import Generation, RolloutConfig
-from tunix_lite.types import Prompts
 
 COUNT = 20_000
 SCORES = np.array([2.0, 0.5, -1.0, 0.0, 1.75, -0.25, 1.0, -2.0])
@@ -271,8 +270,7 @@ def rollout(params):
     """Two tokens after one prompt, 4096 times, in 64 slots."""
     set_mesh(1, 1)
     generate = make_generate(CFG, CUT, (), 0, rollout=RolloutConfig(64, 2))
-    prompts = Prompts(np.array([[0, *PROMPT]]), np.array([[False, True, True, True]]))
-    return generate(params, prompts, jax.random.key(1), DRAWS)
+    return generate(params, [PROMPT], jax.random.key(1), DRAWS)
 
 
 def scores_after(params, tokens) -> np.ndarray:

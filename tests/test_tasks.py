@@ -107,10 +107,10 @@ def test_rewards_by_hand():
     assert contains("a <b> c", {}, text="<b>") == 1.0
 
 
-def test_prompts_stand_right_and_are_asked_by_the_template(task, tokenizer):
+def test_prompts_have_their_own_lengths_and_are_asked_by_the_template(task, tokenizer):
     prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
-    assert prompts.token_mask[:, -1].all() and not prompts.token_mask[0, 0]
-    text = tokenizer.backend.decode(prompts.tokens[0][prompts.token_mask[0]].tolist(), skip_special_tokens=False)
+    assert len(prompts[0]) < len(prompts[1]) <= task.max_prompt_length
+    text = tokenizer.backend.decode(prompts[0], skip_special_tokens=False)
     assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
 
 
@@ -168,8 +168,7 @@ def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
 
 def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
     prompts = numbers_task([], "truncate").prompts(of_length(6, 2, 4))
-    assert prompts.tokens.tolist() == [[3, 4, 5, 6], [0, 0, 1, 2], [1, 2, 3, 4]]
-    assert prompts.token_mask.sum(axis=1).tolist() == [4, 2, 4]
+    assert prompts == [[3, 4, 5, 6], [1, 2], [1, 2, 3, 4]]
 
 
 def test_truncated_prompts_are_counted_once_per_group():

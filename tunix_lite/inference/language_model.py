@@ -35,7 +35,7 @@ from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params, Prompts
+from tunix_lite.types import Params
 
 # prompts are padded to a multiple of it, so that few lengths compile
 WIDTH = 64
@@ -241,10 +241,8 @@ class LanguageModel:
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
-                row = _padded([ids], width)
-                logprobs = np.asarray(
-                    _score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask)
-                )[0]
+                tokens, mask = _padded([ids], width)
+                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
                 scores.append(logprobs[width - len(ids) :][start : start + count])
         return scores
 
@@ -302,12 +300,13 @@ def _listed(prompts: Asked | Sequence[Asked]) -> list[Asked]:
     return [prompts] if is_one else list(prompts)
 
 
-def _padded(rows: list[list[int]], width: int) -> Prompts:
+def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their mask, [B, width], each row padded on the left."""
     tokens = np.zeros((len(rows), width), np.int32)
     mask = np.zeros((len(rows), width), bool)
     for i, ids in enumerate(rows):
         tokens[i, width - len(ids) :], mask[i, width - len(ids) :] = ids, True
-    return Prompts(put(tokens, "batch", "seq"), put(mask, "batch", "seq"))
+    return put(tokens, "batch", "seq"), put(mask, "batch", "seq")
 
 
 # ---- loading

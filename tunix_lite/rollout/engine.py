@@ -59,7 +59,7 @@ def make_sampler(
 
     def sample(
         params,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         key,
         num_generations: int = 1,
         temperature: float = generation.temperature,
@@ -126,9 +126,7 @@ def make_generate(
         on_finished: Callable | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
-        asked, mask = np.asarray(prompts.tokens), np.asarray(prompts.token_mask)
-        rows = [row[keep] for row, keep in zip(asked, mask)]
-        B = len(rows) * num_generations
+        B = len(prompts) * num_generations
         tokens, completion_mask = (
             np.full((B, width + new), pad_id, np.int32),
             np.zeros((B, width + new), bool),
@@ -140,7 +138,7 @@ def make_generate(
         def chunks():
             options = {"limits": limits, "tokenizer": tokenizer}
             metrics.update(
-                (yield from sample(params, rows, key, num_generations, temperature, **options))
+                (yield from sample(params, prompts, key, num_generations, temperature, **options))
             )
 
         for touched in chunks():
@@ -161,10 +159,10 @@ def make_generate(
                         on_finished(row, answer.tokens)
             if between_chunks is not None:
                 between_chunks()
-        for p, row in enumerate(rows):
+        for p, row in enumerate(prompts):
             tokens[p * num_generations : (p + 1) * num_generations, width - len(row) : width] = row
         token_mask = completion_mask.copy()
-        token_mask[:, :width] = np.repeat(left_padded(rows, width), num_generations, axis=0)
+        token_mask[:, :width] = np.repeat(left_padded(prompts, width), num_generations, axis=0)
         return Rollout(
             tokens, token_mask, completion_mask, logprobs, finish, whole_logprobs, seconds, metrics
         )
@@ -196,6 +194,6 @@ def in_shards(num_slots: int) -> int:
     return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 
-def left_padded(rows, width: int) -> np.ndarray:
+def left_padded(rows: Prompts, width: int) -> np.ndarray:
     """Which of `width` columns the rows fill, [P, width] bool, when they end in the last one."""
     return np.arange(width) >= width - np.array([len(row) for row in rows])[:, None]

@@ -130,7 +130,7 @@ def find_task(run: RunConfig, model: Source, num_prompts: int) -> tuple[Task, st
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        highest = int(prompts.tokens.max())
+        highest = max(max(prompt) for prompt in prompts)
         if highest >= model.cfg.vocab_size:
             raise ValueError(
                 f"a prompt holds token {highest}, beyond the model's "
