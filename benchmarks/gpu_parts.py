@@ -306,7 +306,7 @@ def one_kernel(cfg: ModelConfig, shape: Shape, batch: Batch, prompt: int, new: i
 def bf16(setting: Setting) -> Iterator[dict]:
     """The gap of log-probabilities in bfloat16 between sampler and trainer, by attention, packing and slots."""
     on_device()
-    bundled = source.fetch(source.find(Model()))
+    bundled = source.download(source.locate(Model()))
     _, params = source.load(bundled)
     cfg, tokenizer = bundled.cfg, bundled.tokenizer
     questions = [f"What is {a} + {b} - {a + b - 7}?" for a in range(3, 7) for b in (8, 15)]

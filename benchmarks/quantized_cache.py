@@ -30,7 +30,7 @@ WIDTH = 32
 
 
 def main() -> None:
-    model = source.fetch(source.find(Model(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
+    model = source.download(source.locate(Model(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
     params = source.load_base(model, 0, "fp32")
     rows = [model.tokenizer.prompt(Arithmetic().held_out[i]["question"])[-WIDTH:] for i in range(32)]

@@ -182,7 +182,7 @@ def timed(arm, requests: Requests, compiles: list) -> Took:
 
 def bytes_per_step(cfg: ModelConfig, dtype, params, slots: int, length: int) -> int:
     """Of all weights and of the slots' whole cache: what a step that keeps nothing on the chip has to read."""
-    layered = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
+    layered = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
     return kv_cache.num_bytes(layered) + kv_cache.num_bytes(cache)
 

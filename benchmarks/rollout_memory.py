@@ -66,9 +66,9 @@ def target_devices(target: str, target_config: Path | None, count: int) -> list:
 def weight_shapes(dtype):
     """What the engine's make_prepare makes of the weights, as shapes with places."""
     params = weights.shapes(decoder.weights(CFG), dtype)
-    places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, params), CFG)
+    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), CFG)
     return placed(
-        jax.eval_shape(partial(decoder.per_layer, cfg=CFG, dtype=dtype), params), jax.tree.map(gathered, places)
+        jax.eval_shape(partial(decoder.per_layer_params, cfg=CFG, dtype=dtype), params), jax.tree.map(gathered, places)
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
 # tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
-# distributed.join.compile_afresh.
+# distributed.join.disable_compilation_cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The second flag is one

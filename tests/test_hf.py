@@ -11,7 +11,7 @@ import pytest
 from conftest import random_params, set_mesh
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite.models import decoder, hf
+from tunix_lite.models import attention, decoder, hf
 from tunix_lite.models.decoder import ModelConfig, RopeScaling
 from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
 from tunix_lite.models.quantize import stored
@@ -241,7 +241,7 @@ def test_an_untied_head_gives_the_scores(folder):
     cfg = replace(CFG, tied=False)
     params = hf.load_params(folder, cfg, GEMMA3)
     tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
-    hidden = decoder.forward(params, cfg, tokens, decoder.whole(np.ones_like(tokens, bool)))
+    hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(np.ones_like(tokens, bool)))
     np.testing.assert_array_equal(params["embed"], embed)
     by_hand = np.float64(hidden) @ np.float64(head).T
     np.testing.assert_allclose(decoder.logits(params, cfg, hidden), by_hand, rtol=1e-5, atol=1e-5)

@@ -86,7 +86,7 @@ def good(tmp_path_factory):
 
     (folder / "run").mkdir()
     settings = Model(weights=str(folder / "model"))
-    RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.find(settings), 0))
+    RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.locate(settings), 0))
     checkpoints = Checkpoints(folder / "run" / "checkpoints")
     optimizer = make_optimizer(OptimizerConfig(), 2)
     checkpoints.save(TrainState(put(np.int32(1)), params, init_opt_state(optimizer, params)))
@@ -202,12 +202,12 @@ def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good
 
 def loaded(folder: Path):
     """All of the way from model.weights= to what training needs, short of the weights themselves."""
-    return source.fetch(source.find(Model(weights=str(folder))))
+    return source.download(source.locate(Model(weights=str(folder))))
 
 
 def adapted(folder: Path, adapter: Path):
     model = Model(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
-    return source.load(source.fetch(source.find(model)))
+    return source.load(source.download(source.locate(model)))
 
 
 def test_folders_in_which_nothing_is_wrong_are_taken(good, canary):
@@ -724,12 +724,12 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
     found = Model(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
     if words:
         is_refused(
-            lambda: source.find(found),
+            lambda: source.locate(found),
             f"model.lora: adapter: {'the tensors in ' * (words[0] == 'the tensors in')}{folder}",
             *words,
         )
     else:
-        assert within_two_seconds(lambda: source.find(found)).lora.rank == 2
+        assert within_two_seconds(lambda: source.locate(found)).lora.rank == 2
 
 
 # ---- the batch that replay reads
@@ -941,7 +941,7 @@ def training(good) -> RunConfig:
 def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, training, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(good / "run", tmp_path / "run")
-    ours = fingerprint(training, source.fetch(source.find(training.model)), 4)
+    ours = fingerprint(training, source.download(source.locate(training.model)), 4)
     (run / "fingerprint.json").write_text(json.dumps(json.loads(json.dumps(ours)) | change))
     resumed = replace(training, resume=Resume(str(run)))
     with pytest.raises(ConfigError, match="^resume: "):
@@ -1010,7 +1010,7 @@ def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good,
     run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
     acts = {
         "fingerprint.json": lambda: check_same_run(
-            fingerprint(training, source.fetch(source.find(training.model)), 4),
+            fingerprint(training, source.download(source.locate(training.model)), 4),
             read_fingerprint(run_dir.fingerprint), run_dir.path, force=False,
         ),
         "reference.json": lambda: find_reference(run, None, run_dir, run_dir.checkpoints),

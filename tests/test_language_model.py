@@ -20,7 +20,7 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
-from tunix_lite.models.source import Model, find
+from tunix_lite.models.source import Model, locate
 
 ROOT = Path(__file__).parents[1]
 SHORT = Generation(64, 12)
@@ -228,7 +228,7 @@ def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
     for name in before:
         whole = tuple(slice(None) for _ in before.shape(name))
         assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes()
-    asked = find(Model(weights=str(tmp_path / "out"))).tokenizer
+    asked = locate(Model(weights=str(tmp_path / "out"))).tokenizer
     assert asked.prompt("1 + 1") == one().tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
 
 

@@ -13,7 +13,7 @@ from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.step import make_train_step
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored
@@ -66,7 +66,9 @@ def logits(params, tokens, dtype=jnp.float32):
     @jax.jit
     def run(params):
         return decoder.logits(
-            params, CFG, decoder.forward(params, CFG, tokens, decoder.whole(jnp.ones_like(tokens, bool)), dtype)
+            params,
+            CFG,
+            decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool)), dtype),
         )
 
     return run(params)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
 from tunix_lite.learner.policy import token_logprobs  # noqa: E402
-from tunix_lite.models import decoder, hf  # noqa: E402
+from tunix_lite.models import attention, decoder, hf  # noqa: E402
 from tunix_lite.models.families import FAMILIES, config_json, read_config  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
@@ -93,7 +93,9 @@ def scores(params, cfg, tokens):
     @jax.jit
     def run(params, tokens):
         return decoder.logits(
-            params, cfg, decoder.forward(params, cfg, tokens, decoder.whole(jnp.ones_like(tokens, bool)))
+            params,
+            cfg,
+            decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool))),
         )
 
     return run(params, tokens)

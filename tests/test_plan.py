@@ -81,7 +81,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     monkeypatch.setattr(engine, "make_programs", noted)
     set_mesh(fsdp, tp)
     case = make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
-    model, dtype, cfg = source.find(run.model), DTYPES[run.training.mixed_precision], case.cfg
+    model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
     frozen, params = source.load(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
     rollout = replace(run.rollout, num_slots=case.slots, weights=case.weights)

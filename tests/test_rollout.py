@@ -13,7 +13,7 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.policy import Policy, token_logprobs
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory
@@ -40,7 +40,9 @@ def test_greedy_equals_decoding_without_a_cache(cfg, params, generate):
         for _ in range(NEW):
             fixed = np.array([tokens + [0] * (PROMPT + NEW - len(tokens))])  # one shape: compiled once
             mask = np.arange(PROMPT + NEW)[None] < len(tokens)
-            hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, fixed, decoder.whole(mask))
+            hidden = jax.jit(decoder.forward, static_argnums=1)(
+                params, cfg, fixed, attention.one_sequence_per_row(mask)
+            )
             tokens.append(int(jnp.argmax(decoder.logits(params, cfg, hidden[0, len(tokens) - 1]))))
             if tokens[-1] in EOS:
                 break
@@ -206,7 +208,7 @@ def score(two_layers, medium):
     rows = len(LENGTHS) * GROUP
     forward = jax.jit(
         lambda params, tokens, mask: decoder.logits(
-            params, two_layers, decoder.forward(params, two_layers, tokens, decoder.whole(mask))
+            params, two_layers, decoder.forward(params, two_layers, tokens, attention.one_sequence_per_row(mask))
         )
     )
 

@@ -52,7 +52,7 @@ def rows_for(packing: str, width: int) -> Rows:
 def asked_of(name: str):
     """A model that has opinions, and prompts of several lengths for it."""
     if name == "bundled":
-        found = source.find(source.Model())
+        found = source.locate(source.Model())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
         return found.cfg, source.load(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
@@ -162,7 +162,7 @@ def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
     batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = make_programs(cfg, Generation(10, 14), (1,), 0, dtype, 4, False)
-    layered = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
+    layered = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, shelf = (jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_shelf))
     read = (shelf, layered, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
     return {
@@ -238,10 +238,10 @@ def test_the_forward_pass_within_an_update_is_that_of_scoring_bit_for_bit():
     cfg = ModelConfig(512, 1, 256, 4, 1, 64, 1024, query_scale=64)
     params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
     tokens_BT = jax.random.randint(jax.random.key(1), (64, 96), 0, cfg.vocab_size)
-    sight = attention.whole(jnp.ones(tokens_BT.shape, bool))
+    meta = attention.one_sequence_per_row(jnp.ones(tokens_BT.shape, bool))
 
     def hidden(params):
-        return decoder.forward(params, cfg, tokens_BT, sight, jnp.bfloat16).astype(jnp.float32)
+        return decoder.forward(params, cfg, tokens_BT, meta, jnp.bfloat16).astype(jnp.float32)
 
     def learning(params):
         hidden_BTD = hidden(params)

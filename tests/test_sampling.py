@@ -11,7 +11,7 @@ import pytest
 from conftest import random_params, set_mesh
 
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.models import decoder
+from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
@@ -276,7 +276,10 @@ def rollout(params):
 def scores_after(params, tokens) -> np.ndarray:
     tokens = np.array([tokens])
     return np.asarray(
-        decoder.logits(params, CFG, decoder.forward(params, CFG, tokens, decoder.whole(tokens >= 0))[0, -1]), np.float64
+        decoder.logits(
+            params, CFG, decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))[0, -1]
+        ),
+        np.float64,
     )
 
 

@@ -22,7 +22,7 @@ from tunix_lite.config import build
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
-from tunix_lite.models import decoder, source
+from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import Model
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
@@ -471,11 +471,11 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling(t
            "training.save_interval_steps=0", "tracking.tensorboard=false", f"generation.temperature={temperature}"]  # fmt: skip
     run = compose(sft)
     train(run, tmp_path)
-    model = source.fetch(source.find(run.model))
+    model = source.download(source.locate(run.model))
     task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
     tokens, mask, counts = task.demonstrations(task.batch(4, run.seed, 0)[0])
     forward = jax.jit(decoder.forward, static_argnums=1)
-    hidden = forward(source.load(model)[1], model.cfg, tokens, decoder.whole(mask))
+    hidden = forward(source.load(model)[1], model.cfg, tokens, attention.one_sequence_per_row(mask))
     scores = np.asarray(decoder.logits(source.load(model)[1], model.cfg, hidden), np.float64)[:, :-1]
     logprobs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     of_tokens = np.take_along_axis(logprobs, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]

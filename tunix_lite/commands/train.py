@@ -24,7 +24,7 @@ from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folde
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_began
 from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.models.source import stamp
+from tunix_lite.models.source import weights_digest
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train_in_job
@@ -60,7 +60,10 @@ def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
     they name."""
     first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
     examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-    found = {"weights": stamp(parts.model), "data or tokenizer": parts.task.digest(examples)}
+    found = {
+        "weights": weights_digest(parts.model),
+        "data or tokenizer": parts.task.digest(examples),
+    }
     return found | code_named(run)
 
 

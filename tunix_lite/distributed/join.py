@@ -53,7 +53,7 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
         place, agreed = _as_jax_says(place), agree_through_jax(about)
     check_devices(launch, place, environ)
     if place.num_processes > 1:
-        compile_afresh()
+        disable_compilation_cache()
     _joined.append((place, agreed))
     return _joined[0]
 
@@ -112,7 +112,7 @@ def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
     )
 
 
-def compile_afresh() -> None:
+def disable_compilation_cache() -> None:
     """On several CPU devices, programs that are read from disk mix up their collectives: none is
     kept there.
 

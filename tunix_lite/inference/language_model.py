@@ -24,7 +24,7 @@ from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
-from tunix_lite.models.source import Model, Source
+from tunix_lite.models.source import FoundModel, Model
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
@@ -76,7 +76,7 @@ class Completion:
 class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
-    source: Source
+    source: FoundModel
     params: Params  # what acts: all weights, or a base with its adapters attached
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
@@ -360,7 +360,7 @@ def open_model(
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
     # the messages begin with the setting
     with error_context(""):
-        found = source.find(model)
+        found = source.locate(model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
@@ -369,7 +369,7 @@ def open_model(
     # else the checkpoint has all the weights
     if run is None or found.lora is not None:
         with error_context(""):
-            found = source.fetch(found)
+            found = source.download(found)
     with jax.set_mesh(mesh):
         if run is None:
             with error_context("model.weights"):
@@ -391,7 +391,7 @@ def open_model(
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
-def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
+def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
     tables = [table for table in source.tables(found) if table is not None]

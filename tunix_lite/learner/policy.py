@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.attention import Sight
+from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import ModelConfig
 from tunix_lite.models.vocabulary import Scores, token_scores
 from tunix_lite.parallel.compiling import compiled_once
@@ -94,8 +94,8 @@ def batch_scores(
 
     Only they get scores over the vocabulary, and of those [R, W, V] never exist.
     """
-    sight = Sight(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, sight, dtype, **forward)
+    meta = AttentionMeta(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
+    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = to_score(hidden_RWD, batch)
     found = token_scores(
         before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature
@@ -132,9 +132,9 @@ def token_logprobs(
 ):
     """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts,
     is 0."""
-    hidden_BTD = decoder.forward(params, cfg, tokens_BT, attention.whole(token_mask_BT), dtype)[
-        :, :-1
-    ]
+    hidden_BTD = decoder.forward(
+        params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), dtype
+    )[:, :-1]
     table_VD = decoder.output_table(params, cfg)
     found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
     return jnp.pad(found.logprobs, ((0, 0), (1, 0)))

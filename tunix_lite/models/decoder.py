@@ -9,7 +9,7 @@ differently is a flag of `ModelConfig`. Sources: arXiv:2408.00118 (Gemma 2), 250
 
 All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is
 goes beside them as data: training scans over single layers, so that compile time grows neither with
-depth nor with the pattern. Sampling runs layer by layer on `per_layer` weights.
+depth nor with the pattern. Sampling runs layer by layer on `per_layer_params` weights.
 """
 
 from dataclasses import dataclass, fields
@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.models import attention
-from tunix_lite.models.attention import Sight
-from tunix_lite.models.attention import whole as whole
+from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import (
     added,
     at_least_float32,
@@ -35,8 +34,8 @@ from tunix_lite.models.rounding import (
 )
 from tunix_lite.models.weights import (
     Weight,
-    at_work,
     fan_in,
+    for_compute,
     is_quantized,
     is_weight,
     ones,
@@ -200,15 +199,15 @@ def norm_weight(cfg: ModelConfig, size: int) -> Weight:
 
 
 def copy_to_score(params, cfg: ModelConfig, dtype):
-    """The parameters once more, to score with and never to train: what `at_work` casts is kept in
-    the compute dtype."""
+    """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
+    in the compute dtype."""
     kept = jax.tree.map(
         lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight
     )
     return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
 
 
-def per_layer(params, cfg: ModelConfig, dtype) -> dict:
+def per_layer_params(params, cfg: ModelConfig, dtype) -> dict:
     """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs
     on.
 
@@ -221,9 +220,8 @@ def per_layer(params, cfg: ModelConfig, dtype) -> dict:
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
 
-def per_layer_places(places, cfg: ModelConfig):
-    """Where `per_layer` leaves its arrays, given where the parameters live: each where it comes
-    from."""
+def per_layer_shardings(places, cfg: ModelConfig):
+    """The shardings of what `per_layer_params` returns, given those of the parameters."""
     return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
 
 
@@ -241,7 +239,7 @@ def forward(
     params,
     cfg: ModelConfig,
     tokens_BT,
-    sight: Sight,
+    meta: AttentionMeta,
     dtype=jnp.float32,
     remat="none",
     attend=attention.xla,
@@ -253,10 +251,10 @@ def forward(
 
     remat: what the backward pass finds kept, a name of REMAT. attend: one of
     attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
-    mesh, as weights.at_work takes it. tp_reduce_dtype: what the two sums of a layer over tp are
+    mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
     taken in, as weights.project takes it.
     """
-    angles = all_angles(cfg, sight.positions)
+    angles = all_angles(cfg, meta.positions)
     declared = layer_weights(cfg)
     are_local = np.array([kind == "local" for kind in cfg.kinds])
     of_one_kind = bool(are_local.all() or not are_local.any())
@@ -265,9 +263,11 @@ def forward(
         w, is_local = of_layer
         # known while compiling, where all are alike
         is_local = bool(are_local[0]) if of_one_kind else is_local
-        w = {name: at_work(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()}
-        see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
-        return block(x_BTD, w, cfg, of_kind(angles, is_local), see, tp_reduce_dtype)
+        w = {
+            name: for_compute(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()
+        }
+        attend_fn = lambda *qkv: (attend(cfg, is_local, meta, *qkv), None)  # noqa: E731
+        return block(x_BTD, w, cfg, of_kind(angles, is_local), attend_fn, tp_reduce_dtype)
 
     # prevent_cse is for code outside of loops, where the compiler could undo the repetition
     layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
@@ -311,22 +311,24 @@ REMAT = {
 
 
 def forward_by_layer(
-    layered, cfg: ModelConfig, tokens_BT, positions_BT, see, tp_reduce_dtype=jnp.float32
+    params, cfg: ModelConfig, tokens_BT, positions_BT, attend_fn, tp_reduce_dtype=jnp.float32
 ) -> tuple[jax.Array, list]:
-    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`:
-    from `per_layer`.
+    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `params`:
+    from `per_layer_params`.
 
-    see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what
-    the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
+    attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says
+    what the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
     `forward` takes it.
     """
     angles = all_angles(cfg, positions_BT)
-    x_BTD = embed(layered, cfg, tokens_BT, layered["embed"].dtype)
+    x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     kept = []
-    for layer, (w, kind) in enumerate(zip(layered["layers"], cfg.kinds)):
-        x_BTD, of_layer = block(x_BTD, w, cfg, angles[kind], partial(see, layer), tp_reduce_dtype)
+    for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
+        x_BTD, of_layer = block(
+            x_BTD, w, cfg, angles[kind], partial(attend_fn, layer), tp_reduce_dtype
+        )
         kept.append(of_layer)
-    return norm(x_BTD, layered["final_norm"], cfg), kept
+    return norm(x_BTD, params["final_norm"], cfg), kept
 
 
 def all_angles(cfg: ModelConfig, positions_BT) -> dict:
@@ -387,10 +389,10 @@ def softcap(scores, cap: float | None):
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def block(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
-    """One layer, and what `see(q, k, v)` keeps of it."""
+def block(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtype=jnp.float32):
+    """One layer, and what `attend_fn(q, k, v)` keeps of it."""
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE)
-    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, see, tp_reduce_dtype)
+    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
@@ -401,7 +403,7 @@ def block(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
     return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
-def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
+def attention_part(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtype=jnp.float32):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -418,7 +420,7 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.
     q_BTNH, k_BTKH, v_BTKH = (
         checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
     )
-    out_BTNH, kept = see(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
     return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
 

@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.distributed.join import compile_afresh, nodes_of
+from tunix_lite.distributed.join import disable_compilation_cache, nodes_of
 
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -100,7 +100,7 @@ def set_rules(rules: Rules) -> None:
 
 
 @contextlib.contextmanager
-def profile(name: str, **changes: str | None):
+def use_rules(name: str, **changes: str | None):
     """Inside, the table `name`, train or rollout, holds, with these changes. What is traced there
     keeps it."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
@@ -177,7 +177,7 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) > 1 and devices[0].platform == "cpu":
-        compile_afresh()
+        disable_compilation_cache()
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, could_pretend=not has_peers

@@ -8,7 +8,7 @@ from functools import partial
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
-from tunix_lite.models.source import Source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
@@ -26,7 +26,7 @@ from tunix_lite.planning.resolved import Case, micro_batches_to_try, slots_of, w
 
 
 def choose_micro_batch(
-    run: RunConfig, model: Source, say: Callable[[str], None]
+    run: RunConfig, model: FoundModel, say: Callable[[str], None]
 ) -> tuple[RunConfig, Callable]:
     """The run with the largest micro-batch whose update, compiled, fits the devices; and that
     update, ready to train.

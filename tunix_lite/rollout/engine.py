@@ -178,10 +178,10 @@ def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
     def prepare(params):
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         if (place := (treedef, *leaves)) not in compiled:
-            places = decoder.per_layer_places(treedef.unflatten(leaves), cfg)
+            places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
             places = jax.tree.map(gathered, places) if gather else places
             compiled[place] = jax.jit(
-                partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=places
+                partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
             )
         return compiled[place](params)
 

@@ -10,7 +10,7 @@ import jax
 from tunix_lite.distributed.allgather import from_all
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import axis_size, gathered, profile, sharding
+from tunix_lite.parallel.mesh import axis_size, gathered, sharding, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.settings import Generation, RolloutConfig
 from tunix_lite.rollout.work import prompt_widths, shelf_of
@@ -61,8 +61,8 @@ def choose_weights(
 
 def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
     """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
-    shapes = jax.eval_shape(partial(decoder.per_layer, cfg=cfg, dtype=dtype), params)
-    places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, params), cfg)
+    shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
     sizes = jax.tree.map(lambda x, place: _bytes(x, gathered(place)), shapes, places)
     return sum(jax.tree.leaves(sizes))
 
@@ -96,7 +96,7 @@ def shelf_bytes(
 def _rows_bytes(
     cfg: ModelConfig, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str
 ) -> int:
-    with profile("rollout"):
+    with use_rules("rollout"):
         empty = partial(
             kv_cache.empty_cache, cfg, rows, length, dtype, rollout.cache == "int8", axis
         )

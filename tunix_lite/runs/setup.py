@@ -18,7 +18,7 @@ from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, source, weights
-from tunix_lite.models.source import Source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
 from tunix_lite.planning.batch_size import (
     BatchPlan,
@@ -44,7 +44,7 @@ class Parts:
     `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
     """
 
-    model: Source
+    model: FoundModel
     mesh: jax.sharding.Mesh
     batch: BatchPlan
     # how its sequences are laid out
@@ -90,7 +90,7 @@ def find_parts(run: RunConfig) -> Parts:
     """
     # Messages begin with the setting.
     with error_context(""):
-        model = source.find(run.model)
+        model = source.locate(run.model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
@@ -110,7 +110,7 @@ def find_parts(run: RunConfig) -> Parts:
     return Parts(model, mesh, batch, rows, attention, task, data)
 
 
-def find_task(run: RunConfig, model: Source, num_prompts: int) -> tuple[Task, str]:
+def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task, str]:
     """The task, and what there is to know about its examples; num_prompts: of an update.
 
     Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
@@ -153,7 +153,7 @@ def in_folder(parts: Parts, run: RunConfig, run_dir: RunDir) -> Parts:
         run_dir.check()
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
-        model = source.fetch(parts.model)
+        model = source.download(parts.model)
 
     # Which run made the checkpoints, and whether its files are whole.
     differs = ""
@@ -195,7 +195,7 @@ def planning_case(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
     )
 
 
-def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[str, str]:
+def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: Rows) -> tuple[str, str]:
     """The implementation of attention that training uses, and in words why. Raises ValueError."""
     width = row_width(run, rows)
     platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
@@ -203,7 +203,7 @@ def choose_attention(run: RunConfig, model: Source, mesh, rows: Rows) -> tuple[s
     return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares)
 
 
-def check_generation(run: RunConfig, model: Source) -> None:
+def check_generation(run: RunConfig, model: FoundModel) -> None:
     """Raises ValueError for what a model cannot do, or what training would do wrongly."""
     settings, longest = run.generation, model.cfg.max_positions
     if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
@@ -275,7 +275,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     return "; ".join(found)
 
 
-def check_resumed(run: RunConfig, model: Source, batch: BatchPlan, earlier: RunDir) -> str:
+def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: RunDir) -> str:
     """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
     if it may not."""
     with error_context("resume"):
@@ -346,7 +346,7 @@ def _packed(parts: Parts) -> str:
     return f", packed ({rows.packing}), {at_once}"
 
 
-def _size(model: Source) -> str:
+def _size(model: FoundModel) -> str:
     total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
     if model.lora is None:
         return total
