@@ -8,7 +8,7 @@ import time
 
 from tunix_lite.distributed.agreement import about
 from tunix_lite.distributed.join import agree, beat, initialise, leaving, noticing_lost_peers
-from tunix_lite.distributed.process_place import Launch
+from tunix_lite.distributed.process_place import LaunchConfig
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 # One where it is killed: jax is done with a first exchange while that of a second device is still being set up, and
@@ -19,7 +19,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA
 
 
 def join():
-    launch = Launch(timeout=30, expect_devices=16 if what == "more" else None)
+    launch = LaunchConfig(timeout=30, expect_devices=16 if what == "more" else None)
     try:
         return initialise(launch, os.environ, about({"seed": 0}, f"folder{rank}"))
     except ValueError as error:
@@ -29,7 +29,7 @@ def join():
 
 with leaving(), noticing_lost_peers():
     joined = join()
-    assert initialise(Launch(), {}, None) is joined  # once
+    assert initialise(LaunchConfig(), {}, None) is joined  # once
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

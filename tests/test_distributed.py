@@ -24,7 +24,7 @@ from processes import free_port
 from tunix_lite.distributed import agreement, join
 from tunix_lite.distributed.agreement import About, disagreement, flat
 from tunix_lite.distributed.meeting import NotMet, meet
-from tunix_lite.distributed.process_place import Launch, Place, find_place, first_node, tasks_per_node
+from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place, first_node, tasks_per_node
 from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
@@ -123,7 +123,7 @@ MASTER = "MASTER_ADDR and MASTER_PORT"
     ],
 )
 def test_a_process_finds_its_place(settings, environ, place):
-    assert find_place(Launch(**settings), environ) == place
+    assert find_place(LaunchConfig(**settings), environ) == place
 
 
 ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 to N-1 belong together"
@@ -173,7 +173,7 @@ ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.pro
 )
 def test_what_contradicts_itself_is_named(settings, environ, message):
     with pytest.raises(ValueError) as caught:
-        find_place(Launch(**settings), environ)
+        find_place(LaunchConfig(**settings), environ)
     assert str(caught.value) == message
 
 
@@ -199,12 +199,14 @@ def test_the_first_node_of_a_list_has_process_0(text, first):
 @pytest.mark.parametrize("text", ["", "gpu[", "gpu[a-b]", "[1-2", "a b"])
 def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
     with pytest.raises(ValueError) as caught:
-        find_place(Launch(), SLURM | {"SLURM_STEP_NODELIST": text})
+        find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text})
     assert str(caught.value) == (
         f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes and "
         "launch.process_id, or MASTER_ADDR says where process 0 is"
     )
-    assert find_place(Launch(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith("b:")
+    assert find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith(
+        "b:"
+    )
 
 
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
@@ -218,7 +220,7 @@ def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
 def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_the_setting_to_paste(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ValueError) as caught:
-        join.check_devices(Launch(), Place(), {})
+        join.check_devices(LaunchConfig(), Place(), {})
     assert str(caught.value) == (
         "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run knows of 1: start every "
         "host with launch.coordinator=auto"

@@ -19,7 +19,7 @@ from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import Group, group_of
-from tunix_lite.distributed.process_place import Launch, Place, find_place
+from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place
 from tunix_lite.distributed.supervisor import Trace
 
 CHILD = """
@@ -557,10 +557,10 @@ def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
         rules("a.py")
     main = tmp_path / "conf" / "config.yaml"
     main.write_text(main.read_text().replace("launch: default", "launch: mine").replace("tunix_lite  #", "other  #"))
-    assert rules("a.py") == (6, Launch.stall_timeout)
+    assert rules("a.py") == (6, LaunchConfig.stall_timeout)
     assert launcher.project_name([]) == "other" and launcher.project_name(["++project_name='x y'"]) == "x y"
     main.write_text(main.read_text() + "\nlaunch:\n  max_restarts: 7\n")
-    assert rules("a.py", "launch=mine") == (7, Launch.stall_timeout)
+    assert rules("a.py", "launch=mine") == (7, LaunchConfig.stall_timeout)
 
 
 def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_path):
@@ -674,7 +674,7 @@ def test_the_jobset_example_numbers_its_pods_as_a_run_needs_it():
     pods, name = jobs["template"]["spec"], job["metadata"]["name"]
     (container,) = pods["template"]["spec"]["containers"]
     said = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # RANK is the index of the pod
-    assert find_place(Launch(), said) == Place(
+    assert find_place(LaunchConfig(), said) == Place(
         1, 2, f"{name}-node-0-0.{name}:29500", source="MASTER_ADDR and MASTER_PORT"
     )
     assert pods["parallelism"] == pods["completions"] == int(said["WORLD_SIZE"]) and pods["completionMode"] == "Indexed"

@@ -16,7 +16,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Rewards
+from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import prepare, startup_summary
@@ -375,7 +375,7 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         source = SimpleNamespace(train=rows[process], held_out=[])
         config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
         whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
-        with whole.with_workers(Rewards(workers=0), print) as task:
+        with whole.with_workers(RewardsConfig(workers=0), print) as task:
             examples, dropped = (task if is_running else whole).batch(3, 0, step)
         batch, _, judged = SFT().collect(None, task, None, examples, None)
         return batch.tokens.tolist(), dropped, judged

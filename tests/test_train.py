@@ -23,7 +23,7 @@ from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.source import Model
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir
@@ -322,7 +322,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsy
     first, second, third = (checkpoints.restore_params(shapes, step)[1] for step in (1, 2, 3))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    replay(replace(run, model=build(Model, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
+    replay(replace(run, model=build(ModelConfig, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
     said = capsys.readouterr().out
     assert (
         "step 2: 16 sequences, with the weights of step 2\nloss nan; of the 15 sequences whose loss is finite" in said

@@ -24,7 +24,7 @@ from tunix_lite.distributed.agreement import (
     host_name,
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
-from tunix_lite.distributed.process_place import Launch, Place, find_place
+from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place
 from tunix_lite.errors import is_of_a_peer
 
 # a file that `beat` touches, and a launcher looks at
@@ -35,7 +35,9 @@ STARTED = "TUNIX_LITE_STARTED"
 _joined: list[tuple[Place, Agreed]] = []
 
 
-def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tuple[Place, Agreed]:
+def initialise(
+    launch: LaunchConfig, environ: Mapping[str, str], about: About
+) -> tuple[Place, Agreed]:
     """Joins the processes of this run, once, before a device is used: they meet, agree, and start
     jax.distributed.
 
@@ -58,7 +60,7 @@ def initialise(launch: Launch, environ: Mapping[str, str], about: About) -> tupl
     return _joined[0]
 
 
-def is_alone(launch: Launch, environ: Mapping[str, str]) -> bool:
+def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
     """Whether this process is a run by itself, as far as that is known before jax starts; else
     others may join."""
     place = find_place(launch, environ)
@@ -77,7 +79,7 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
         raise ValueError(error)
 
 
-def _start_jax(launch: Launch, place: Place, devices: list[int] | None) -> None:
+def _start_jax(launch: LaunchConfig, place: Place, devices: list[int] | None) -> None:
     import jax
 
     if accelerator() == "CPU":
@@ -148,7 +150,7 @@ def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
     return [place.local_id] if place.num_local > 1 and not is_chosen else None
 
 
-def check_devices(launch: Launch, place: Place, environ: Mapping[str, str]) -> None:
+def check_devices(launch: LaunchConfig, place: Place, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
     import jax
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.distributed.process_place import ASK_JAX, Launch, find_place
+from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
 from tunix_lite.distributed.supervisor import Rules, supervise
 from tunix_lite.files.addresses import check_on_disk
 
@@ -129,7 +129,7 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
     # Slurm and xpk number machines: each has one launcher
     if "WORLD_SIZE" not in environ:
-        node = find_place(Launch(), environ)
+        node = find_place(LaunchConfig(), environ)
         if node.coordinator is None:
             return Group(nprocs, nprocs, port=environ.get("MASTER_PORT"))
         host, _, port = node.coordinator.rpartition(":")
@@ -144,7 +144,7 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
         return Group(
             nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
         )
-    place = find_place(Launch(), {name: environ[name] for name in TORCH if name in environ})
+    place = find_place(LaunchConfig(), {name: environ[name] for name in TORCH if name in environ})
     if place.process_id + nprocs > place.num_processes:
         raise ValueError(
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
@@ -175,7 +175,7 @@ def rules_of(known: argparse.Namespace, program: list[str]) -> Rules:
 
 
 def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
-    value = settings.get(name, getattr(Launch, name))
+    value = settings.get(name, getattr(LaunchConfig, name))
     if "${" in str(value):
         raise ValueError(f"launch.{name}={value}: the launcher cannot fill that in; {REMEDY}")
     try:

@@ -13,7 +13,7 @@ ASK_JAX = "auto"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """How the processes of a run find each other, and what their launcher watches; as one process,
     nothing."""
 
@@ -54,7 +54,7 @@ class Place:
     asks_jax: bool = False  # jax's own detection says the rest
 
 
-def find_place(launch: Launch, environ: Mapping[str, str]) -> Place:
+def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
     """Our place, from settings, torchrun's variables, xpk's, Slurm's, or those that jax knows;
     without any, alone.
 
@@ -71,7 +71,7 @@ def find_place(launch: Launch, environ: Mapping[str, str]) -> Place:
     return place if place.num_processes > 1 or place.asks_jax else Place(source=place.source)
 
 
-def _of_settings(launch: Launch) -> Place | None:
+def _of_settings(launch: LaunchConfig) -> Place | None:
     if launch.coordinator == ASK_JAX:
         return Place(source="launch.coordinator=auto", asks_jax=True)
     given = {

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import attention, decoder, rounding
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 
 @flax.struct.dataclass
@@ -115,8 +115,8 @@ def at_home(state, rows_axis: str):
 
 
 def make_programs(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     end_ids,
     pad_id: int,
     dtype,
@@ -242,14 +242,14 @@ def make_programs(
         return decode_chunk(slots, layered, temperature, generation.uncut)
 
     def decode_chunk(
-        slots: Slots, layered, temperature, generation: Generation
+        slots: Slots, layered, temperature, generation: GenerationConfig
     ) -> tuple[Slots, Drawn]:
         step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
         report = Drawn(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, layered, temperature, generation: Generation):
+    def decode_step(slots: Slots, _, layered, temperature, generation: GenerationConfig):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
         of a completion."""
         scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
