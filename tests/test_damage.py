@@ -14,7 +14,8 @@ from tunix_lite.commands.program import compose
 from tunix_lite.distributed.folder_lock import lock_folder
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
-from tunix_lite.runs.setup import prepare, sign
+from tunix_lite.runs import setup
+from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status
@@ -43,7 +44,7 @@ def whole(tmp_path_factory):
     run = compose(RUN)
     parts = prepare(run, folder)
     jax.set_mesh(parts.mesh)
-    sign(run, parts, folder)
+    write_fingerprint(run, parts, folder)
     checkpoints = Checkpoints(folder.checkpoints)
     for step in (4, LAST):
         checkpoints.save(state_of(step))
@@ -367,3 +368,12 @@ def test_a_checkpoint_whose_run_is_gone_is_said_to_need_force(folder):
 def test_half_a_checkpoint_is_not_called_whole(folder):
     shutil.rmtree(folder / "checkpoints" / "8" / "default" / "d")
     assert Checkpoints(folder / "checkpoints").whole_steps() == [4]
+
+
+def test_parts_that_a_check_found_are_handed_over_and_not_found_again(tmp_path, monkeypatch):
+    run = compose(RUN)
+    found = prepare(run, RunDir(tmp_path / "as far as is known then"))
+    monkeypatch.setattr(setup, "find_parts", None)
+    parts = prepare(run, RunDir(tmp_path), found)
+    assert parts.task is found.task and parts.model.tokenizer is found.model.tokenizer
+    assert parts.resume_from is None

@@ -629,7 +629,7 @@ def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
     tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
     with pytest.raises(ConfigError, match=tried):
-        at_start.fitting(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+        at_start.choose_micro_batch(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
@@ -662,11 +662,11 @@ def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
 
     set_mesh(2, 2)
-    found = at_start.foresee(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
+    found = at_start.plan_of_this_run(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
     assert found.fits is False
-    assert "DOES NOT FIT" in at_start.in_short(found)
+    assert "DOES NOT FIT" in at_start.memory_line(found)
     with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):
-        at_start.foresee(case_of(cfg), {"update": refuse})
+        at_start.plan_of_this_run(case_of(cfg), {"update": refuse})
 
 
 def qwen(*overrides: str) -> Plan:
@@ -723,7 +723,7 @@ def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
     found = plan.put_together(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
     phases = tuple(replace(phase, adds={"all": GiB if phase.name == "update" else 1}) for phase in found.phases)
     at_start.check_fits(replace(found, phases=phases), print)
-    assert "DOES NOT FIT with rows at their fullest" in at_start.in_short(replace(found, phases=phases))
+    assert "DOES NOT FIT with rows at their fullest" in at_start.memory_line(replace(found, phases=phases))
     with pytest.raises(ConfigError, match="the run does not fit"):
         at_start.check_fits(replace(found, machine=machine(1000)), print)
 

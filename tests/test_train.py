@@ -24,7 +24,7 @@ from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.runs.setup import prepare, resume_from_folder, sign
+from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -509,7 +509,7 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
 
     data.write_text("\n".join(rows))
     run = compose([*SHORT, "~task.source", f"+{source}", "evaluation.num_examples=8"])
-    sign(run, prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
+    write_fingerprint(run, prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
     signed = json.loads(folder.fingerprint.read_text())
     assert found("evaluation.num_examples=3", "model.mesh_shape=[[4,1],[fsdp,tp]]") == ""
     data.write_text("\n".join([*rows[:7], rows[0]]))
