@@ -22,9 +22,6 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.rollout.work import Work, fitting, prompt_widths
 from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
-# where nobody says how many
-MOST_SLOTS = 256
-
 
 def make_sampler(
     cfg: Architecture,
@@ -82,7 +79,7 @@ def make_sampler(
             for g in range(num_generations)
         ]
         work = Work(programs, prepare(params), np.float32(temperature), asked, chunk)
-        slots = in_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
+        slots = rollout.slots(len(asked), axis_size("fsdp"))
         work.shelve(
             [prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens
         )
@@ -186,12 +183,6 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
         return compiled[place](params)
 
     return prepare
-
-
-def in_shards(num_slots: int) -> int:
-    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every
-    device, whole."""
-    return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 
 def left_padded(rows: Prompts, width: int) -> np.ndarray:

@@ -86,6 +86,10 @@ class GenerationConfig:
             )
 
 
+# Sequences decoded at once, at most, where rollout.num_slots does not say how many.
+MOST_SLOTS = 256
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a
@@ -108,3 +112,10 @@ class RolloutConfig:
             raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
         if self.cache not in ("compute", "int8"):
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
+
+    def slots(self, num_sequences: int, fsdp: int) -> int:
+        """How many slots decode so many sequences on a mesh: `num_slots`, else one for each
+        sequence up to MOST_SLOTS; rounded up to a multiple of fsdp, as other numbers would lie
+        whole on every device."""
+        wanted = self.num_slots or min(MOST_SLOTS, num_sequences)
+        return -(-wanted // fsdp) * fsdp
