@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.models import decoder, source
-from tunix_lite.models.source import Model
+from tunix_lite.models import attention, decoder, source
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.tasks.sources import Arithmetic
 
 
 def main() -> None:
-    model = source.fetch(source.find(Model(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
+    model = source.download(source.locate(ModelConfig(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
     examples = [Arithmetic().held_out[i] for i in range(32)]
     rows = [model.tokenizer.prompt(e["question"]) + model.tokenizer.encode(e["completion"]) for e in examples]
@@ -34,7 +34,9 @@ def main() -> None:
 
     @jax.jit
     def scores(params):
-        return decoder.logits(params, model.cfg, decoder.forward(params, model.cfg, tokens, decoder.whole(mask)))
+        return decoder.logits(
+            params, model.cfg, decoder.forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))
+        )
 
     whole, projections, reference = {}, {}, None
     for storage in ("bf16", "int8", "nf4"):

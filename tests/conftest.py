@@ -8,7 +8,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
 # tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
-# distributed.join.compile_afresh.
+# distributed.join.disable_compilation_cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The second flag is one
@@ -33,11 +33,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
-from tunix_lite.types import Prompts
+from tunix_lite.rollout.settings import GenerationConfig
 
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
 PROMPT, NEW = 10, 12
@@ -61,9 +60,9 @@ def one_device():
 
 
 @pytest.fixture(scope="session")
-def cfg() -> ModelConfig:
+def cfg() -> Architecture:
     """Three layers, local, global, and one left over; the window is shorter than a sequence."""
-    return ModelConfig(
+    return Architecture(
         vocab_size=32,
         num_layers=3,
         embed_dim=16,
@@ -77,7 +76,7 @@ def cfg() -> ModelConfig:
     )
 
 
-def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
+def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3):
     """Weights large enough that the model has opinions, norms included; on the current mesh."""
     rng, table = np.random.default_rng(seed), decoder.weights(cfg)
     return jax.tree.map(
@@ -94,7 +93,7 @@ def params(cfg):
 @pytest.fixture(scope="session")
 def generate(cfg):
     set_mesh(1, 1)
-    return make_generate(cfg, Generation(PROMPT, NEW), EOS, pad_id=0)
+    return make_generate(cfg, GenerationConfig(PROMPT, NEW), EOS, pad_id=0)
 
 
 @pytest.fixture(scope="session")
@@ -102,13 +101,11 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> Prompts:
-    """Left-padded prompts of every length from 1 to the width."""
+def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> list[list[int]]:
+    """Prompts of every length from 1 to the width."""
     rng = np.random.default_rng(seed)
     lengths = [1 + i * (width - 1) // max(count - 1, 1) for i in range(count)]
-    token_mask = np.stack([np.arange(width) >= width - n for n in lengths])
-    tokens = np.where(token_mask, rng.integers(4, vocab_size, (count, width)), 0)
-    return Prompts(tokens.astype(np.int32), token_mask)
+    return [row[width - n :].tolist() for n, row in zip(lengths, rng.integers(4, vocab_size, (count, width)))]
 
 
 @pytest.fixture(scope="session")

@@ -12,24 +12,24 @@ import strict_kernel
 from conftest import set_mesh
 
 from tunix_lite.models import attention
-from tunix_lite.models.attention import Sight, choose, obstacle, visible
-from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import axis_size, profile, put
+from tunix_lite.models.attention import AttentionMeta, choose, obstacle, visible
+from tunix_lite.models.decoder import Architecture
+from tunix_lite.parallel.mesh import axis_size, put, use_rules
 
-CFG = ModelConfig(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
+CFG = Architecture(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
 
 
-def sight(segments, positions, branches=None) -> Sight:
-    return Sight(*(None if x is None else jnp.asarray([x], jnp.int32) for x in (positions, segments, branches)))
+def meta(segments, positions, branches=None) -> AttentionMeta:
+    return AttentionMeta(*(None if x is None else jnp.asarray([x], jnp.int32) for x in (positions, segments, branches)))
 
 
 def as_text(seen_BTT) -> list[str]:
     return ["".join(".x"[int(x)] for x in row) for row in np.asarray(seen_BTT)[0]]
 
 
-PACKED = sight([1, 1, 1, 1, 2, 2, 2, 0], [0, 1, 2, 3, 0, 1, 2, 0])
+PACKED = meta([1, 1, 1, 1, 2, 2, 2, 0], [0, 1, 2, 3, 0, 1, 2, 0])
 # a prompt of two, completions of three and of one after it; then another sequence
-BRANCHED = sight([1, 1, 1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2, 0, 1], [0, 0, 1, 1, 1, 2, 0, 1])
+BRANCHED = meta([1, 1, 1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2, 0, 1], [0, 0, 1, 1, 1, 2, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_token_sees_its_own_segment_and_branch_within_the_window(row, window, 
 
 
 def test_a_row_of_one_sequence_may_be_padded_on_both_sides():
-    row = attention.whole(jnp.array([[False, False, True, True, True, False]]))
+    row = attention.one_sequence_per_row(jnp.array([[False, False, True, True, True, False]]))
     np.testing.assert_array_equal(row.positions[0, 2:5], [0, 1, 2])
     assert as_text(visible(2, row, row)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
 
@@ -83,10 +83,10 @@ def random_rows(cfg, B: int, T: int, with_branches: bool):
                 branches[b, start + 2 * third : stop] = 2
                 positions[b, start + 2 * third : stop] -= third
     slope[segments == 0] = 0  # what stands on padding is nobody's business
-    return (q, k, v), slope, Sight(positions, segments, branches if with_branches else None)
+    return (q, k, v), slope, AttentionMeta(positions, segments, branches if with_branches else None)
 
 
-def by_formulas(cfg, window, rows: Sight, q, k, v):
+def by_formulas(cfg, window, rows: AttentionMeta, q, k, v):
     """Softmax attention in float64, one query after the other over the keys that it sees. 0 where it sees none."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros(q.shape)
@@ -151,7 +151,7 @@ def test_lanes_are_the_whole_row(pieces, monkeypatch):
     segments, positions, branches = (np.tile(row, (4, 1)) for row in LANES)
     slope = slope + np.where(segments > 0, 1.0, 0.0)[..., None, None].astype(np.float32)
     slope[segments == 0] = 0
-    whole = Sight(positions, segments, branches)
+    whole = AttentionMeta(positions, segments, branches)
     wanted = [attended(attention.xla, CFG, local, (q, k, v), slope, whole) for local in (False, True)]
     for window, found in zip((None, CFG.window), wanted):
         assert np.abs(found[0] - by_formulas(CFG, window, whole, q, k, v)).max() < 2e-6
@@ -191,7 +191,7 @@ def test_a_kind_told_by_data_is_the_kind_told_while_compiling():
 # ---- splash
 
 
-SPLASH = ModelConfig(
+SPLASH = Architecture(
     56, 2, 16, 4, 2, 128, 32, pattern=("local", "global"), window=40, query_scale=128, attn_softcap=2.0
 )
 splash = partial(attention.splash, interpret=True)
@@ -250,7 +250,7 @@ def attended_apart(way, cfg, is_local, qkv, slope, rows):
     """As `attended`, each shard of the rows by itself, as micro_batches._apart has it."""
 
     def alone(qkv, slope, rows):
-        with profile("train", batch=None):
+        with use_rules("train", batch=None):
             out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *attention.keep_heads(*qkv)), *qkv)
             return jnp.where(rows.segments[..., None, None] > 0, out, 0), *pull(slope)
 

@@ -16,13 +16,12 @@ from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.commands.program import compose
 from tunix_lite.config import RunConfig
-from tunix_lite.models import decoder, hf, source
+from tunix_lite.models import attention, decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, QWEN2, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.train import train
-from tunix_lite.types import Prompts
 
 PAGE = ROOT / "docs" / "extend" / "model.md"
 SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_THE_FAMILY = commands(PAGE)
@@ -58,7 +57,7 @@ def table(head: str) -> list[list[str]]:
     return [re.findall(r"`([^`]*)`", row) for row in rows]
 
 
-def architecture(option: str) -> decoder.ModelConfig:
+def architecture(option: str) -> decoder.Architecture:
     return compose([f"model={option}"], "docs/extend/example/conf").model.architecture
 
 
@@ -72,7 +71,7 @@ def write_model(folder: Path, cfg, family) -> Path:
 
 def check_found(run: RunConfig, cfg, family) -> None:
     """The run's model is the one that write_model wrote."""
-    found = source.find(run.model)
+    found = source.locate(run.model)
     assert (found.cfg, found.family) == (cfg, family)
     jax.tree.map(np.testing.assert_array_equal, source.load(found)[1], random_params(cfg))
 
@@ -114,7 +113,7 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
     write_model(tmp_path, cfg, LLAMA)
     (words,) = [body for language, _, body in blocks(PAGE) if language == "text"]
     with pytest.raises(ValueError) as error:
-        source.find(run_of(SIZE_OF_A_FOLDER, folder=tmp_path).model)
+        source.locate(run_of(SIZE_OF_A_FOLDER, folder=tmp_path).model)
     assert str(error.value) == words.replace("\n", " ").replace("/path/to/a/llama", str(tmp_path))
     for command in (WHATEVER_IS_THERE, NO_YAML):
         check_found(run_of(command, folder=tmp_path), cfg, LLAMA)
@@ -136,11 +135,11 @@ def test_a_mistral_is_written_and_read_back(window, tmp_path):
 def test_a_family_that_is_not_named_or_not_there_is_said(tmp_path):
     write_model(tmp_path, architecture("mistral_tiny"), find_family("mistral.MISTRAL"))
     with pytest.raises(ValueError, match=r"model_type is 'mistral'; supported is .*docs/extend/model says how to add"):
-        source.find(run_of(NO_YAML, folder=tmp_path).model)
+        source.locate(run_of(NO_YAML, folder=tmp_path).model)
     with pytest.raises(ValueError, match=r"model\.family: 'mistral\.NONE' is neither one of .* nor importable"):
-        source.find(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.NONE", folder=tmp_path).model)
+        source.locate(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.NONE", folder=tmp_path).model)
     with pytest.raises(ValueError, match=r"model\.family: mistral\.one_kind is not a Family"):
-        source.find(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.one_kind", folder=tmp_path).model)
+        source.locate(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.one_kind", folder=tmp_path).model)
 
 
 @pytest.mark.parity
@@ -194,14 +193,14 @@ def test_a_mistral_equals_that_of_transformers(window, tmp_path):
         theirs = model(asked).logits.numpy()
     ours = jax.jit(
         lambda params: decoder.logits(
-            params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), decoder.whole(mask))
+            params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), attention.one_sequence_per_row(mask))
         )
     )
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
 
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
-    greedy = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0).tokens
+    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0)
+    greedy = generate(params, tokens.tolist(), jax.random.key(0), temperature=0.0).tokens
     continued = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
     np.testing.assert_array_equal(np.asarray(greedy), continued.numpy())
 
@@ -226,7 +225,7 @@ def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
         if row[1] == "mistral.MISTRAL"
         else {"pattern": ("global",), "window": None}
     )
-    cfg = decoder.ModelConfig(
+    cfg = decoder.Architecture(
         32, 2, 16, 4, 2, 8, 24, query_scale=8, **(layers | {"rope_theta_global": 1e4} | family.flags)
     )
     values = config_json(cfg, family) | {"rope_theta": 1e4}

@@ -15,13 +15,12 @@ torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
 from tunix_lite.learner.policy import token_logprobs  # noqa: E402
-from tunix_lite.models import decoder, hf  # noqa: E402
+from tunix_lite.models import attention, decoder, hf  # noqa: E402
 from tunix_lite.models.families import FAMILIES, config_json, read_config  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.rollout.engine import make_generate  # noqa: E402
-from tunix_lite.rollout.settings import Generation, RolloutConfig  # noqa: E402
-from tunix_lite.types import Prompts  # noqa: E402
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -94,7 +93,9 @@ def scores(params, cfg, tokens):
     @jax.jit
     def run(params, tokens):
         return decoder.logits(
-            params, cfg, decoder.forward(params, cfg, tokens, decoder.whole(jnp.ones_like(tokens, bool)))
+            params,
+            cfg,
+            decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool))),
         )
 
     return run(params, tokens)
@@ -113,11 +114,11 @@ def test_logits_equal_those_of_transformers(both):
 def test_greedy_continuations_are_the_same(both):
     """Of prompts of several lengths, longer and shorter than the window, in fewer slots than there are prompts."""
     model, cfg, params, _, _ = both
-    lengths = np.array([PROMPT, 1, PROMPT - 3, 2, PROMPT // 2])
-    mask = np.arange(PROMPT) >= PROMPT - lengths[:, None]
-    tokens = np.where(mask, np.random.default_rng(1).integers(1, VOCAB, (len(lengths), PROMPT)), 0)
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
-    ours = generate(params, Prompts(tokens, mask), jax.random.key(0), temperature=0.0)
+    lengths = (PROMPT, 1, PROMPT - 3, 2, PROMPT // 2)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, VOCAB, length).tolist() for length in lengths]
+    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
+    ours = generate(params, prompts, jax.random.key(0), temperature=0.0)
     for row, real in zip(ours.tokens, ours.token_mask):
         asked = torch.tensor(row[:PROMPT][real[:PROMPT]])[None]
         theirs = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)

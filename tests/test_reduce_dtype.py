@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
-from tunix_lite.models import decoder
-from tunix_lite.models.weights import Lora, Weight, at_work, project
+from tunix_lite.models import attention, decoder
+from tunix_lite.models.weights import Lora, Weight, for_compute, project
 from tunix_lite.parallel.mesh import put
 
 ROWS, EMBED, HEADS, SIZE = 64, 8, 2, 4
@@ -29,7 +29,7 @@ def of_a_projection(reduce_dtype: str, stored: str) -> tuple[jax.Array, np.ndarr
     w = jnp.asarray(rng.normal(size=WEIGHT.shape), stored)
 
     def product(w, x):
-        return project(x, at_work(w, WEIGHT, jnp.bfloat16, jnp.dtype(reduce_dtype)))
+        return project(x, for_compute(w, WEIGHT, jnp.bfloat16, jnp.dtype(reduce_dtype)))
 
     placed = put(np.asarray(w), *WEIGHT.axes), put(x, "batch", "act_embed")
     pull = jax.jit(lambda w, x, slope: jax.vjp(product, w, x)[1](slope))
@@ -54,7 +54,7 @@ def test_of_a_weight_stored_in_bfloat16_it_is_rounded_once_after_the_sum():
 
 def test_adapters_hear_their_gradient_in_float32_and_a_frozen_base_has_no_way_for_one():
     leaf = Lora(*(jnp.ones(shape, jnp.float32) for shape in (WEIGHT.shape, (EMBED, 2), (2, HEADS, SIZE))))
-    ready = at_work(leaf, WEIGHT, jnp.bfloat16)
+    ready = for_compute(leaf, WEIGHT, jnp.bfloat16)
     assert [part.trained.dtype for part in (ready.a, ready.b)] == [jnp.float32] * 2
     assert isinstance(ready.base, jax.Array) and ready.base.dtype == jnp.bfloat16
 
@@ -69,10 +69,10 @@ def with_biases(cfg):
 def test_no_gradient_of_a_layer_is_summed_in_bfloat16(with_biases, stored, reduce_dtype, narrow):
     """Unless it is asked for. Read from the program before any compiler sees it: what comes of tokens and is of none."""
     params = jax.tree.map(lambda x: x.astype(stored), random_params(with_biases))
-    tokens, sight = np.ones((4, 9), np.int32), decoder.whole(np.ones((4, 9), bool))
+    tokens, meta = np.ones((4, 9), np.int32), attention.one_sequence_per_row(np.ones((4, 9), bool))
 
     def loss(params):
-        hidden = decoder.forward(params, with_biases, tokens, sight, jnp.bfloat16, reduce_dtype=jnp.dtype(reduce_dtype))
+        hidden = decoder.forward(params, with_biases, tokens, meta, jnp.bfloat16, reduce_dtype=jnp.dtype(reduce_dtype))
         return jnp.sum(hidden.astype(jnp.float32))
 
     sums = {}

@@ -14,16 +14,15 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory
 from tunix_lite.rollout import work as host_work
 from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.types import Prompts
 
 
 def test_sampler_and_trainer_agree_on_logprobs(cfg, params, rollout):
@@ -38,11 +37,13 @@ def test_greedy_equals_decoding_without_a_cache(cfg, params, generate):
     prompts = ragged_prompts(4)
     got = generate(params, prompts, jax.random.key(0), 1, temperature=0.0)
     for row in range(4):
-        tokens = list(prompts.tokens[row][prompts.token_mask[row]])
+        tokens = list(prompts[row])
         for _ in range(NEW):
             fixed = np.array([tokens + [0] * (PROMPT + NEW - len(tokens))])  # one shape: compiled once
             mask = np.arange(PROMPT + NEW)[None] < len(tokens)
-            hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, fixed, decoder.whole(mask))
+            hidden = jax.jit(decoder.forward, static_argnums=1)(
+                params, cfg, fixed, attention.one_sequence_per_row(mask)
+            )
             tokens.append(int(jnp.argmax(decoder.logits(params, cfg, hidden[0, len(tokens) - 1]))))
             if tokens[-1] in EOS:
                 break
@@ -62,8 +63,10 @@ def test_the_end_of_sequence_token_is_part_of_the_completion(rollout):
 
 def test_a_row_holds_its_prompt_then_its_completion_then_padding(rollout):
     prompts = ragged_prompts(5)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4, :PROMPT], prompts.tokens)
-    np.testing.assert_array_equal(np.asarray(rollout.token_mask)[::4, :PROMPT], prompts.token_mask)
+    assert np.asarray(rollout.tokens)[::4, :PROMPT].tolist() == [[0] * (PROMPT - len(p)) + p for p in prompts]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    in_prompt = np.arange(PROMPT) >= PROMPT - lengths[:, None]
+    np.testing.assert_array_equal(np.asarray(rollout.token_mask)[::4, :PROMPT], in_prompt)
     assert not np.asarray(rollout.completion_mask)[:, :PROMPT].any()
     assert (np.asarray(rollout.tokens)[~np.asarray(rollout.token_mask)] == 0).all()
 
@@ -83,13 +86,13 @@ def test_noise_differs_between_steps_and_repeats_on_rerun(generate, params):
 def test_a_completion_does_not_depend_on_how_many_others_are_sampled(cfg, params, generate):
     prompts, key = ragged_prompts(5), jax.random.key(3)
     many = np.asarray(generate(params, prompts, key, 4).tokens).reshape(5, 4, -1)
-    few = np.asarray(generate(params, Prompts(prompts.tokens[:2], prompts.token_mask[:2]), key, 3).tokens)
+    few = np.asarray(generate(params, prompts[:2], key, 3).tokens)
     np.testing.assert_array_equal(few.reshape(2, 3, -1), many[:2, :3])
 
 
 def test_lengths_that_are_no_multiple_of_a_chunk_are_kept_exactly(cfg, params):
     for new in (1, 2, 18):
-        generate = make_generate(cfg, Generation(PROMPT, new), eos_ids=(999,), pad_id=0)
+        generate = make_generate(cfg, GenerationConfig(PROMPT, new), eos_ids=(999,), pad_id=0)
         rollout = generate(params, ragged_prompts(2), jax.random.key(0), 1)
         assert rollout.tokens.shape == (2, PROMPT + new)
         np.testing.assert_array_equal(np.asarray(rollout.completion_mask).sum(axis=1), new)
@@ -152,7 +155,7 @@ def prompts_of(lengths, vocab_size: int = 32, seed: int = 0) -> list[list[int]]:
 
 
 def sampler(cfg, slots: int | None, chunk: int, generation=None, eos=END, **more):
-    generation = Generation(LONG, ROOM) if generation is None else generation
+    generation = GenerationConfig(LONG, ROOM) if generation is None else generation
     return make_sampler(cfg, generation, eos, 0, rollout=RolloutConfig(slots, chunk, **more))
 
 
@@ -206,7 +209,7 @@ def score(two_layers, medium):
     rows = len(LENGTHS) * GROUP
     forward = jax.jit(
         lambda params, tokens, mask: decoder.logits(
-            params, two_layers, decoder.forward(params, two_layers, tokens, decoder.whole(mask))
+            params, two_layers, decoder.forward(params, two_layers, tokens, attention.one_sequence_per_row(mask))
         )
     )
 
@@ -365,7 +368,7 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
     chunk reckons with itself and with those that have not been read.
     """
     monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
-    widths, generation = widths_of(monkeypatch), Generation(LONG, 40)
+    widths, generation = widths_of(monkeypatch), GenerationConfig(LONG, 40)
     sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
     prompts = prompts_of((12, 1, 1, 1, 1, 1))
     limits = [20, 4, 4, 4, 4, 20]
@@ -431,7 +434,7 @@ class Letters:
         return SimpleNamespace(feed=self.decode)
 
 
-BRIEF = Generation(LONG, 8)
+BRIEF = GenerationConfig(LONG, 8)
 ENDS = replace(BRIEF, stop=("ad", "cbc"), stop_token_ids=(9, 17))
 EITHER = (2, 30)  # eos
 
@@ -585,19 +588,12 @@ def generate_with(monkeypatch, sample):
     return make_generate(None, BRIEF, (), 0), watched
 
 
-def left_padded(rows, width: int = LONG) -> Prompts:
-    mask = np.array([[column >= width - len(row) for column in range(width)] for row in rows])
-    tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate(rows)
-    return Prompts(tokens, mask)
-
-
 def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
     """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
     generate, watched = generate_with(monkeypatch, two_slots)
     prompts, calls = prompts_of(MANY[:4]), []
     rollout = generate(
-        small, left_padded(prompts), jax.random.key(0), limits=[1, 6, 2, 3],
+        small, prompts, jax.random.key(0), limits=[1, 6, 2, 3],
         on_finished=lambda row, tokens: calls.append((watched.chunks, row, list(tokens))),
     )  # fmt: skip
     assert [(chunk, row, len(tokens)) for chunk, row, tokens in calls] == [(1, 0, 1), (2, 2, 2), (3, 1, 6), (4, 3, 3)]
@@ -623,7 +619,7 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
 
     config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
     task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
-    monkeypatch.setattr(Task, "prompts", lambda task, examples: left_padded(prompts_of(MANY[: len(examples)])))
+    monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
     _, metrics, judged = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
     assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
@@ -671,7 +667,7 @@ def test_scores_that_are_no_numbers_are_an_error_that_names_the_prompt(two_slots
 
 # ---- keys and values
 
-GEMMA3_1B = ModelConfig(262_144, 26, 1152, 4, 1, 256, 6912)
+GEMMA3_1B = Architecture(262_144, 26, 1152, 4, 1, 256, 6912)
 
 
 def test_a_cache_of_gemma_3_1b_takes_27_of_104_parts_of_one_that_keeps_everything():
@@ -730,20 +726,20 @@ def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
 
 
 def test_weights_are_where_settings_or_one_device_say(cfg, params):
-    memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, Generation(LONG, ROOM))
+    memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, GenerationConfig(LONG, ROOM))
     for said in ("gathered", "sharded"):
         assert memory_of(RolloutConfig(weights=said), 4, []) == (said, f"weights {said}, as rollout.weights says")
     assert memory_of(RolloutConfig(), 4, []) == ("gathered", "weights whole on every device, as fsdp is 1")
     set_mesh(1, 2)
     params = random_params(cfg)
-    assert memory.choose_weights(params, cfg, jnp.float32, Generation(), RolloutConfig(), 4, [])[0] == "gathered"
+    assert memory.choose_weights(params, cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 4, [])[0] == "gathered"
 
 
 def test_weights_are_gathered_if_they_the_cache_and_the_shelf_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
     """2 devices over fsdp, float32. A slot's keys and values: 2 * 2 heads * 8 * 4 bytes for each of 5 + 46 + 5 tokens;
     each device has two of the four slots, and of the prompts that wait all four, of 5 + LONG + 5 tokens."""
     set_mesh(2, 1)
-    params, generation = random_params(cfg), Generation(LONG, ROOM)
+    params, generation = random_params(cfg), GenerationConfig(LONG, ROOM)
     needed = 4 * weights.num_params(decoder.weights(cfg)) + 2 * 128 * (5 + 46 + 5) + 4 * 128 * (5 + LONG + 5)
     for free, choice in ((needed / 0.9 + 10, "gathered"), (needed / 0.9 - 10, "sharded")):
         monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
@@ -769,7 +765,7 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(cfg, Generation(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
+    programs = make_programs(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
     slots = programs.make_slots(2)
     layered = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, layered, np.float32(1)).compile().memory_analysis()

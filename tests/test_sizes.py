@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tunix_lite.commands.program import compose
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.families import as_computed, read_config
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
@@ -89,7 +89,9 @@ def test_a_size_runs_in_shape(name):
     cfg = model(name).architecture
 
     def run(params, tokens_BT, token_mask_BT):
-        hidden_BTD = decoder.forward(params, cfg, tokens_BT, decoder.whole(token_mask_BT), jnp.bfloat16)
+        hidden_BTD = decoder.forward(
+            params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), jnp.bfloat16
+        )
         return hidden_BTD, decoder.logits(params, cfg, hidden_BTD)
 
     params = weights.shapes(decoder.weights(cfg), jnp.bfloat16)

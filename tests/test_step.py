@@ -16,7 +16,7 @@ from tunix_lite.learner.micro_batches import Rows, summed
 from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.step import make_train_step
-from tunix_lite.models import decoder
+from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Batch, Max, TokenScores, TrainState
 
@@ -105,7 +105,9 @@ def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, ro
 def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
     score = jax.jit(partial(token_logprobs, cfg=cfg, temperature=0.8))
     got = score(params, rollout.tokens, rollout.token_mask)
-    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, rollout.tokens, decoder.whole(rollout.token_mask))
+    hidden = jax.jit(decoder.forward, static_argnums=1)(
+        params, cfg, rollout.tokens, attention.one_sequence_per_row(rollout.token_mask)
+    )
     scores = decoder.logits(params, cfg, hidden)
     scores = np.asarray(scores, np.float64) / 0.8
     full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))

@@ -16,10 +16,10 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Rewards
+from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.fingerprint import check_same_run
-from tunix_lite.runs.setup import panel, prepare
+from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks import task as tasks
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -107,10 +107,10 @@ def test_rewards_by_hand():
     assert contains("a <b> c", {}, text="<b>") == 1.0
 
 
-def test_prompts_stand_right_and_are_asked_by_the_template(task, tokenizer):
+def test_prompts_have_their_own_lengths_and_are_asked_by_the_template(task, tokenizer):
     prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
-    assert prompts.token_mask[:, -1].all() and not prompts.token_mask[0, 0]
-    text = tokenizer.backend.decode(prompts.tokens[0][prompts.token_mask[0]].tolist(), skip_special_tokens=False)
+    assert len(prompts[0]) < len(prompts[1]) <= task.max_prompt_length
+    text = tokenizer.backend.decode(prompts[0], skip_special_tokens=False)
     assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
 
 
@@ -168,8 +168,7 @@ def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
 
 def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
     prompts = numbers_task([], "truncate").prompts(of_length(6, 2, 4))
-    assert prompts.tokens.tolist() == [[3, 4, 5, 6], [0, 0, 1, 2], [1, 2, 3, 4]]
-    assert prompts.token_mask.sum(axis=1).tolist() == [4, 2, 4]
+    assert prompts == [[3, 4, 5, 6], [1, 2], [1, 2, 3, 4]]
 
 
 def test_truncated_prompts_are_counted_once_per_group():
@@ -376,7 +375,7 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         source = SimpleNamespace(train=rows[process], held_out=[])
         config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
         whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
-        with whole.with_workers(Rewards(workers=0), print) as task:
+        with whole.with_workers(RewardsConfig(workers=0), print) as task:
             examples, dropped = (task if is_running else whole).batch(3, 0, step)
         batch, _, judged = SFT().collect(None, task, None, examples, None)
         return batch.tokens.tolist(), dropped, judged
@@ -608,7 +607,7 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
         prepare(run, RunDir(tmp_path / "run"))
     (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
     run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
-    _, said = panel(run, prepare(run, RunDir(tmp_path / "run")), RunDir(tmp_path / "run"))
+    _, said = startup_summary(run, prepare(run, RunDir(tmp_path / "run")), RunDir(tmp_path / "run"))
     assert dict(said)["data"] == (
         "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"

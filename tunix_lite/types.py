@@ -7,6 +7,7 @@ Shape letters, used as suffixes on array names across the package:
   H head size   F feed-forward size   V vocabulary   L layers
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -16,18 +17,8 @@ import jax
 Params = Any
 # "part/name" -> number
 Metrics = dict[str, Any]
-
-
-@flax.struct.dataclass
-class Prompts:
-    """Left-padded prompts, so that every completion starts in the same column.
-
-    Example: two prompts of 2 and 3 tokens -> tokens [[0, 5, 6], [7, 8, 9]], token_mask [[F, T, T],
-    [T, T, T]].
-    """
-
-    tokens: jax.Array  # [P, T] int32
-    token_mask: jax.Array  # [P, T] bool, True on real tokens
+# The token ids of each of P prompts, of any lengths: [[5, 6], [7, 8, 9]]. The sampler alone pads.
+Prompts = Sequence[Sequence[int]]
 
 
 @flax.struct.dataclass

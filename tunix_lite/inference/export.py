@@ -20,11 +20,11 @@ from tunix_lite import __version__
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.models import decoder, families, hf, peft, tokenizer
+from tunix_lite.models import attention, decoder, families, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
-from tunix_lite.models.source import fetch
+from tunix_lite.models.source import download
 from tunix_lite.models.weights import Lora
 from tunix_lite.types import Params
 
@@ -182,7 +182,7 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
     """How each tensor is to be stored."""
     source = model.source
     if dtype is None and source.folder is not None:
-        return hf.stored_dtypes(fetch(source).folder, source.family)
+        return hf.stored_dtypes(download(source).folder, source.family)
     return dict.fromkeys(hf.hf_weights(source.cfg, source.family), DTYPES[dtype or "bf16"])
 
 
@@ -217,7 +217,9 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
 
     @jax.jit
     def scores(params):
-        hidden = decoder.forward(params, cfg, tokens, decoder.whole(jnp.ones_like(tokens, bool)))
+        hidden = decoder.forward(
+            params, cfg, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
+        )
         return decoder.logits(params, cfg, hidden)
 
     ours, theirs = scores(model.params), scores(params)

@@ -21,21 +21,21 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.untrusted import as_path, check_settings
 from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
-from tunix_lite.models.source import Model, Source
+from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import in_shards, make_sampler
 from tunix_lite.rollout.requests import Sampled
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params, Prompts
+from tunix_lite.types import Params
 
 # prompts are padded to a multiple of it, so that few lengths compile
 WIDTH = 64
@@ -43,7 +43,7 @@ WIDTH = 64
 STEPS_PER_LOOK = 4
 
 # as conf/generation/long
-LONG = Generation(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
+LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
 
 # a user message, or a conversation of {"role": ..., "content": ...}
 Asked = str | list[dict]
@@ -76,7 +76,7 @@ class Completion:
 class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
-    source: Source
+    source: FoundModel
     params: Params  # what acts: all weights, or a base with its adapters attached
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
@@ -85,7 +85,7 @@ class LanguageModel:
     was_lora: LoraConfig | None = None  # of a merged model: the adapters that are in its weights
 
     @property
-    def cfg(self) -> ModelConfig:
+    def cfg(self) -> Architecture:
         return self.source.cfg
 
     @property
@@ -95,7 +95,7 @@ class LanguageModel:
     def generate(
         self,
         prompts: Asked | Sequence[Asked],
-        generation: Generation = LONG,
+        generation: GenerationConfig = LONG,
         num_generations: int = 1,
         seed: int = 0,
         batch_size: int = 64,
@@ -136,7 +136,7 @@ class LanguageModel:
     def stream(
         self,
         prompt: Asked,
-        generation: Generation = LONG,
+        generation: GenerationConfig = LONG,
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
@@ -241,10 +241,8 @@ class LanguageModel:
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
-                row = _padded([ids], width)
-                logprobs = np.asarray(
-                    _score(self.cfg, self.dtype)(self.params, row.tokens, row.token_mask)
-                )[0]
+                tokens, mask = _padded([ids], width)
+                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
                 scores.append(logprobs[width - len(ids) :][start : start + count])
         return scores
 
@@ -257,7 +255,7 @@ class LanguageModel:
             self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
         )
 
-    def _tokens(self, asked: list[Asked], generation: Generation) -> dict[int, list[int]]:
+    def _tokens(self, asked: list[Asked], generation: GenerationConfig) -> dict[int, list[int]]:
         """The tokens of each prompt, by its index; what is too long treated as
         generation.long_prompts says."""
         tokens, longest = {}, generation.max_prompt_length
@@ -292,7 +290,7 @@ _sampler = cache(make_sampler)
 
 
 @cache
-def _score(cfg: ModelConfig, dtype):
+def _score(cfg: Architecture, dtype):
     return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
 
 
@@ -302,19 +300,20 @@ def _listed(prompts: Asked | Sequence[Asked]) -> list[Asked]:
     return [prompts] if is_one else list(prompts)
 
 
-def _padded(rows: list[list[int]], width: int) -> Prompts:
+def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their mask, [B, width], each row padded on the left."""
     tokens = np.zeros((len(rows), width), np.int32)
     mask = np.zeros((len(rows), width), bool)
     for i, ids in enumerate(rows):
         tokens[i, width - len(ids) :], mask[i, width - len(ids) :] = ids, True
-    return Prompts(put(tokens, "batch", "seq"), put(mask, "batch", "seq"))
+    return put(tokens, "batch", "seq"), put(mask, "batch", "seq")
 
 
 # ---- loading
 
 
 def load(
-    model: str | Path | Model | RunConfig = "bundled",
+    model: str | Path | ModelConfig | RunConfig = "bundled",
     *,
     step: int | None = None,
     mesh_shape: MeshShape | None = None,
@@ -332,15 +331,15 @@ def load(
     run, seed = None, 0
     if isinstance(model, RunConfig):
         model, seed = model.model, model.seed
-    elif not isinstance(model, Model):
+    elif not isinstance(model, ModelConfig):
         with error_context("model"):
             folder = as_path(model)
         if (folder / RunDir.MODEL).is_file():
             run = folder
             settings, seed = run_settings(run, family)
-            model = build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+            model = build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
         else:
-            model = Model(weights=str(model))
+            model = ModelConfig(weights=str(model))
     if family is not None:
         model = replace(model, family=family)
     if step is not None and run is None:
@@ -351,7 +350,7 @@ def load(
 
 
 def open_model(
-    model: Model, run: Path | None, step: int | None, dtype: str, seed: int
+    model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
 ) -> LanguageModel:
     """The model of these settings; with `run`, its trained weights from that run's checkpoint.
     Raises ConfigError."""
@@ -361,7 +360,7 @@ def open_model(
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
     # the messages begin with the setting
     with error_context(""):
-        found = source.find(model)
+        found = source.locate(model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
@@ -370,7 +369,7 @@ def open_model(
     # else the checkpoint has all the weights
     if run is None or found.lora is not None:
         with error_context(""):
-            found = source.fetch(found)
+            found = source.download(found)
     with jax.set_mesh(mesh):
         if run is None:
             with error_context("model.weights"):
@@ -392,7 +391,7 @@ def open_model(
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
-def check_room(found: Source, mesh: jax.sharding.Mesh) -> None:
+def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
     tables = [table for table in source.tables(found) if table is not None]
@@ -437,7 +436,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
             with error_context(f"{file}: model.lora"):
                 check_targets(lora["targets"])
         with named_after(file):
-            build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+            build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(said["seed"])
     return settings, said["seed"]
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tunix_lite.learner import packing
 from tunix_lite.learner.packing import Layout, RowShape
-from tunix_lite.parallel.mesh import axis_size, constrain, profile, put
+from tunix_lite.parallel.mesh import axis_size, constrain, put, use_rules
 from tunix_lite.types import Batch, Max
 
 PACKING = ("none", "sequences", "prefix")
@@ -215,7 +215,7 @@ def _apart(fn, every: int, places):
 
     def alone(part):
         # a shard's rows are all its own
-        with profile("train", batch=None):
+        with use_rules("train", batch=None):
             return fn(part)
 
     of_shards = jax.vmap(alone, spmd_axis_name="fsdp")

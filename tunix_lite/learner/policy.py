@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.attention import Sight
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.attention import AttentionMeta
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
@@ -51,7 +51,7 @@ class FrozenScorer:
 
 
 def make_policy(
-    cfg: ModelConfig,
+    cfg: Architecture,
     generate,
     temperature: float,
     dtype=jnp.float32,
@@ -87,14 +87,14 @@ def scoring_program(scores: Callable, rows: Rows):
 
 
 def batch_scores(
-    params, batch: Batch, *, cfg: ModelConfig, temperature: float, dtype, **forward
+    params, batch: Batch, *, cfg: Architecture, temperature: float, dtype, **forward
 ) -> TokenScores:
     """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
 
     Only they get scores over the vocabulary, and of those [R, W, V] never exist.
     """
-    sight = Sight(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, sight, dtype, **forward)
+    meta = AttentionMeta(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
+    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = to_score(hidden_RWD, batch)
     found = token_scores(
         before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature
@@ -133,15 +133,15 @@ def sequence_scores(
     tokens_BT: jax.Array,
     token_mask_BT: jax.Array,
     *,
-    cfg: ModelConfig,
+    cfg: Architecture,
     temperature: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> TokenScores:
     """The scores of all tokens of sequences that are not laid out in rows, [B, T] each; position 0,
     which nothing predicts, is 0."""
-    hidden_BTD = decoder.forward(params, cfg, tokens_BT, attention.whole(token_mask_BT), dtype)[
-        :, :-1
-    ]
+    hidden_BTD = decoder.forward(
+        params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), dtype
+    )[:, :-1]
     table_VD = decoder.output_table(params, cfg)
     found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
     return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in found))

@@ -24,7 +24,7 @@ from tunix_lite.models.rounding import (
     stored,
     wide,
 )
-from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, profile, spec
+from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
 
 # a masked score: finite, so that a row which sees nothing stays finite
 FAR_BELOW = -1e30
@@ -36,7 +36,7 @@ LANES = 128
 
 
 @flax.struct.dataclass
-class Sight:
+class AttentionMeta:
     """What tokens need to know of each other. All [B, T] int32."""
 
     positions: jax.Array  # of a token in its own sequence
@@ -48,13 +48,13 @@ class Sight:
     lane: int = flax.struct.field(pytree_node=False, default=0)
 
 
-def whole(token_mask_BT) -> Sight:
+def one_sequence_per_row(token_mask_BT) -> AttentionMeta:
     """One sequence a row; padding may stand on either side."""
     positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
-    return Sight(positions_BT, token_mask_BT.astype(jnp.int32))
+    return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
 
-def visible(window: int | None, q: Sight, k: Sight):
+def visible(window: int | None, q: AttentionMeta, k: AttentionMeta):
     """[B, queries, keys] bool: whether a query may see a key. window: None means no limit."""
     q, k = jax.tree.map(lambda x: x[:, :, None], q), jax.tree.map(lambda x: x[:, None], k)
     seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
@@ -102,26 +102,26 @@ def attend(
     return (by_rows(attended, q, 2) if T == 1 else attended(q)).reshape(B, T, N, H)
 
 
-def xla(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
+def xla(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
     """Attention as plain products. Long rows in pieces of their queries, whose scores the backward
     pass makes again.
 
     is_local: whether the layer has a window; a bool, or a traced one where layers of both kinds are
     one program.
     """
-    return by_lane(partial(_xla, cfg, is_local), sight, q_BTNH, k_BTKH, v_BTKH)
+    return by_lane(partial(_xla, cfg, is_local), meta, q_BTNH, k_BTKH, v_BTKH)
 
 
-def by_lane(fn, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
-    """fn(queries' sight, keys' sight, q, k, v) of whole rows or, where they have lanes, of the lead
-    and of each lane.
+def by_lane(fn, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
+    """fn(metadata of the queries, metadata of the keys, q, k, v) of whole rows or, where they have
+    lanes, of the lead and of each lane.
 
     A lane's queries see the lead and that lane, so its keys are these two: what the lead costs is
     never multiplied by the other lanes.
     """
-    if not sight.lane:
-        return fn(sight, sight, q_BTNH, k_BTKH, v_BTKH)
-    B, lead, lane = len(q_BTNH), sight.lead, sight.lane
+    if not meta.lane:
+        return fn(meta, meta, q_BTNH, k_BTKH, v_BTKH)
+    B, lead, lane = len(q_BTNH), meta.lead, meta.lane
 
     def own(x):
         return x[:, lead:].reshape(-1, lane, *x.shape[2:])
@@ -135,13 +135,13 @@ def by_lane(fn, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
         return (jax.tree.map(cut, tree) for tree in trees)
 
     k_first, v_first = k_BTKH[:, :lead], v_BTKH[:, :lead]
-    (first,) = of(lambda x: x[:, :lead], sight)
+    (first,) = of(lambda x: x[:, :lead], meta)
     out_lead = fn(first, first, q_BTNH[:, :lead], k_first, v_first)
-    out_lanes = fn(*of(own, sight), *of(seen, sight), *of(own, q_BTNH), *of(seen, k_BTKH, v_BTKH))
+    out_lanes = fn(*of(own, meta), *of(seen, meta), *of(own, q_BTNH), *of(seen, k_BTKH, v_BTKH))
     return jnp.concatenate([out_lead, out_lanes.reshape(B, -1, *q_BTNH.shape[2:])], axis=1)
 
 
-def _xla(cfg, is_local, queries: Sight, keys: Sight, q_BTNH, k_BSKH, v_BSKH):
+def _xla(cfg, is_local, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_BSKH, v_BSKH):
     arrays = queries, keys, q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if piece_length(q_BTNH, S) >= T:
@@ -172,7 +172,7 @@ def piece_length(q_BTNH, S: int) -> int:
     return -(-T // -(-T // length))
 
 
-def _in_pieces(cfg, window, queries: Sight, keys: Sight, q_BTNH, k_BKSH, v_BKSH):
+def _in_pieces(cfg, window, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_BKSH, v_BKSH):
     @jax.checkpoint
     def piece(queries, keys, *qkv):
         return attend(cfg, *qkv, visible(window, queries, keys), name="scores of a piece")
@@ -201,7 +201,7 @@ def _in_pieces(cfg, window, queries: Sight, keys: Sight, q_BTNH, k_BKSH, v_BKSH)
     return jnp.concatenate(pieces, axis=1)
 
 
-def cudnn(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
+def cudnn(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
     """cuDNN's flash attention."""
 
     def flash(queries, keys, q_BTNH, k_BSKH, v_BSKH):
@@ -215,7 +215,7 @@ def cudnn(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH):
             mask_BTS,
         )
 
-    return by_lane(flash, sight, q_BTNH, k_BTKH, v_BTKH)
+    return by_lane(flash, meta, q_BTNH, k_BTKH, v_BTKH)
 
 
 def for_every_shard(x_BSKH):
@@ -279,7 +279,7 @@ def rows_together(fn):
             x if is_divided else jnp.broadcast_to(x, (shards, *x.shape)) for x, is_divided in pairs
         ]
         # in which rows are divided over fsdp again
-        with profile("train"):
+        with use_rules("train"):
             out = fn(*(_lying_as_rows(x.reshape(-1, *x.shape[2:])) for x in arrays))
         out = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
@@ -294,7 +294,7 @@ def _lying_as_rows(x):
     )
 
 
-def splash(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH, interpret: bool = False):
+def splash(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH, interpret: bool = False):
     """The TPU kernel of jax.experimental.pallas: scores stay on the chip, what a mask hides is
     skipped."""
 
@@ -303,7 +303,7 @@ def splash(cfg, is_local, sight: Sight, q_BTNH, k_BTKH, v_BTKH, interpret: bool 
 
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
     k_BTKH, v_BTKH = for_every_shard(k_BTKH), for_every_shard(v_BTKH)
-    arrays = *(x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)), sight.segments
+    arrays = *(x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)), meta.segments
     if isinstance(is_local, bool):
         return way(is_local)(*arrays).swapaxes(1, 2)
     return jax.lax.cond(is_local, way(True), way(False), *arrays).swapaxes(1, 2)

@@ -4,12 +4,12 @@
 Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
 rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
 layers: "local" layers see the last `window` tokens, "global" ones see all. What families do
-differently is a flag of `ModelConfig`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
+differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
 
 All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is
 goes beside them as data: training scans over single layers, so that compile time grows neither with
-depth nor with the pattern. Sampling runs layer by layer on `per_layer` weights.
+depth nor with the pattern. Sampling runs layer by layer on `per_layer_params` weights.
 """
 
 from dataclasses import dataclass, fields
@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.models import attention
-from tunix_lite.models.attention import Sight
-from tunix_lite.models.attention import whole as whole
+from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import (
     added,
     at_least_float32,
@@ -35,8 +34,8 @@ from tunix_lite.models.rounding import (
 )
 from tunix_lite.models.weights import (
     Weight,
-    at_work,
     fan_in,
+    for_compute,
     is_quantized,
     is_weight,
     ones,
@@ -87,7 +86,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class Architecture:
     """The architecture. Sizes count elements unless said otherwise; what is not given is as in
     Gemma 3."""
 
@@ -159,7 +158,7 @@ class ModelConfig:
 TABLE_AXES = ("vocab", "embed")
 
 
-def weights(cfg: ModelConfig) -> dict:
+def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
@@ -169,7 +168,7 @@ def weights(cfg: ModelConfig) -> dict:
     return model
 
 
-def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
+def layer_weights(cfg: Architecture) -> dict[str, Weight]:
     """The parameters of one layer."""
     D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
     layer = {
@@ -195,20 +194,20 @@ def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
     return layer
 
 
-def norm_weight(cfg: ModelConfig, size: int) -> Weight:
+def norm_weight(cfg: Architecture, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(params, cfg: ModelConfig, dtype):
-    """The parameters once more, to score with and never to train: what `at_work` casts is kept in
-    the compute dtype."""
+def copy_to_score(params, cfg: Architecture, dtype):
+    """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
+    in the compute dtype."""
     kept = jax.tree.map(
         lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight
     )
     return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
 
 
-def per_layer(params, cfg: ModelConfig, dtype) -> dict:
+def per_layer_params(params, cfg: Architecture, dtype) -> dict:
     """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs
     on.
 
@@ -221,13 +220,12 @@ def per_layer(params, cfg: ModelConfig, dtype) -> dict:
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
 
-def per_layer_places(places, cfg: ModelConfig):
-    """Where `per_layer` leaves its arrays, given where the parameters live: each where it comes
-    from."""
+def per_layer_shardings(places, cfg: Architecture):
+    """The shardings of what `per_layer_params` returns, given those of the parameters."""
     return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
 
 
-def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
+def by_layer(tree, cfg: Architecture, of_layer) -> dict:
     """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has
     of a stacked leaf."""
     layers = [
@@ -239,9 +237,9 @@ def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
 
 def forward(
     params,
-    cfg: ModelConfig,
+    cfg: Architecture,
     tokens_BT,
-    sight: Sight,
+    meta: AttentionMeta,
     dtype=jnp.float32,
     remat="none",
     attend=attention.xla,
@@ -253,10 +251,10 @@ def forward(
 
     remat: what the backward pass finds kept, a name of REMAT. attend: one of
     attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
-    mesh, as weights.at_work takes it. tp_reduce_dtype: what the two sums of a layer over tp are
+    mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
     taken in, as weights.project takes it.
     """
-    angles = all_angles(cfg, sight.positions)
+    angles = all_angles(cfg, meta.positions)
     declared = layer_weights(cfg)
     are_local = np.array([kind == "local" for kind in cfg.kinds])
     of_one_kind = bool(are_local.all() or not are_local.any())
@@ -265,9 +263,11 @@ def forward(
         w, is_local = of_layer
         # known while compiling, where all are alike
         is_local = bool(are_local[0]) if of_one_kind else is_local
-        w = {name: at_work(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()}
-        see = lambda *qkv: (attend(cfg, is_local, sight, *qkv), None)  # noqa: E731
-        return block(x_BTD, w, cfg, of_kind(angles, is_local), see, tp_reduce_dtype)
+        w = {
+            name: for_compute(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()
+        }
+        attend_fn = lambda *qkv: (attend(cfg, is_local, meta, *qkv), None)  # noqa: E731
+        return block(x_BTD, w, cfg, of_kind(angles, is_local), attend_fn, tp_reduce_dtype)
 
     # prevent_cse is for code outside of loops, where the compiler could undo the repetition
     layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
@@ -311,30 +311,32 @@ REMAT = {
 
 
 def forward_by_layer(
-    layered, cfg: ModelConfig, tokens_BT, positions_BT, see, tp_reduce_dtype=jnp.float32
+    params, cfg: Architecture, tokens_BT, positions_BT, attend_fn, tp_reduce_dtype=jnp.float32
 ) -> tuple[jax.Array, list]:
-    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `layered`:
-    from `per_layer`.
+    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `params`:
+    from `per_layer_params`.
 
-    see(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says what
-    the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
+    attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says
+    what the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
     `forward` takes it.
     """
     angles = all_angles(cfg, positions_BT)
-    x_BTD = embed(layered, cfg, tokens_BT, layered["embed"].dtype)
+    x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     kept = []
-    for layer, (w, kind) in enumerate(zip(layered["layers"], cfg.kinds)):
-        x_BTD, of_layer = block(x_BTD, w, cfg, angles[kind], partial(see, layer), tp_reduce_dtype)
+    for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
+        x_BTD, of_layer = block(
+            x_BTD, w, cfg, angles[kind], partial(attend_fn, layer), tp_reduce_dtype
+        )
         kept.append(of_layer)
-    return norm(x_BTD, layered["final_norm"], cfg), kept
+    return norm(x_BTD, params["final_norm"], cfg), kept
 
 
-def all_angles(cfg: ModelConfig, positions_BT) -> dict:
+def all_angles(cfg: Architecture, positions_BT) -> dict:
     """rope's angles, by kind of layer."""
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def embed(params, cfg: ModelConfig, tokens_BT, dtype):
+def embed(params, cfg: Architecture, tokens_BT, dtype):
     x_BTD = stored(looked_up(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
@@ -369,12 +371,12 @@ _looked_up.defvjp(
 )
 
 
-def output_table(params, cfg: ModelConfig):
+def output_table(params, cfg: Architecture):
     """What hidden states are multiplied with for scores, [V, D]: the embedding, or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(params, cfg: ModelConfig, hidden):
+def logits(params, cfg: Architecture, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     scores = jnp.einsum(
@@ -387,10 +389,10 @@ def softcap(scores, cap: float | None):
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def block(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
-    """One layer, and what `see(q, k, v)` keeps of it."""
+def block(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
+    """One layer, and what `attend_fn(q, k, v)` keeps of it."""
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE)
-    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, see, tp_reduce_dtype)
+    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
@@ -401,7 +403,7 @@ def block(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
     return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
-def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.float32):
+def attention_part(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -418,7 +420,7 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.
     q_BTNH, k_BTKH, v_BTKH = (
         checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
     )
-    out_BTNH, kept = see(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
     return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
 
@@ -426,14 +428,14 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, see, tp_reduce_dtype=jnp.
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
 
 
-def gated_mlp(x_BTD, w, cfg: ModelConfig, tp_reduce_dtype=jnp.float32):
+def gated_mlp(x_BTD, w, cfg: Architecture, tp_reduce_dtype=jnp.float32):
     gate_BTF = ACTIVATIONS[cfg.activation](wide(project(x_BTD, w["gate"])))
     hidden_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
     return constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
 
 
-def norm(x, scale, cfg: ModelConfig):
+def norm(x, scale, cfg: Architecture):
     """x at a root mean square of 1, times its scale."""
     whole = wide(x)
     normed = whole * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
@@ -441,7 +443,7 @@ def norm(x, scale, cfg: ModelConfig):
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
-def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
+def rope_angles(cfg: Architecture, positions_BT, kind: str):
     """sin and cos, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
     frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(

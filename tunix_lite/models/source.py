@@ -1,7 +1,7 @@
 """Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
-`find` looks at everything but the weights, `fetch` gets them and looks at their headers, `load`
-makes the parameters.
+`locate` checks everything but the weights, `download` gets them and checks their headers, and
+`load` makes the parameters.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored
@@ -31,7 +31,7 @@ SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """Which model, how it is divided over the devices, and which part of it trains."""
 
     # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
@@ -44,7 +44,7 @@ class Model:
     # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
     family: str | None = None
     # of random weights; others must agree with it; null: their config.json
-    architecture: ModelConfig | None = None
+    architecture: Architecture | None = None
     # of random weights: bundled, a folder or a hub name; other weights bring their own
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -67,12 +67,12 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Source:
+class FoundModel:
     """A model that has been found and looked at, and not yet loaded."""
 
-    cfg: ModelConfig
+    cfg: Architecture
     family: Family | None  # None: random weights of no named family
-    # None: random weights. Of a hub model, what `find` needed; after `fetch` the weights too
+    # None: random weights. Of a hub model, what `locate` needed; after `download` the weights too
     folder: Path | None
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
@@ -83,7 +83,7 @@ class Source:
 _setting = partial(error_context, kind=ValueError)
 
 
-def find(model: Model) -> Source:
+def locate(model: ModelConfig) -> FoundModel:
     """Everything about a model short of its weights. Raises ValueError, beginning with the setting,
     if it cannot be."""
     with _setting("model.family"):
@@ -124,18 +124,18 @@ def find(model: Model) -> Source:
         if lora.rank:
             adapter_weights(decoder.weights(cfg), lora)
             stored(decoder.weights(cfg), lora.base)
-    return Source(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
+    return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
 
 
-def _untied(cfg: ModelConfig, model: Model) -> ModelConfig:
+def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
     return replace(cfg, tied=False) if model.untie_head else cfg
 
 
-def fetch(source: Source) -> Source:
+def download(source: FoundModel) -> FoundModel:
     """The source with its weights at hand, downloaded if need be, and looked at. Raises ValueError
-    as `find` does.
+    as `locate` does.
 
-    Apart from `find`, so that whatever else can be wrong is found before gigabytes come.
+    Apart from `locate`, so that whatever else can be wrong is found before gigabytes come.
     """
     if source.folder is None:
         return source
@@ -148,7 +148,7 @@ def fetch(source: Source) -> Source:
     return replace(source, folder=folder)
 
 
-def tables(source: Source) -> tuple[Any, Any]:
+def tables(source: FoundModel) -> tuple[Any, Any]:
     """The weights of the frozen base (None: nothing is frozen), and of what trains."""
     table = decoder.weights(source.cfg)
     if source.lora is None:
@@ -156,7 +156,7 @@ def tables(source: Source) -> tuple[Any, Any]:
     return stored(table, source.lora.base), adapter_weights(table, source.lora)
 
 
-def stamp(source: Source) -> str:
+def weights_digest(source: FoundModel) -> str:
     """A few characters that tell these weights from others: of files, of their sizes and of what is
     at their ends."""
     if source.folder is None:
@@ -170,12 +170,12 @@ def stamp(source: Source) -> str:
     return seen.hexdigest()[:16]
 
 
-def num_adapters(source: Source) -> int:
+def num_adapters(source: FoundModel) -> int:
     """Parameters in adapters; 0: all weights train."""
     return 0 if source.lora is None else weights.num_params(tables(source)[1])
 
 
-def check_mesh(source: Source, mesh) -> None:
+def check_mesh(source: FoundModel, mesh) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
     adapters."""
     for table in tables(source):
@@ -183,7 +183,7 @@ def check_mesh(source: Source, mesh) -> None:
             weights.check_divisible(table, mesh)
 
 
-def load(source: Source, seed: int = 0, storage: str = "fp32") -> tuple[Params | None, Params]:
+def load(source: FoundModel, seed: int = 0, storage: str = "fp32") -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises
     ValueError.
 
@@ -195,7 +195,7 @@ def load(source: Source, seed: int = 0, storage: str = "fp32") -> tuple[Params |
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
 
-def _load_with_adapters(source: Source, seed: int) -> tuple[Params, Params]:
+def _load_with_adapters(source: FoundModel, seed: int) -> tuple[Params, Params]:
     base = load_base(source, seed, source.lora.base)
     key = jax.random.key(seed)
     if source.lora.adapter is not None:
@@ -206,14 +206,14 @@ def _load_with_adapters(source: Source, seed: int) -> tuple[Params, Params]:
     return base, weights.init_params(table, jax.random.fold_in(key, ADAPTER_SEED))
 
 
-def load_base(source: Source, seed: int, storage: str) -> Params:
+def load_base(source: FoundModel, seed: int, storage: str) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
     if source.folder is None:
         return init_stored(decoder.weights(source.cfg), jax.random.key(seed), storage)
     return hf.load_params(source.folder, source.cfg, source.family, storage)
 
 
-def settings_to_keep(model: Model, found: Source, seed: int) -> dict:
+def settings_to_keep(model: ModelConfig, found: FoundModel, seed: int) -> dict:
     """Plain values, enough to load what a run trains from wherever a program is started."""
 
     def whole(name: str) -> str:

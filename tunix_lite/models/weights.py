@@ -117,9 +117,9 @@ class Lora:
 
 
 @flax.struct.dataclass
-class AtWork:
+class ComputeCopy:
     """A weight that trains, where it is computed with fewer bits than its gradient is summed with
-    (see `at_work`)."""
+    (see `for_compute`)."""
 
     used: Any  # in the type of the computation, whole over fsdp; no gradient goes through it
     # in the type of the sums, divided over fsdp; never read, and all of the gradient goes to it
@@ -183,7 +183,7 @@ def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
         adapted = project(project(seen, weight.a, inputs, sum_dtype), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
         return added(project(x, weight.base, inputs, sum_dtype), scaled)
-    if isinstance(weight, AtWork):
+    if isinstance(weight, ComputeCopy):
         way = Way(weight.axes, inputs, weight.trained.dtype)
         return _with_slope_of(way, project(x, weight.used, inputs, sum_dtype), x, weight.trained)
     weight = dense(weight, inputs, x.dtype)
@@ -197,7 +197,7 @@ def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
     return outcome.reshape(*batch, *outputs)
 
 
-def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
+def for_compute(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
     """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its
     gradient divided.
 
@@ -207,9 +207,14 @@ def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
     """
     if isinstance(leaf, Lora):
         a, b = pair(weight, leaf.a.shape[-1])
-        a, b = at_work(leaf.a, a, dtype, reduce_dtype), at_work(leaf.b, b, dtype, reduce_dtype)
+        a, b = (
+            for_compute(leaf.a, a, dtype, reduce_dtype),
+            for_compute(leaf.b, b, dtype, reduce_dtype),
+        )
         # the base is frozen
-        return leaf.replace(base=at_work(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b)
+        return leaf.replace(
+            base=for_compute(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b
+        )
     if is_quantized(leaf):
         return leaf.replace(
             codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight))
@@ -222,7 +227,7 @@ def at_work(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
     # a bias: it is rounded where it is added (decoder.attention_part)
     if not weight.inputs:
         return gather(trained, weight.axes)
-    return AtWork(
+    return ComputeCopy(
         gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes), trained, weight.axes
     )
 

@@ -3,8 +3,8 @@
 Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says
 which mesh axis each one is divided over. Models never mention a mesh axis. `fsdp` divides weights,
 optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There are two
-tables, one while training and one while sampling (`Rules`); what a run changes in them stands under
-`sharding` in its settings.
+tables, one while training and one while sampling (`ShardingConfig`); what a run changes in them
+stands under `sharding` in its settings.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.distributed.join import compile_afresh, nodes_of
+from tunix_lite.distributed.join import disable_compilation_cache, nodes_of
 
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -58,7 +58,7 @@ MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardingConfig:
     """What a run changes in the table of rules: logical axis -> fsdp, tp or null (not divided)."""
 
     # while scoring and updating, and where weights live
@@ -94,13 +94,13 @@ _tables = {"train": RULES, "rollout": RULES}
 _active = ["train"]
 
 
-def set_rules(rules: Rules) -> None:
+def set_rules(rules: ShardingConfig) -> None:
     """Makes these the rules of the process, as `jax.set_mesh` does the mesh."""
     _tables.update(train=RULES | rules.train, rollout=RULES | rules.rollout)
 
 
 @contextlib.contextmanager
-def profile(name: str, **changes: str | None):
+def use_rules(name: str, **changes: str | None):
     """Inside, the table `name`, train or rollout, holds, with these changes. What is traced there
     keeps it."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
@@ -177,7 +177,7 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) > 1 and devices[0].platform == "cpu":
-        compile_afresh()
+        disable_compilation_cache()
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, could_pretend=not has_peers

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.weights import is_quantized, is_weight
-from tunix_lite.parallel.mesh import current_rules, profile
+from tunix_lite.parallel.mesh import current_rules, use_rules
 from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.planning.sizes import elements, num_bytes, tables
 from tunix_lite.rollout import cache as kv_cache
@@ -57,7 +57,7 @@ def rollout(case: Case) -> dict[str, int]:
     `prefill`.
     """
     block, width, room = shelf(case)
-    with profile("rollout"):
+    with use_rules("rollout"):
         cache = cache_bytes(case, case.slots, sum(case.lengths), "batch")
         waiting = cache_bytes(case, room, case.lengths[0], "prompts")
         decoding = 12 * elements((case.slots, case.cfg.vocab_size), ("batch", "vocab"), case.sizes)
@@ -283,7 +283,7 @@ def choose_weights(case: Case, capacity: int | None) -> str:
     asked = case.run.rollout.weights
     if asked != "auto" or case.sizes["fsdp"] == 1 or capacity is None:
         return "gathered" if asked == "auto" else asked
-    with profile("rollout"):
+    with use_rules("rollout"):
         cache = cache_bytes(case, case.slots, sum(case.lengths), "batch")
         waiting = cache_bytes(case, shelf(case)[2], case.lengths[0], "prompts")
     fits = sampling_copy(case, True) + cache + waiting <= FREE_SHARE * (

@@ -23,7 +23,7 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import adapter_weights, attached
 from tunix_lite.models.quantize import STORAGE, stored
 from tunix_lite.parallel.collectives import Group, collectives, grouped
-from tunix_lite.parallel.mesh import gathered, profile, sharding
+from tunix_lite.parallel.mesh import gathered, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
@@ -255,9 +255,11 @@ def _sampling(case: Case, shapes: Shapes):
         case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
     )
     acting = shapes.acting(case)
-    places = decoder.per_layer_places(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
+    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered, places) if case.weights == "gathered" else places
-    layered = jax.eval_shape(partial(decoder.per_layer, cfg=case.cfg, dtype=case.dtype), acting)
+    layered = jax.eval_shape(
+        partial(decoder.per_layer_params, cfg=case.cfg, dtype=case.dtype), acting
+    )
     return programs, placed(layered, places)
 
 
@@ -292,6 +294,6 @@ def at_home(shapes, rows_axis: str):
             return jax.tree.map(lambda part: place(part, kv_cache.AXES[1:]), x)
         return place(x, ["seq"] * x.ndim)
 
-    with profile("rollout"):
+    with use_rules("rollout"):
         homes = jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))
         return homes if shapes.seen is None else homes.replace(seen=place(shapes.seen, ["vocab"]))

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.requests import Sampled, check_limits, check_prompts
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.rollout.work import Work, fitting, prompt_widths
 from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
@@ -27,8 +27,8 @@ MOST_SLOTS = 256
 
 
 def make_sampler(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
     dtype=jnp.float32,
@@ -59,7 +59,7 @@ def make_sampler(
 
     def sample(
         params,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         key,
         num_generations: int = 1,
         temperature: float = generation.temperature,
@@ -96,8 +96,8 @@ def make_sampler(
 
 
 def make_generate(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
     dtype=jnp.float32,
@@ -126,9 +126,7 @@ def make_generate(
         on_finished: Callable | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
-        asked, mask = np.asarray(prompts.tokens), np.asarray(prompts.token_mask)
-        rows = [row[keep] for row, keep in zip(asked, mask)]
-        B = len(rows) * num_generations
+        B = len(prompts) * num_generations
         tokens, completion_mask = (
             np.full((B, width + new), pad_id, np.int32),
             np.zeros((B, width + new), bool),
@@ -140,7 +138,7 @@ def make_generate(
         def chunks():
             options = {"limits": limits, "tokenizer": tokenizer}
             metrics.update(
-                (yield from sample(params, rows, key, num_generations, temperature, **options))
+                (yield from sample(params, prompts, key, num_generations, temperature, **options))
             )
 
         for touched in chunks():
@@ -161,10 +159,10 @@ def make_generate(
                         on_finished(row, answer.tokens)
             if between_chunks is not None:
                 between_chunks()
-        for p, row in enumerate(rows):
+        for p, row in enumerate(prompts):
             tokens[p * num_generations : (p + 1) * num_generations, width - len(row) : width] = row
         token_mask = completion_mask.copy()
-        token_mask[:, :width] = np.repeat(left_padded(rows, width), num_generations, axis=0)
+        token_mask[:, :width] = np.repeat(left_padded(prompts, width), num_generations, axis=0)
         return Rollout(
             tokens, token_mask, completion_mask, logprobs, finish, whole_logprobs, seconds, metrics
         )
@@ -172,7 +170,7 @@ def make_generate(
     return generate
 
 
-def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
+def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
     """prepare(params) -> weights as sampling wants them: by layer, in the type of the computation,
     and, where asked, gathered over fsdp, once instead of for every token."""
     compiled = {}
@@ -180,10 +178,10 @@ def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
     def prepare(params):
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         if (place := (treedef, *leaves)) not in compiled:
-            places = decoder.per_layer_places(treedef.unflatten(leaves), cfg)
+            places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
             places = jax.tree.map(gathered, places) if gather else places
             compiled[place] = jax.jit(
-                partial(decoder.per_layer, cfg=cfg, dtype=dtype), out_shardings=places
+                partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
             )
         return compiled[place](params)
 
@@ -196,6 +194,6 @@ def in_shards(num_slots: int) -> int:
     return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
 
 
-def left_padded(rows, width: int) -> np.ndarray:
+def left_padded(rows: Prompts, width: int) -> np.ndarray:
     """Which of `width` columns the rows fill, [P, width] bool, when they end in the last one."""
     return np.arange(width) >= width - np.array([len(row) for row in rows])[:, None]

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import attention, decoder, rounding
-from tunix_lite.models.decoder import ModelConfig
-from tunix_lite.parallel.mesh import constrain, profile
+from tunix_lite.models.decoder import Architecture
+from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 
 @flax.struct.dataclass
@@ -115,8 +115,8 @@ def at_home(state, rows_axis: str):
 
 
 def make_programs(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     end_ids,
     pad_id: int,
     dtype,
@@ -142,7 +142,7 @@ def make_programs(
 
         def body(*args):
             compiles[function.__name__] += 1
-            with profile("rollout"):
+            with use_rules("rollout"):
                 return function(*args)
 
         # what profiles and logs call it
@@ -183,16 +183,14 @@ def make_programs(
         M, T = tokens_MT.shape
         tokens_MT = constrain(tokens_MT, "batch", "seq")
         is_token_MT = jnp.arange(T) < lengths_M[:, None]
-        sight = attention.whole(is_token_MT)
+        meta = attention.one_sequence_per_row(is_token_MT)
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
-            attended = attention.xla(
-                cfg, cfg.kinds[layer] == "local", sight, q_BTNH, k_BTKH, v_BTKH
-            )
+            attended = attention.xla(cfg, cfg.kinds[layer] == "local", meta, q_BTNH, k_BTKH, v_BTKH)
             kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
             return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
 
-        hidden_MTD, kept = forward(layered, cfg, tokens_MT, sight.positions, see)
+        hidden_MTD, kept = forward(layered, cfg, tokens_MT, meta.positions, see)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
         if penalises:
             in_it_MV = (
@@ -244,14 +242,14 @@ def make_programs(
         return decode_chunk(slots, layered, temperature, generation.uncut)
 
     def decode_chunk(
-        slots: Slots, layered, temperature, generation: Generation
+        slots: Slots, layered, temperature, generation: GenerationConfig
     ) -> tuple[Slots, Drawn]:
         step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
         report = Drawn(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, layered, temperature, generation: Generation):
+    def decode_step(slots: Slots, _, layered, temperature, generation: GenerationConfig):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
         of a completion."""
         scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")

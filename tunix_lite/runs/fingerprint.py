@@ -18,7 +18,7 @@ from tunix_lite import __version__
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import source
-from tunix_lite.models.source import Source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tasks.sources import digest_of_data
 
@@ -28,7 +28,7 @@ SHOWN = 8
 LONGEST = 400
 
 
-def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
+def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
     prompts: of an update.
 
@@ -37,7 +37,7 @@ def fingerprint(run: RunConfig, model: Source, prompts: int) -> dict:
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
-        "weights": source.stamp(model),
+        "weights": source.weights_digest(model),
         "algorithm": plain(run.algorithm),
         "task": plain(run.task),
         "data": digest_of_data(run.task.source),

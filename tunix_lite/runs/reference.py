@@ -17,11 +17,11 @@ import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import attach
-from tunix_lite.models.source import Source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rundir import RunDir
@@ -43,7 +43,7 @@ class Reference:
 
 
 def find_reference(
-    run: RunConfig, model: Source, run_dir: RunDir, resume_from: Path | None
+    run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path | None
 ) -> Reference | None:
     """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it
     has no KL term.
@@ -73,7 +73,7 @@ def find_reference(
     return _of_the_settings(run, model)
 
 
-def _of_the_settings(run: RunConfig, model: Source) -> Reference:
+def _of_the_settings(run: RunConfig, model: FoundModel) -> Reference:
     if model.lora is None:
         return Reference(f"the weights of {run.model.weights}")
     if run.model.lora.adapter is None:
@@ -109,7 +109,7 @@ def _read(run_dir: RunDir) -> Reference:
 def reference_of(
     run_dir: RunDir,
     found: Reference | None,
-    model: Source,
+    model: FoundModel,
     dtype,
     frozen: Params | None,
     params: Params,
@@ -159,7 +159,7 @@ def _keep(run_dir: RunDir, step: int, params: Params) -> None:
     if run_dir.is_first:
         # of a start that made no checkpoint of its own
         shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
-    from_all(None)
+    allgather_values(None)
     kept = Checkpoints(run_dir.kept_reference)
     kept.save(TrainState(put(np.int32(step)), params, {}))
     kept.close()

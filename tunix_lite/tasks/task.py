@@ -16,10 +16,10 @@ import numpy as np
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.plain_text import SHOWN, shortened
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Outcome, Pool, Rewards
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, text
 from tunix_lite.tasks.sources import Rows, batch_at, digest, digest_of_data, fitting_batch_at, where
-from tunix_lite.types import Metrics, Prompts, Rollout
+from tunix_lite.types import Metrics, Rollout
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
 SPECIAL_TOKENS = ("text", "control", "error")
@@ -160,7 +160,7 @@ class Task:
 
     @contextlib.contextmanager
     def with_workers(
-        self, settings: Rewards, say: Callable[[str], None], stopping=None
+        self, settings: RewardsConfig, say: Callable[[str], None], stopping=None
     ) -> Iterator["Task"]:
         """The task whose rewards run as `settings` say; they start to start now, and are gone at
         the end."""
@@ -292,9 +292,9 @@ class Task:
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
     @said_by_all
-    def prompts(self, examples: list[dict]) -> Prompts:
-        """Left-padded to `max_prompt_length`. A longer prompt loses its beginning, or is a
-        ValueError naming it."""
+    def prompts(self, examples: list[dict]) -> list[list[int]]:
+        """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
+        its beginning, or is a ValueError naming it."""
         rows = [self._tokens(example) for example in examples]
         width = self.max_prompt_length
         if self.long_prompts == "truncate":
@@ -307,12 +307,7 @@ class Task:
                     f"generation.max_prompt_length={width}; raise it to at least {len(row)}, "
                     "or set generation.long_prompts=truncate or drop"
                 )
-        tokens = np.full((len(rows), width), self.tokenizer.pad_id, np.int32)
-        token_mask = np.zeros((len(rows), width), bool)
-        for i, row in enumerate(rows):
-            tokens[i, width - len(row) :] = row
-            token_mask[i, width - len(row) :] = True
-        return Prompts(tokens, token_mask)
+        return rows
 
     def truncated(self, examples: list[dict]) -> int:
         """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group,
@@ -324,12 +319,14 @@ class Task:
 
     @said_by_all
     def demonstrations(self, examples: list[dict]):
-        """tokens, token_mask, completion_mask, [B, T] each: prompts, then the `completion` of each
-        example."""
-        prompts = self.prompts(examples)
-        shape = (len(examples), self.max_new_tokens)
-        tokens, mask = np.full(shape, self.tokenizer.pad_id, np.int32), np.zeros(shape, bool)
-        for i, example in enumerate(examples):
+        """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then the
+        right-padded `completion` of each example."""
+        width = self.max_prompt_length
+        shape = (len(examples), width + self.max_new_tokens)
+        tokens = np.full(shape, self.tokenizer.pad_id, np.int32)
+        token_mask = np.zeros(shape, bool)
+        completion_mask = np.zeros(shape, bool)
+        for i, (example, prompt) in enumerate(zip(examples, self.prompts(examples))):
             row = self._demonstration(example)
             if len(row) > self.max_new_tokens:
                 raise ValueError(
@@ -338,13 +335,12 @@ class Task:
                     f"more than generation.max_new_tokens={self.max_new_tokens}; raise it to at "
                     f"least {len(row)}"
                 )
-            tokens[i, : len(row)], mask[i, : len(row)] = row, True
-        none = np.zeros_like(prompts.token_mask)
-        return (
-            np.concatenate([prompts.tokens, tokens], axis=1),
-            np.concatenate([prompts.token_mask, mask], axis=1),
-            np.concatenate([none, mask], axis=1),
-        )
+            begin = width - len(prompt)
+            end = width + len(row)
+            tokens[i, begin:end] = [*prompt, *row]
+            token_mask[i, begin:end] = True
+            completion_mask[i, width:end] = True
+        return tokens, token_mask, completion_mask
 
     def judging(self, examples: list[dict]) -> "Judging":
         """Judges the completions of `examples`, one of each, as they come."""
@@ -533,7 +529,7 @@ class Judging:
 
     def __init__(self, task: Task, examples: list[dict]):
         self.task, self.examples = task, examples
-        self.pool = task.pool or Pool(task.config.functions(), Rewards(workers=0))
+        self.pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         self.seen: dict[
             int, tuple[str, Future | None]
         ] = {}  # row -> text, what is found about it; None: elsewhere
