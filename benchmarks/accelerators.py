@@ -36,7 +36,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import attention
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.planning.programs import abstract, lowered
@@ -112,7 +112,7 @@ def run_of(family: str) -> RunConfig:
     return replace(run, model=replace(run.model, architecture=tiny(run.model.architecture, family)))
 
 
-def tiny(cfg: ModelConfig, family: str) -> ModelConfig:
+def tiny(cfg: Architecture, family: str) -> Architecture:
     """Two layers, of both kinds where the family has both."""
     has_both = set(cfg.pattern) == {"local", "global"}
     return replace(

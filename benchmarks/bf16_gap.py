@@ -26,19 +26,19 @@ from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig, RopeScaling
+from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch
 
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
 PLAIN |= dict(activation="silu", query_scale=32)
 MODELS = {
-    "gemma3": ModelConfig(512, 6, 256, 4, 1, 64, 1024, window=24, query_scale=64),
-    "qwen25": ModelConfig(512, 4, 256, 8, 2, 32, 768, qk_norm=False, qkv_bias=True, **PLAIN),
-    "qwen3": ModelConfig(512, 4, 256, 8, 4, 32, 768, **PLAIN),
-    "llama": ModelConfig(
+    "gemma3": Architecture(512, 6, 256, 4, 1, 64, 1024, window=24, query_scale=64),
+    "qwen25": Architecture(512, 4, 256, 8, 2, 32, 768, qk_norm=False, qkv_bias=True, **PLAIN),
+    "qwen3": Architecture(512, 4, 256, 8, 4, 32, 768, **PLAIN),
+    "llama": Architecture(
         512, 5, 256, 8, 8, 32, 704, qk_norm=False, tied=False, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), **PLAIN
     ),
 }
@@ -46,7 +46,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
 CLIP = 0.8, 1.28
 
 
-def opinionated(cfg: ModelConfig, seed: int = 0):
+def opinionated(cfg: Architecture, seed: int = 0):
     """Random parameters whose scores differ by some nats: the table as large as a trained one, norms and biases not at
     rest."""
     params = weights.init_params(decoder.weights(cfg), jax.random.key(seed))
@@ -69,7 +69,7 @@ def bundled_prompts(model, count: int) -> list[list[int]]:
     ]
 
 
-def random_prompts(cfg: ModelConfig, count: int) -> list[list[int]]:
+def random_prompts(cfg: Architecture, count: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(4, cfg.vocab_size, length).tolist() for length in rng.integers(3, 25, count)]
 
@@ -87,7 +87,7 @@ def rows_for(packing: str, prompts: int, generations: int, width: int, new: int)
     return Rows(packing, 2, None, shape, -(-count // 2))
 
 
-def scored(params, cfg: ModelConfig, dtype, rollout, rows: Rows) -> np.ndarray:
+def scored(params, cfg: Architecture, dtype, rollout, rows: Rows) -> np.ndarray:
     """log p of the tokens of a rollout as the trainer computes it, [B, T]."""
     mask = np.asarray(rollout.completion_mask)
     batch, layout = rows.lay_out(Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32)))
@@ -129,7 +129,7 @@ def main() -> None:
             ids = random_prompts(cfg, args.prompts)
         width = max(map(len, ids))
         for slots in args.slots:
-            generation, rollout = Generation(width, args.new), RolloutConfig(num_slots=slots)
+            generation, rollout = GenerationConfig(width, args.new), RolloutConfig(num_slots=slots)
             generate = make_generate(cfg, generation, ends, 0, dtype, rollout)
             drawn = generate(params, ids, jax.random.key(0), args.generations)
             here = np.asarray(drawn.completion_mask)

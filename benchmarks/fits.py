@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from tunix_lite.commands.plan import PlanSettings, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.planning.hardware import GiB
@@ -51,7 +51,7 @@ def best(model: str, way: str, target: str) -> Plan | None:
     """The plan of the best mesh, by formulas; None: no mesh divides model and batch."""
     run = compose([f"model={model}", *WORKLOAD, *WAYS[way]])
     try:
-        return make_plans(run, PlanSettings(target=target, mesh="all", analytic=True), []).plans[0]
+        return make_plans(run, PlanConfig(target=target, mesh="all", analytic=True), []).plans[0]
     except ConfigError:
         return None
 

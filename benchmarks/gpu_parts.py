@@ -38,14 +38,14 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, source, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.quantize import init_stored
-from tunix_lite.models.source import Model
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
 from tunix_lite.rollout.engine import make_generate, make_sampler
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
@@ -153,15 +153,15 @@ SIZES = {"vocab_size": 64, "num_layers": 3, "embed_dim": 64, "num_heads": 4, "nu
 SIZES |= {"mlp_dim": 96, "window": 6, "pattern": ("local", "global"), "query_scale": 32}
 QWEN = {"activation": "silu", "embed_scale": False, "norm_plus_one": False, "post_norms": False, "pattern": ("global",)}
 FAMILIES = {  # one small model of the shape of each
-    "gemma3": ModelConfig(**SIZES),
-    "gemma2": ModelConfig(**SIZES | {"qk_norm": False, "attn_softcap": 20.0, "final_softcap": 10.0}),
-    "llama3": ModelConfig(**SIZES | QWEN | {"qk_norm": False, "tied": False, "window": None}),
-    "qwen2": ModelConfig(**SIZES | QWEN | {"qk_norm": False, "qkv_bias": True, "window": None}),
-    "qwen3": ModelConfig(**SIZES | QWEN | {"window": None, "tied": False}),
+    "gemma3": Architecture(**SIZES),
+    "gemma2": Architecture(**SIZES | {"qk_norm": False, "attn_softcap": 20.0, "final_softcap": 10.0}),
+    "llama3": Architecture(**SIZES | QWEN | {"qk_norm": False, "tied": False, "window": None}),
+    "qwen2": Architecture(**SIZES | QWEN | {"qk_norm": False, "qkv_bias": True, "window": None}),
+    "qwen3": Architecture(**SIZES | QWEN | {"window": None, "tied": False}),
 }
 
 
-def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> dict:
+def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3) -> dict:
     """Weights large enough that the model has opinions, the same numbers on every device."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -171,7 +171,7 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3) -> dict:
     )
 
 
-def loss_and_gradient(cfg: ModelConfig, params, batch: Batch, rows: Rows, dtype=jnp.float32, **scoring):
+def loss_and_gradient(cfg: Architecture, params, batch: Batch, rows: Rows, dtype=jnp.float32, **scoring):
     """(loss, log-probabilities [R, W], gradient) of GRPO's loss, as arrays of the host."""
     policy = make_policy(cfg, None, 1.0, dtype, rows=rows, **scoring)
     laid_out, layout = rows.lay_out(batch)
@@ -223,12 +223,12 @@ def exactness(setting: Setting) -> Iterator[dict]:
         yield {"name": f"{name}: jax's default precision", "log-probabilities": f"{gap:.1e}", "gradient": f"{off:.1e}"}
 
 
-def greedy(cfg: ModelConfig, params) -> np.ndarray:
+def greedy(cfg: Architecture, params) -> np.ndarray:
     """Greedy completions [8, 12] of eight prompts, in four slots."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(2, 10, 8)
     prompts = [row[9 - n :].tolist() for n, row in zip(lengths, rng.integers(0, cfg.vocab_size, (8, 9)))]
-    generate = make_generate(cfg, Generation(9, 12), (NO_END,), 0, jnp.float32, RolloutConfig(4, 4))
+    generate = make_generate(cfg, GenerationConfig(9, 12), (NO_END,), 0, jnp.float32, RolloutConfig(4, 4))
     return np.asarray(generate(params, prompts, jax.random.key(0), temperature=0.0).tokens)[:, 9:]
 
 
@@ -278,7 +278,7 @@ def attention_kernels(setting: Setting) -> Iterator[dict]:
         yield from one_kernel(cfg, shape, made_up_batch(cfg, sequences, prompt, new), prompt, new)
 
 
-def one_kernel(cfg: ModelConfig, shape: Shape, batch: Batch, prompt: int, new: int) -> Iterator[dict]:
+def one_kernel(cfg: Architecture, shape: Shape, batch: Batch, prompt: int, new: int) -> Iterator[dict]:
     mesh = on_device()
     rows = rows_for(shape.packing, len(batch.tokens), prompt, new)
     width, shares = rows.width or prompt + new, shape.packing == "prefix"
@@ -306,7 +306,7 @@ def one_kernel(cfg: ModelConfig, shape: Shape, batch: Batch, prompt: int, new: i
 def bf16(setting: Setting) -> Iterator[dict]:
     """The gap of log-probabilities in bfloat16 between sampler and trainer, by attention, packing and slots."""
     on_device()
-    bundled = source.download(source.locate(Model()))
+    bundled = source.download(source.locate(ModelConfig()))
     _, params = source.load(bundled)
     cfg, tokenizer = bundled.cfg, bundled.tokenizer
     questions = [f"What is {a} + {b} - {a + b - 7}?" for a in range(3, 7) for b in (8, 15)]
@@ -320,7 +320,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
         if slots == 1 and setting.tiny:
             continue
         generate = make_generate(
-            cfg, Generation(width, new), ends, tokenizer.pad_id, jnp.bfloat16, RolloutConfig(slots)
+            cfg, GenerationConfig(width, new), ends, tokenizer.pad_id, jnp.bfloat16, RolloutConfig(slots)
         )
         asked = prompts[:1] if slots == 1 else prompts
         rollout = generate(params, asked, jax.random.key(slots), GENERATIONS)
@@ -339,7 +339,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
 BF16_GAP = {"cpu": (1e-5, 5e-3)}  # mean and maximum; elsewhere kernels sum in orders of their own (models/rounding.py)
 
 
-def sampler_gap(cfg: ModelConfig, params, rollout, packing: str, width: int, new: int, kernel: str) -> np.ndarray:
+def sampler_gap(cfg: Architecture, params, rollout, packing: str, width: int, new: int, kernel: str) -> np.ndarray:
     """|sampler's - trainer's log-probability| of every sampled token."""
     mask = np.asarray(rollout.completion_mask)
     batch = Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32))
@@ -450,7 +450,7 @@ def real_model(option: str, setting: Setting) -> Iterator[dict]:
     yield from updating(cfg, setting, hardware, mesh, sequences, prompt, new)
 
 
-def decoding(cfg: ModelConfig, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
+def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
     """Milliseconds a token of all slots, against reading all weights and the cache in use once."""
     params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
     prompt, chunk, chunks = (16, 4, 4) if setting.tiny else (512, 32, 6)
@@ -463,7 +463,7 @@ def decoding(cfg: ModelConfig, setting: Setting, hardware: Hardware | None) -> I
             continue
         new = chunk * chunks
         asked = np.random.default_rng(0).integers(0, cfg.vocab_size, (slots, prompt)).tolist()
-        generation = Generation(prompt, new, top_p=top_p)
+        generation = GenerationConfig(prompt, new, top_p=top_p)
         sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, RolloutConfig(slots, chunk))
         for _ in range(2):  # the first one compiles
             arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
@@ -479,7 +479,7 @@ def decoding(cfg: ModelConfig, setting: Setting, hardware: Hardware | None) -> I
 
 
 def updating(
-    cfg: ModelConfig, setting: Setting, hardware: Hardware | None, mesh, sequences: int, prompt: int, new: int
+    cfg: Architecture, setting: Setting, hardware: Hardware | None, mesh, sequences: int, prompt: int, new: int
 ) -> Iterator[dict]:
     """Seconds of an update and of a scoring pass in bf16_params, full sequences, one micro-batch."""
     batch = made_up_batch(cfg, sequences, prompt, new, ragged=False)

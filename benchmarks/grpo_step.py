@@ -33,10 +33,10 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Batch, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
@@ -45,7 +45,7 @@ ROWS = {  # all at once; of equal lengths, side by side gains nothing
     "none": Rows("none", 1, NEW_TOKENS),
     "prefix": Rows("prefix", 1, None, GROUP, PROMPTS),
 }
-CFG = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
+CFG = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
 
 
 def matmul_peak(size: int = 2048, repeats: int = 5) -> float:
@@ -73,7 +73,7 @@ def main() -> None:
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
     rng = np.random.default_rng(0)
     params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
-    generation, dtype = Generation(PROMPT_LENGTH, NEW_TOKENS), DTYPES[args.dtype]
+    generation, dtype = GenerationConfig(PROMPT_LENGTH, NEW_TOKENS), DTYPES[args.dtype]
     generate = make_generate(CFG, generation, eos_ids=(CFG.vocab_size,), pad_id=0, dtype=dtype)
     rows = ROWS[args.packing]
     policy = make_policy(CFG, generate, 1.0, dtype, jax.tree.map(jnp.copy, params), rows, remat=args.remat)

@@ -35,11 +35,11 @@ def write_model(folder: Path, layers: int) -> None:
     import numpy as np
 
     from tunix_lite.models import hf
-    from tunix_lite.models.decoder import ModelConfig
+    from tunix_lite.models.decoder import Architecture
     from tunix_lite.models.families import LLAMA, config_json
 
     flags = LLAMA.flags | {"query_scale": 64, "tied": False}
-    cfg = ModelConfig(32_000, layers, 2048, 32, 8, 64, 8192, **flags)
+    cfg = Architecture(32_000, layers, 2048, 32, 8, 64, 8192, **flags)
     shapes = {name: hf.hf_shape(weight) for name, weight in hf.hf_weights(cfg, LLAMA).items()}
 
     def tensor(name: str):

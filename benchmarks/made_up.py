@@ -4,13 +4,13 @@ import numpy as np
 
 from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.types import Batch
 
 GENERATIONS = 8
 
 
-def made_up_batch(cfg: ModelConfig, sequences: int, prompt: int, new: int, ragged: bool = True) -> Batch:
+def made_up_batch(cfg: Architecture, sequences: int, prompt: int, new: int, ragged: bool = True) -> Batch:
     """Groups that share a prompt; completions are full or, ragged, of any length from one to that."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, cfg.vocab_size, (sequences, prompt + new)).astype(np.int32)

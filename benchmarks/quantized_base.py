@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.source import Model
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.tasks.sources import Arithmetic
 
 
 def main() -> None:
-    model = source.download(source.locate(Model(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
+    model = source.download(source.locate(ModelConfig(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
     examples = [Arithmetic().held_out[i] for i in range(32)]
     rows = [model.tokenizer.prompt(e["question"]) + model.tokenizer.encode(e["completion"]) for e in examples]

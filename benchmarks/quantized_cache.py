@@ -19,22 +19,22 @@ import numpy as np
 
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import source
-from tunix_lite.models.source import Model
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.memory import cache_bytes
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 
 WIDTH = 32
 
 
 def main() -> None:
-    model = source.download(source.locate(Model(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
+    model = source.download(source.locate(ModelConfig(weights=sys.argv[1] if len(sys.argv) > 1 else "bundled")))
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
     params = source.load_base(model, 0, "fp32")
     rows = [model.tokenizer.prompt(Arithmetic().held_out[i]["question"])[-WIDTH:] for i in range(32)]
-    generation, ends = Generation(WIDTH, 48), (model.tokenizer.eos_ids, model.tokenizer.pad_id)
+    generation, ends = GenerationConfig(WIDTH, 48), (model.tokenizer.eos_ids, model.tokenizer.pad_id)
     said = {}
     score = jax.jit(partial(token_logprobs, cfg=model.cfg))
     for cache in ("compute", "int8"):

@@ -45,16 +45,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import decoder, families, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.engine import make_sampler
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 MODELS = {
-    "tiny": (ModelConfig(512, 2, 64, 2, 1, 32, 256, query_scale=32), jnp.float32),
-    "grpo_step": (ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64), jnp.float32),
-    "gemma3_1b": (ModelConfig(262_144, 26, 1152, 4, 1, 256, 6912), jnp.bfloat16),
+    "tiny": (Architecture(512, 2, 64, 2, 1, 32, 256, query_scale=32), jnp.float32),
+    "grpo_step": (Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64), jnp.float32),
+    "gemma3_1b": (Architecture(262_144, 26, 1152, 4, 1, 256, 6912), jnp.bfloat16),
 }
 SIGMA = 1.0  # of the logarithm of a length
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that jax reports for every program
@@ -92,7 +92,7 @@ class Took:
     compiles: int = 0  # XLA programs
 
 
-def make_requests(args, cfg: ModelConfig) -> list[Requests]:
+def make_requests(args, cfg: Architecture) -> list[Requests]:
     """Those of every turn: the same prompts, new lengths."""
     rng = np.random.default_rng(args.seed)
     lengths = rng.integers(-(-args.prompt // 2), args.prompt + 1, args.requests // args.generations)
@@ -136,7 +136,7 @@ def make_static(ours, slots: int):
     return run
 
 
-def make_transformers(args, cfg: ModelConfig, dtype, slots: int):
+def make_transformers(args, cfg: Architecture, dtype, slots: int):
     """None, and a line on stderr, where it is not installed."""
     try:
         import torch
@@ -180,7 +180,7 @@ def timed(arm, requests: Requests, compiles: list) -> Took:
     return replace(took, seconds=time.perf_counter() - began, compiles=len(compiles) - before)
 
 
-def bytes_per_step(cfg: ModelConfig, dtype, params, slots: int, length: int) -> int:
+def bytes_per_step(cfg: Architecture, dtype, params, slots: int, length: int) -> int:
     """Of all weights and of the slots' whole cache: what a step that keeps nothing on the chip has to read."""
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
@@ -203,7 +203,7 @@ def memory_bandwidth(repeats: int = 5) -> float:
 def measure(args, slots: int, chunk: int, params, bandwidth: float, compiles: list) -> None:
     """All arms for one number of slots and one chunk, a line each, and a line that compares."""
     cfg, dtype = MODELS[args.model]
-    turns, generation = make_requests(args, cfg), Generation(args.prompt, args.max_new)
+    turns, generation = make_requests(args, cfg), GenerationConfig(args.prompt, args.max_new)
     sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, dtype, RolloutConfig(slots, chunk))
     ours = make_ours(sample, params)
     makers = {

@@ -37,14 +37,14 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import gathered, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
-CFG = ModelConfig(262_144, 26, 1152, 4, 1, 256, 6912)
+CFG = Architecture(262_144, 26, 1152, 4, 1, 256, 6912)
 END_IDS = (1, 106)
 NEEDED = {"h100": ("jax_cuda12_plugin", "jax-cuda12-plugin jax-cuda12-pjrt"), "v5e": ("libtpu", "libtpu")}
 COLLECTIVE = r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -82,7 +82,7 @@ def kv_ratio(slots: int, length: int, dtype) -> float:
     def num_bytes(cfg):
         return kv_cache.tree_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False)))
 
-    whole = ModelConfig(**{**vars(CFG), "pattern": ("global",)})
+    whole = Architecture(**{**vars(CFG), "pattern": ("global",)})
     return num_bytes(CFG) / num_bytes(whole)
 
 
@@ -104,7 +104,10 @@ def main() -> None:
     dtype, count = jnp.bfloat16, args.fsdp * args.tp
     devices = target_devices(args.target, args.target_config, count)
     jax.set_mesh(make_mesh(((args.fsdp, args.tp), ("fsdp", "tp")), devices))
-    generation, rollout = Generation(args.prompt, args.new), RolloutConfig(args.slots, args.chunk, cache=args.cache)
+    generation, rollout = (
+        GenerationConfig(args.prompt, args.new),
+        RolloutConfig(args.slots, args.chunk, cache=args.cache),
+    )
     programs = make_programs(CFG, generation, END_IDS, 0, dtype, args.chunk, args.cache == "int8")
     made = programs.make_slots.lower(args.slots).compile().output_shardings
     slots = placed(jax.eval_shape(lambda: programs.make_slots(args.slots)), made)

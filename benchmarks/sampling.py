@@ -39,18 +39,18 @@ def one_turn(args) -> dict[str, dict[str, float]]:
     import jax
 
     from tunix_lite.models import decoder, weights
-    from tunix_lite.models.decoder import ModelConfig
+    from tunix_lite.models.decoder import Architecture
     from tunix_lite.parallel.mesh import make_mesh
     from tunix_lite.rollout.engine import make_sampler
-    from tunix_lite.rollout.settings import Generation, RolloutConfig
+    from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
-    cfg = ModelConfig(args.vocabulary, 1, 16, 1, 1, 16, 16)
+    cfg = Architecture(args.vocabulary, 1, 16, 1, 1, 16, 16)
     params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
     prompts = [[5, 6, 7]] * args.slots
     took = {}
     for name in args.settings:
-        generation = Generation(4, args.tokens, **SETTINGS[name])
+        generation = GenerationConfig(4, args.tokens, **SETTINGS[name])
         sample = make_sampler(cfg, generation, (), 0, rollout=RolloutConfig(args.slots, args.tokens))
         for turn in range(2):  # the first compiles
             began, began_cpu = time.perf_counter(), time.process_time()

@@ -30,19 +30,19 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.types import Batch, TrainState
 
-SMALL = ModelConfig(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
+SMALL = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
 
 
 class Arm:
     """One way to do the update, compiled."""
 
-    def __init__(self, name: str, cfg: ModelConfig, batch: Batch, lengths: tuple[int, int], micro_batches: int, mesh):
+    def __init__(self, name: str, cfg: Architecture, batch: Batch, lengths: tuple[int, int], micro_batches: int, mesh):
         """lengths: tokens of a prompt and of a completion, at most."""
         self.name = name
         prompt, new = lengths

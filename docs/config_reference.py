@@ -17,18 +17,18 @@ from tunix_lite.algorithms import advantages, grpo, sft, weighting
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
-from tunix_lite.commands.plan import PlanSettings
+from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay
-from tunix_lite.distributed.process_place import Launch
+from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import OptimizerConfig
-from tunix_lite.models.decoder import ModelConfig, RopeScaling
+from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.models.source import Model
-from tunix_lite.parallel.mesh import MeshShape, Rules, as_text
+from tunix_lite.models.source import ModelConfig
+from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
 from tunix_lite.rewards import math, text
-from tunix_lite.rewards.pool import Rewards
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rewards.pool import RewardsConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks import sources, task
 
 PAGE = "config/reference"
@@ -48,9 +48,9 @@ class Group:
 
 GROUPS = (
     Group("The run", "", config.RunConfig, lambda run: run),
-    Group("Model", "model.", Model, lambda run: run.model),
+    Group("Model", "model.", ModelConfig, lambda run: run.model),
     Group("Adapters and their base", "model.lora.", LoraConfig, lambda run: run.model.lora),
-    Group("Architecture", "model.architecture.", ModelConfig, None),
+    Group("Architecture", "model.architecture.", Architecture, None),
     Group("Rope scaling", "model.architecture.rope_scaling.", RopeScaling, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
@@ -63,20 +63,20 @@ GROUPS = (
     ),
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
-    Group("Generation", "generation.", Generation, lambda run: run.generation),
+    Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
-    Group("Training", "training.", config.Training, lambda run: run.training),
+    Group("Training", "training.", config.TrainingConfig, lambda run: run.training),
     Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
-    Group("Evaluation", "evaluation.", config.Evaluation, lambda run: run.evaluation),
-    Group("Sharding", "sharding.", Rules, lambda run: run.sharding),
-    Group("Tracking", "tracking.", config.Tracking, lambda run: run.tracking),
-    Group("Resuming", "resume.", config.Resume, lambda run: run.resume),
-    Group("Where rewards run", "rewards.", Rewards, lambda run: run.rewards),
-    Group("Launch", "launch.", Launch, lambda run: run.launch),
+    Group("Evaluation", "evaluation.", config.EvaluationConfig, lambda run: run.evaluation),
+    Group("Sharding", "sharding.", ShardingConfig, lambda run: run.sharding),
+    Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
+    Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
+    Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
+    Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", Generate, None),
     Group("The command chat", "", Chat, None),
     Group("The command export", "", Export, None),
-    Group("The command plan", "", PlanSettings, None),
+    Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
 )
 # groups of which nobody chooses an option: a program begins with its own

@@ -9,17 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-from tunix_lite.api import Generation, compose, export, load, train
+from tunix_lite.api import GenerationConfig, compose, export, load, train
 
 question = "What is 12 + 7 - 3?"
 # or a folder in Hugging Face layout, a name on the hub, the folder of a run
 model = load("bundled")
-for completion in model.generate(question, Generation(32, 48), num_generations=2):
+for completion in model.generate(question, GenerationConfig(32, 48), num_generations=2):
     print(completion.text)
 print("log p of an answer:", model.score(question, "The answer is 16.")[0].sum())
 
 outputs = Path(f"outputs/notebook/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
 train(compose(["model.lora.rank=8", "optimizer.learning_rate=2e-3", *sys.argv[1:]]), outputs)
 trained = load(outputs)
-print("".join(trained.stream(question, Generation(32, 48, temperature=0.0))))
+print("".join(trained.stream(question, GenerationConfig(32, 48, temperature=0.0))))
 print(export(trained, outputs / "export" / "merged", kind="merged").serve)

@@ -33,10 +33,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
 PROMPT, NEW = 10, 12
@@ -60,9 +60,9 @@ def one_device():
 
 
 @pytest.fixture(scope="session")
-def cfg() -> ModelConfig:
+def cfg() -> Architecture:
     """Three layers, local, global, and one left over; the window is shorter than a sequence."""
-    return ModelConfig(
+    return Architecture(
         vocab_size=32,
         num_layers=3,
         embed_dim=16,
@@ -76,7 +76,7 @@ def cfg() -> ModelConfig:
     )
 
 
-def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
+def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3):
     """Weights large enough that the model has opinions, norms included; on the current mesh."""
     rng, table = np.random.default_rng(seed), decoder.weights(cfg)
     return jax.tree.map(
@@ -93,7 +93,7 @@ def params(cfg):
 @pytest.fixture(scope="session")
 def generate(cfg):
     set_mesh(1, 1)
-    return make_generate(cfg, Generation(PROMPT, NEW), EOS, pad_id=0)
+    return make_generate(cfg, GenerationConfig(PROMPT, NEW), EOS, pad_id=0)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ import jax
 import processes
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.engine import make_sampler
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
-CFG = ModelConfig(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)
+CFG = Architecture(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [4, 4], [30, 31, 29, 28]]
 
 
@@ -20,7 +20,7 @@ def draw() -> dict:
     """Ten requests in four slots on [[2,2]]: tokens, logprobs and reasons, and what was read and how many steps."""
     with jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")))):
         params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
-        sample = make_sampler(CFG, Generation(8, 10), (1, 2, 3), 0, rollout=RolloutConfig(4, 3))
+        sample = make_sampler(CFG, GenerationConfig(8, 10), (1, 2, 3), 0, rollout=RolloutConfig(4, 3))
         steps, found = sample(params, PROMPTS, jax.random.key(1), 2), {}
         while True:
             try:

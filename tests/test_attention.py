@@ -13,10 +13,10 @@ from conftest import set_mesh
 
 from tunix_lite.models import attention
 from tunix_lite.models.attention import AttentionMeta, choose, obstacle, visible
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, put, use_rules
 
-CFG = ModelConfig(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
+CFG = Architecture(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
 
 
 def meta(segments, positions, branches=None) -> AttentionMeta:
@@ -191,7 +191,7 @@ def test_a_kind_told_by_data_is_the_kind_told_while_compiling():
 # ---- splash
 
 
-SPLASH = ModelConfig(
+SPLASH = Architecture(
     56, 2, 16, 4, 2, 128, 32, pattern=("local", "global"), window=40, query_scale=128, attn_softcap=2.0
 )
 splash = partial(attention.splash, interpret=True)

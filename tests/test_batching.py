@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunix_lite.commands.program import compose
-from tunix_lite.config import Training
+from tunix_lite.config import TrainingConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape
@@ -15,7 +15,7 @@ from tunix_lite.planning.batch_size import plan_batch, plan_rows
 
 
 def run_with(G=8, **training) -> SimpleNamespace:
-    return SimpleNamespace(training=Training(**training), algorithm=SimpleNamespace(num_generations=G))
+    return SimpleNamespace(training=TrainingConfig(**training), algorithm=SimpleNamespace(num_generations=G))
 
 
 @pytest.mark.parametrize(

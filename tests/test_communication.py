@@ -14,13 +14,13 @@ from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.types import Batch, TrainState
 
-CFG = ModelConfig(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
+CFG = Architecture(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
 SEQUENCES, WIDTH, NEW = 8, 256, 128
 SMALL = 1e5  # bytes: norms, metrics, and what XLA passes around at the edges
 LAYER = 2 * (512 * 8 * 128 * 2 + 512 * 4 * 128 * 2 + 3 * 512 * 2048)  # bytes of a layer's projections in bfloat16

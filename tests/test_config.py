@@ -13,27 +13,27 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
-from tunix_lite.commands.plan import PlanSettings
+from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, composed, conf_dir
 from tunix_lite.commands.replay import Replay
-from tunix_lite.config import Evaluation, Model, RunConfig, Tracking, Training, build
-from tunix_lite.distributed.process_place import Launch
+from tunix_lite.config import EvaluationConfig, ModelConfig, RunConfig, TrackingConfig, TrainingConfig, build
+from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.learner.optim import OptimizerConfig
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.parallel.mesh import RULES, Rules
-from tunix_lite.rewards.pool import Rewards
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.parallel.mesh import RULES, ShardingConfig
+from tunix_lite.rewards.pool import RewardsConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 
 CONF = Path(__file__).parents[1] / "conf"
 KINDS = {
     "config": RunConfig,
-    "model": Model,
+    "model": ModelConfig,
     "algorithm/grpo": GRPO,
     "algorithm/dr_grpo": GRPO,
     "algorithm/sft": SFT,
@@ -41,17 +41,17 @@ KINDS = {
     "command/chat": Chat,
     "command/export": Export,
     "command/generate": Generate,
-    "command/plan": PlanSettings,
+    "command/plan": PlanConfig,
     "command/replay": Replay,
-    "generation": Generation,
+    "generation": GenerationConfig,
     "rollout": RolloutConfig,
-    "sharding": Rules,
-    "training": Training,
+    "sharding": ShardingConfig,
+    "training": TrainingConfig,
     "optimizer": OptimizerConfig,
-    "evaluation": Evaluation,
-    "tracking": Tracking,
-    "rewards": Rewards,
-    "launch": Launch,
+    "evaluation": EvaluationConfig,
+    "tracking": TrackingConfig,
+    "rewards": RewardsConfig,
+    "launch": LaunchConfig,
 }
 FILES = sorted(CONF.rglob("*.yaml"))
 
@@ -67,10 +67,10 @@ MODELS = sorted(f.name.removesuffix(".yaml") for f in (CONF / "model").glob("*.y
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
     values = composed([f"model={name}"])["model"]
-    assert set(values) == {f.name for f in dataclasses.fields(Model)}
+    assert set(values) == {f.name for f in dataclasses.fields(ModelConfig)}
     assert set(values["lora"]) == {f.name for f in dataclasses.fields(LoraConfig)}
     if values["architecture"] is not None:
-        assert set(values["architecture"]) == {f.name for f in dataclasses.fields(ModelConfig)}
+        assert set(values["architecture"]) == {f.name for f in dataclasses.fields(Architecture)}
         assert compose([f"model={name}"]).model.family in FAMILIES
 
 
@@ -112,11 +112,11 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
     for part in (run.generation, run.evaluation, run.tracking):
         same = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) == f.default}
         assert same >= {"temperature"} & {f.name for f in dataclasses.fields(part)}
-    assert run.model == Model()
-    assert run.training == Training()
-    assert run.evaluation == Evaluation()
-    assert run.tracking == Tracking()
-    assert run.launch == Launch()
+    assert run.model == ModelConfig()
+    assert run.training == TrainingConfig()
+    assert run.evaluation == EvaluationConfig()
+    assert run.tracking == TrackingConfig()
+    assert run.launch == LaunchConfig()
     assert run.task.source == Arithmetic()
     for name, kind in KINDS.items():
         if name.startswith("command/"):
@@ -235,9 +235,9 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
     assert "noisy" not in sys.modules and not (tmp_path / "CANARY").exists()
     for key, wanted in {
         "model.lora": "LoraConfig",
-        "training": "Training",
-        "model": "Model",
-        "resume": "Resume",
+        "training": "TrainingConfig",
+        "model": "ModelConfig",
+        "resume": "ResumeConfig",
     }.items():
         for name in (
             "noisy.Popen",

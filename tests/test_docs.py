@@ -25,7 +25,7 @@ from tunix_lite.commands import program
 from tunix_lite.commands.chat import Chat
 from tunix_lite.commands.export import Export
 from tunix_lite.commands.generate import Generate
-from tunix_lite.commands.plan import PlanSettings, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
@@ -52,7 +52,7 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanSettings, "replay": Replay}
+PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanConfig, "replay": Replay}
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -220,7 +220,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
         task.prompts(examples)
 
 
-def architecture(run: RunConfig) -> decoder.ModelConfig | None:
+def architecture(run: RunConfig) -> decoder.Architecture | None:
     """Of the run's model; None for a folder or a hub name of which the page says no more."""
     if run.model.weights == "bundled":
         return program.compose(["model=random"]).model.architecture

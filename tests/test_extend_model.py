@@ -20,7 +20,7 @@ from tunix_lite.models import attention, decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, QWEN2, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.train import train
 
 PAGE = ROOT / "docs" / "extend" / "model.md"
@@ -57,7 +57,7 @@ def table(head: str) -> list[list[str]]:
     return [re.findall(r"`([^`]*)`", row) for row in rows]
 
 
-def architecture(option: str) -> decoder.ModelConfig:
+def architecture(option: str) -> decoder.Architecture:
     return compose([f"model={option}"], "docs/extend/example/conf").model.architecture
 
 
@@ -199,7 +199,7 @@ def test_a_mistral_equals_that_of_transformers(window, tmp_path):
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
 
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0)
+    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0)
     greedy = generate(params, tokens.tolist(), jax.random.key(0), temperature=0.0).tokens
     continued = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
     np.testing.assert_array_equal(np.asarray(greedy), continued.numpy())
@@ -225,7 +225,7 @@ def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
         if row[1] == "mistral.MISTRAL"
         else {"pattern": ("global",), "window": None}
     )
-    cfg = decoder.ModelConfig(
+    cfg = decoder.Architecture(
         32, 2, 16, 4, 2, 8, 24, query_scale=8, **(layers | {"rope_theta_global": 1e4} | family.flags)
     )
     values = config_json(cfg, family) | {"rope_theta": 1e4}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning.flops import (
     attention_flops,
     decode_bytes,
@@ -22,8 +22,8 @@ from tunix_lite.planning.hardware import HARDWARE
 
 H100 = HARDWARE["h100"]
 
-GEMMA3_1B = ModelConfig(262144, 26, 1152, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912, window=512)
-LLAMA3_8B = ModelConfig(128256, 32, 4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336, pattern=("global",),
+GEMMA3_1B = Architecture(262144, 26, 1152, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912, window=512)
+LLAMA3_8B = Architecture(128256, 32, 4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336, pattern=("global",),
                         window=None, qk_norm=False, post_norms=False, tied=False)  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_a_decode_step_reads_weights_once_and_of_each_sequence_what_it_sees(cfg)
 
 
 def test_gemma3_27b_reads_0_6_gb_of_cache_for_a_sequence_of_2048():
-    gemma3_27b = ModelConfig(262208, 62, 5376, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21504, window=1024)
+    gemma3_27b = Architecture(262208, 62, 5376, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21504, window=1024)
     cache = decode_bytes(gemma3_27b, [2048]) - decode_bytes(gemma3_27b, [])
     assert cache == 2 * 2 * 16 * 128 * (10 * 2048 + 52 * 1024) == pytest.approx(0.60e9, rel=0.01)
 

@@ -12,12 +12,12 @@ from conftest import random_params, set_mesh
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
-from tunix_lite.models.decoder import ModelConfig, RopeScaling
+from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
 from tunix_lite.models.quantize import stored
 from tunix_lite.models.weights import num_bytes
 
-CFG = ModelConfig(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
+CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_each_device_reads_only_its_slice(folder, monkeypatch):
 @pytest.mark.parametrize("storage, mesh", [("fp32", (1, 1)), ("bf16", (1, 1)), ("bf16", (2, 2)), ("nf4", (2, 2))])
 def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, storage, mesh):
     set_mesh(*mesh)
-    cfg = ModelConfig(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
+    cfg = Architecture(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
     hf.save_params(random_params(cfg), cfg, LLAMA, tmp_path)
     allowed, total = {}, 0  # tensor -> bytes of its leaf and those before it
     for path, leaf in hf.flat(stored(decoder.weights(cfg), storage)).items():
@@ -170,7 +170,7 @@ def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):
 
 
 def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
-    scaled = ModelConfig(32, 7, 16, 4, 2, 8, 24, window=5, query_scale=8, rope_scaling=RopeScaling(8.0))
+    scaled = Architecture(32, 7, 16, 4, 2, 8, 24, window=5, query_scale=8, rope_scaling=RopeScaling(8.0))
     values = config_json(scaled, GEMMA3)
     for key in ("rope_parameters", "layer_types"):
         values.pop(key)

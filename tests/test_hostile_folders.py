@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.checkpoint import LATER, Checkpoints
 from tunix_lite.commands import chat, export, generate, program, replay
-from tunix_lite.config import Resume, RunConfig, build
+from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
 from tunix_lite.files.untrusted import MOST_LINE
@@ -39,10 +39,10 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.models import confined, decoder, hf, peft, source
 from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import LLAMA, config_json
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.source import BUNDLED, Model
+from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import FILES, Tokenizer
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
@@ -57,7 +57,7 @@ from tunix_lite.types import TrainState
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 2.0
-CFG = ModelConfig(
+CFG = Architecture(
     512, 2, 16, 2, 1, 8, 24, query_scale=8, rope_theta_local=1e6, max_positions=512, tied=True, **LLAMA.flags
 )
 LORA = LoraConfig(rank=2, targets="layers/(q|v)")
@@ -85,7 +85,7 @@ def good(tmp_path_factory):
     peft.save_adapters(adapters, CFG, LLAMA, LORA, folder / "adapter", "base")
 
     (folder / "run").mkdir()
-    settings = Model(weights=str(folder / "model"))
+    settings = ModelConfig(weights=str(folder / "model"))
     RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.locate(settings), 0))
     checkpoints = Checkpoints(folder / "run" / "checkpoints")
     optimizer = make_optimizer(OptimizerConfig(), 2)
@@ -202,11 +202,11 @@ def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good
 
 def loaded(folder: Path):
     """All of the way from model.weights= to what training needs, short of the weights themselves."""
-    return source.download(source.locate(Model(weights=str(folder))))
+    return source.download(source.locate(ModelConfig(weights=str(folder))))
 
 
 def adapted(folder: Path, adapter: Path):
-    model = Model(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
+    model = ModelConfig(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
     return source.load(source.download(source.locate(model)))
 
 
@@ -238,7 +238,7 @@ HOSTILE_SETTINGS = {  # key of `model` -> what stands there; POPEN: a _target_ t
     "mesh_shape ": [[1, 1], ["POPEN", "tp"]],
     "there is no such setting": "POPEN",
     "lora ": {"_target_": "hostile_plug.Plug"},
-    "architecture ": {"_target_": "tunix_lite.models.decoder.ModelConfig", "vocab_size": 512},
+    "architecture ": {"_target_": "tunix_lite.models.decoder.Architecture", "vocab_size": 512},
     "lora  ": {"_target_": "tunix_lite.models.lora.LoraConfig"},
     "tokenizer ": {"_target_": 5},
 }
@@ -255,10 +255,10 @@ def settings_with(run: Path, key: str, value, canary: Path) -> None:
     (run / "model.json").write_text(json.dumps(said))
 
 
-def of_run(run: Path, *overrides: str) -> Model:
+def of_run(run: Path, *overrides: str) -> ModelConfig:
     """What generate, chat, export and replay make of checkpoint=RUN, before they open it."""
     values = {"checkpoint": str(run), "model": {"mesh_shape": [[1, 1], ["fsdp", "tp"]], "family": "llama"}}
-    return build(Model, program._of_run(values, list(overrides)), "model")
+    return build(ModelConfig, program._of_run(values, list(overrides)), "model")
 
 
 @pytest.mark.parametrize("key", HOSTILE_SETTINGS)
@@ -527,14 +527,14 @@ def test_a_head_that_is_not_the_tied_embedding_is_taken_if_the_user_says_so(good
     folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), ((4, 1), ("fsdp", "tp"))
     head((512, 16), 0.25)(folder)
     is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head", "model.untie_head=true")
-    untied = load(Model(weights=str(folder), mesh_shape=meshed, untie_head=True))
+    untied = load(ModelConfig(weights=str(folder), mesh_shape=meshed, untie_head=True))
     np.testing.assert_array_equal(untied.params["head"], np.full((512, 16), 0.25, np.float32))
     exporting.export(untied, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     again = load(tmp_path / "out", mesh_shape=meshed)
     jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
     with pytest.raises(ValueError, match="untie_head=true is of a folder's weights"):
-        Model(weights="random", architecture=CFG, untie_head=True)
+        ModelConfig(weights="random", architecture=CFG, untie_head=True)
 
 
 # ---- chat templates
@@ -721,7 +721,7 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
     change, words = ADAPTERS[name]
     folder = shutil.copytree(good / "adapter", tmp_path / "adapter")
     change(folder)
-    found = Model(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
+    found = ModelConfig(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
     if words:
         is_refused(
             lambda: source.locate(found),
@@ -943,7 +943,7 @@ def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, trai
     run = shutil.copytree(good / "run", tmp_path / "run")
     ours = fingerprint(training, source.download(source.locate(training.model)), 4)
     (run / "fingerprint.json").write_text(json.dumps(json.loads(json.dumps(ours)) | change))
-    resumed = replace(training, resume=Resume(str(run)))
+    resumed = replace(training, resume=ResumeConfig(str(run)))
     with pytest.raises(ConfigError, match="^resume: "):
         prepare(resumed, RunDir(tmp_path / "new"))
 

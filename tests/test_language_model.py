@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite.api import Generation, compose, export, load, train
+from tunix_lite.api import GenerationConfig, compose, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.errors import ConfigError
@@ -20,10 +20,10 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
-from tunix_lite.models.source import Model, locate
+from tunix_lite.models.source import ModelConfig, locate
 
 ROOT = Path(__file__).parents[1]
-SHORT = Generation(64, 12)
+SHORT = GenerationConfig(64, 12)
 QUESTIONS = ["What is 1 + 2?", "What is 12 + 7 - 3 + 5?", "What is 9 - 4?"]
 TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.num_generations=2",
             "generation.max_new_tokens=4", "evaluation.num_examples=0", "tracking.tensorboard=false",
@@ -102,7 +102,7 @@ def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
     with pytest.raises(ValueError, match=words):
         next(model.stream(QUESTIONS[0], SHORT, seed=seed))
     with pytest.raises(ConfigError, match=words):
-        open_model(Model(weights=str(TINY)), None, None, "fp32", seed)
+        open_model(ModelConfig(weights=str(TINY)), None, None, "fp32", seed)
 
 
 def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model):
@@ -118,7 +118,7 @@ def test_a_conversation_is_one_prompt(model):
 
 def test_scores_are_those_of_the_tokens_that_were_said():
     model = one("bundled")
-    greedy = Generation(64, 24, temperature=0.0)
+    greedy = GenerationConfig(64, 24, temperature=0.0)
     said = model.generate(QUESTIONS[0], greedy)[0]
     assert said.finished
     (scored,) = model.score(QUESTIONS[0], said.text)
@@ -181,7 +181,7 @@ def test_prompts_that_do_not_fit(model):
     with pytest.raises(
         ValueError, match=r"prompt 2 of 2 has \d+ tokens; it takes 1 to generation.max_prompt_length=20"
     ):
-        model.generate(["1", "What is this very long question about?"], Generation(20, 4))
+        model.generate(["1", "What is this very long question about?"], GenerationConfig(20, 4))
     with pytest.raises(ValueError, match="2 prompts and 1 completions"):
         model.score(["1", "2"], ["3"])
 
@@ -206,7 +206,7 @@ def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolera
     else:
         assert "--enable-lora --max-lora-rank 4" in written.serve
         lora = LoraConfig(adapter=str(tmp_path / "out"), base="nf4")
-        again = one(Model(weights=str(TINY), lora=lora))
+        again = one(ModelConfig(weights=str(TINY), lora=lora))
         assert again.source.lora.rank == 4 and again.source.lora.alpha == 32.0
     np.testing.assert_allclose(logits(again), logits(ours), atol=tolerance)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -228,7 +228,7 @@ def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
     for name in before:
         whole = tuple(slice(None) for _ in before.shape(name))
         assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes()
-    asked = locate(Model(weights=str(tmp_path / "out"))).tokenizer
+    asked = locate(ModelConfig(weights=str(tmp_path / "out"))).tokenizer
     assert asked.prompt("1 + 1") == one().tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
 
 
@@ -282,7 +282,7 @@ def test_overwriting_replaces_only_what_export_wrote(tmp_path):
     with pytest.raises(ConfigError, match="holds notes.txt, which export did not write, so it is not replaced"):
         export(one(), tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "notes.txt").unlink()
-    stands_on = one(Model(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
+    stands_on = one(ModelConfig(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
     with pytest.raises(ConfigError, match="is the folder of the base that the model stands on"):
         export(stands_on, tmp_path / "out", overwrite=True)
 
@@ -312,7 +312,7 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
 def test_generate_streams_one_prompt_of_a_run(adapted, monkeypatch, capsys):
     overrides = [f"checkpoint={adapted[0]}", f"prompt='{QUESTIONS[0]}'", "generation.temperature=0"]
     run_command(generate_command, overrides, monkeypatch)
-    expected = one(adapted[0]).generate(QUESTIONS[0], Generation(64, 8, temperature=0.0))[0].text
+    expected = one(adapted[0]).generate(QUESTIONS[0], GenerationConfig(64, 8, temperature=0.0))[0].text
     assert capsys.readouterr().out == expected + "\n"
 
 
@@ -329,7 +329,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
     model = one("bundled")
     talk = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": first},
             {"role": "user", "content": QUESTIONS[0]}]  # fmt: skip
-    assert second == model.generate(talk, Generation(64, 8, temperature=0.0))[0].text
+    assert second == model.generate(talk, GenerationConfig(64, 8, temperature=0.0))[0].text
     assert captured.err.count("/reset") == 2
 
 
@@ -421,23 +421,23 @@ def test_settings_of_the_wrong_kind_are_refused_in_python_too(model):
         ({"temperature": float("nan")}, "temperature=nan and .* must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            Generation(64, 8, **wrong)
-    assert Generation(64, 8, stop=["a"]) == Generation(64, 8, stop=("a",))
+            GenerationConfig(64, 8, **wrong)
+    assert GenerationConfig(64, 8, stop=["a"]) == GenerationConfig(64, 8, stop=("a",))
     with pytest.raises(ValueError, match="stop_token_ids: 100000 is beyond the model's vocab_size=512"):
-        model.generate("1", Generation(64, 8, stop_token_ids=(100000,)))
+        model.generate("1", GenerationConfig(64, 8, stop_token_ids=(100000,)))
     with pytest.raises(ValueError, match="max_new_tokens=9; it is 1 to generation.max_new_tokens=8"):
-        model.generate("1", Generation(64, 8), max_new_tokens=9)
+        model.generate("1", GenerationConfig(64, 8), max_new_tokens=9)
     with pytest.raises(ValueError, match="all 2 prompts are longer than generation.max_prompt_length=1: dropped"):
-        model.generate(["one", "two"], Generation(1, 8, long_prompts="drop"))
+        model.generate(["one", "two"], GenerationConfig(1, 8, long_prompts="drop"))
     with pytest.raises(ValueError, match="there are no prompts to continue"):
-        model.generate([], Generation(8, 8))
+        model.generate([], GenerationConfig(8, 8))
 
 
 def test_limits_of_prompts_and_prompts_that_are_dropped(model):
-    greedy = Generation(64, 6, temperature=0.0)
+    greedy = GenerationConfig(64, 6, temperature=0.0)
     short, long = model.generate(QUESTIONS[:2], greedy, max_new_tokens=[2, 6])
     assert len(short.tokens) == 2 and short.finish_reason == "length" and len(long.tokens) > 2
     width = len(model.tokenizer.prompt("1"))
-    kept = model.generate([QUESTIONS[0], "1"], Generation(width, 6, temperature=0.0, long_prompts="drop"))
+    kept = model.generate([QUESTIONS[0], "1"], GenerationConfig(width, 6, temperature=0.0, long_prompts="drop"))
     assert [c.prompt for c in kept] == [1]
-    assert len(model.generate([QUESTIONS[0], "1"], Generation(width, 6, long_prompts="truncate"))) == 2
+    assert len(model.generate([QUESTIONS[0], "1"], GenerationConfig(width, 6, long_prompts="truncate"))) == 2

@@ -25,7 +25,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.distributed.stopping import Leave, Stopping
 from tunix_lite.errors import RunFailed
-from tunix_lite.rewards.pool import Pool, Rewards
+from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.runs import leaving
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.task import SaidByAll
@@ -239,7 +239,7 @@ def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told
 
 
 def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():
-    with contextlib.closing(Pool({"reward": leaves_a_child}, Rewards(workers=1))) as pool:
+    with contextlib.closing(Pool({"reward": leaves_a_child}, RewardsConfig(workers=1))) as pool:
         ((kind, pid),) = pool.submit("text", {}).result(60).values()
         file = Path(f"/proc/{int(pid)}/stat")
         assert kind == "" and file.exists()

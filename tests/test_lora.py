@@ -14,16 +14,16 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, is_matrix,
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored
 from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Batch, TrainState
 
-CFG = ModelConfig(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
+CFG = Architecture(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
 LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
 
 
@@ -180,7 +180,7 @@ def test_every_element_is_the_nearest_level_of_its_block(storage, levels):
 
 def test_a_quantised_base_takes_the_bytes_that_it_should():
     """Of all projections: 8 bits and a float32 for 128 elements, 4 bits and a float32 for 64; bfloat16 has 16."""
-    cfg = ModelConfig(64, 2, 256, 4, 2, 64, 512, pattern=("global",), window=None)
+    cfg = Architecture(64, 2, 256, 4, 2, 64, 512, pattern=("global",), window=None)
     size = {}
     for storage in ("bf16", "int8", "nf4"):
         params = init_stored(decoder.weights(cfg), jax.random.key(0), storage)
@@ -288,7 +288,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 
 def test_sampling_and_scoring_agree_under_adapters():
     acting = attach(base_of("nf4"), adapters_of(), LORA)
-    generate = make_generate(CFG, Generation(10, 8), (1,), 0)
+    generate = make_generate(CFG, GenerationConfig(10, 8), (1,), 0)
     rollout = generate(acting, ragged_prompts(3, 64), jax.random.key(0), 2)
     scored = jax.jit(lambda p: token_logprobs(p, rollout.tokens, rollout.token_mask, cfg=CFG))(acting)
     gap = jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0)

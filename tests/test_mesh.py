@@ -14,14 +14,14 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.tasks.task import Judged
 from tunix_lite.types import TrainState
 
-CFG = ModelConfig(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
+CFG = Architecture(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
 STEPS = 3
 
 
@@ -43,7 +43,7 @@ class EvenTask:
 def run(fsdp: int, tp: int):
     """Three GRPO updates on that mesh: tokens, metrics, final state."""
     set_mesh(fsdp, tp)
-    generate = make_generate(CFG, Generation(10, 8), eos_ids=(1,), pad_id=0)
+    generate = make_generate(CFG, GenerationConfig(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)
     rows = Rows(num_parts=2, num_scored=8)
     policy = make_policy(CFG, generate, 1.0, rows=rows, reference=jax.tree.map(jnp.copy, params))

@@ -20,7 +20,7 @@ from tunix_lite.models.families import FAMILIES, config_json, read_config  # noq
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.rollout.engine import make_generate  # noqa: E402
-from tunix_lite.rollout.settings import Generation, RolloutConfig  # noqa: E402
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -117,7 +117,7 @@ def test_greedy_continuations_are_the_same(both):
     lengths = (PROMPT, 1, PROMPT - 3, 2, PROMPT // 2)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, VOCAB, length).tolist() for length in lengths]
-    generate = make_generate(cfg, Generation(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
+    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))
     ours = generate(params, prompts, jax.random.key(0), temperature=0.0)
     for row, real in zip(ours.tokens, ours.token_mask):
         asked = torch.tensor(row[:PROMPT][real[:PROMPT]])[None]

@@ -9,13 +9,13 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.models import attention, decoder, hf, peft
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import GEMMA3, QWEN3, config_json, is_wrapped, read_config
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.weights import init_params, is_weight
 from tunix_lite.parallel.mesh import put
 
-CFG = ModelConfig(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
+CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 LORA = LoraConfig(rank=3, alpha=6.0, targets=".*/(q|o|down)")
 
 

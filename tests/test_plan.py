@@ -17,7 +17,7 @@ from conftest import ragged_prompts, set_mesh
 from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanSettings, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
@@ -318,7 +318,7 @@ def test_between_nodes_only_fsdp_sends():
 
 
 def planned(overrides, words=(), **settings):
-    return make_plans(compose(list(overrides)), PlanSettings(analytic=True, **settings), list(words))
+    return make_plans(compose(list(overrides)), PlanConfig(analytic=True, **settings), list(words))
 
 
 def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
@@ -342,7 +342,7 @@ def test_a_mesh_is_compiled_only_as_often_as_is_asked(monkeypatch):
         return plan
 
     monkeypatch.setattr(command.planning, "with_compiled", compiled)
-    settings = PlanSettings(mesh="all", compile_most=2)
+    settings = PlanConfig(mesh="all", compile_most=2)
     found = make_plans(compose(SMALL), settings, [])
     assert asked == [p.case.sizes for p in found.plans[:2]]
     assert {p.case.sizes["tp"] for p in found.plans} == {1, 2, 4}
@@ -400,7 +400,7 @@ def test_where_nothing_fits_the_advice_is_the_least_that_was_reached(cfg):
     assert least.fits is False
     assert least.peak_bytes < full.peak_bytes
     assert "training.remat=block" in overrides
-    line = command._advised(Plans((full,)), PlanSettings(analytic=True), []).change
+    line = command._advised(Plans((full,)), PlanConfig(analytic=True), []).change
     said = f"{least.peak_bytes / GiB:.2f} of 0.00 GiB, an estimate, with {' '.join(overrides)}"
     assert line == f"nothing that was tried fits, and a larger target is needed: the least is {said}"
 
@@ -509,7 +509,7 @@ def test_a_mesh_that_is_smaller_than_the_target_is_planned_for_its_devices_alone
 def test_without_the_compiler_the_message_says_what_to_install_and_what_goes_without(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=r"plan-tpu.*analytic=true"):
-        make_plans(compose([]), PlanSettings(target="v5e-4"), [])
+        make_plans(compose([]), PlanConfig(target="v5e-4"), [])
 
 
 def test_cudnn_of_a_gpu_that_is_not_here_is_estimated_and_not_compiled(monkeypatch):
@@ -518,13 +518,13 @@ def test_cudnn_of_a_gpu_that_is_not_here_is_estimated_and_not_compiled(monkeypat
     monkeypatch.setattr(command, "devices_of", lambda machine: [])
     said = "cuDNN's kernel can be lowered only where cuDNN is installed, .*training.attention=xla .*analytic=true"
     with pytest.raises(ConfigError, match=said):
-        make_plans(compose(words), PlanSettings(target="h100x8"), [])
+        make_plans(compose(words), PlanConfig(target="h100x8"), [])
 
 
 @pytest.mark.parametrize("settings, said", [({"mesh": "some"}, "run, for model.mesh_shape, or all"), ({"compile_most": 0}, "at least 1")])  # fmt: skip
 def test_its_own_settings_are_checked(settings, said):
     with pytest.raises(ValueError, match=said):
-        PlanSettings(**settings)
+        PlanConfig(**settings)
 
 
 # ---- what is written
@@ -532,7 +532,7 @@ def test_its_own_settings_are_checked(settings, said):
 
 def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite", "model=gemma3_1b"])
-    settings = PlanSettings(target="v5e-16", mesh="all", analytic=True, out=str(tmp_path))
+    settings = PlanConfig(target="v5e-16", mesh="all", analytic=True, out=str(tmp_path))
     command.plan(compose(["model=gemma3_1b", "algorithm.kl_coef=0.04"]), settings)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 40
@@ -629,7 +629,7 @@ def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
     tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
     with pytest.raises(ConfigError, match=tried):
-        at_start.fitting(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+        at_start.choose_micro_batch(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
@@ -662,11 +662,11 @@ def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
 
     set_mesh(2, 2)
-    found = at_start.foresee(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
+    found = at_start.plan_of_this_run(case_of(cfg, ["training.packing=sequences"]), {"update": refuse})
     assert found.fits is False
-    assert "DOES NOT FIT" in at_start.in_short(found)
+    assert "DOES NOT FIT" in at_start.memory_line(found)
     with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):
-        at_start.foresee(case_of(cfg), {"update": refuse})
+        at_start.plan_of_this_run(case_of(cfg), {"update": refuse})
 
 
 def qwen(*overrides: str) -> Plan:
@@ -723,7 +723,7 @@ def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
     found = plan.put_together(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
     phases = tuple(replace(phase, adds={"all": GiB if phase.name == "update" else 1}) for phase in found.phases)
     at_start.check_fits(replace(found, phases=phases), print)
-    assert "DOES NOT FIT with rows at their fullest" in at_start.in_short(replace(found, phases=phases))
+    assert "DOES NOT FIT with rows at their fullest" in at_start.memory_line(replace(found, phases=phases))
     with pytest.raises(ConfigError, match="the run does not fit"):
         at_start.check_fits(replace(found, machine=machine(1000)), print)
 

@@ -15,7 +15,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.source import Model
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.weights import Lora, init_params
 from tunix_lite.runs.reference import Reference, find_reference, reference_of
 from tunix_lite.runs.setup import prepare
@@ -80,7 +80,7 @@ def asked(needs_reference=True, force=False, adapter=None):
     return SimpleNamespace(
         algorithm=SimpleNamespace(needs_reference=needs_reference),
         resume=SimpleNamespace(force=force),
-        model=Model("bundled", lora=lora),
+        model=ModelConfig("bundled", lora=lora),
     )
 
 

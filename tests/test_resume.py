@@ -16,7 +16,7 @@ from tunix_lite.learner.optim import make_optimizer
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.planning.resolved import find_model
-from tunix_lite.runs.setup import prepare, sign
+from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.tracking.rundir import RunDir
 
 BUNDLED = ["evaluation.num_examples=0", "model.mesh_shape=[[2,2],[fsdp,tp]]"]
@@ -101,7 +101,7 @@ def test_a_resumed_state_is_never_held_twice(settings, tmp_path):
     checkpoints = Checkpoints(RunDir(tmp_path).checkpoints)
     checkpoints.save(state.replace(step=state.step + 1))
     checkpoints.close()
-    sign(run, parts, RunDir(tmp_path))
+    write_fingerprint(run, parts, RunDir(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     del state
     before = live_bytes()

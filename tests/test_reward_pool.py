@@ -40,7 +40,7 @@ from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
-from tunix_lite.rewards.pool import ON_ERROR, Pool, Rewards, check_portable
+from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -49,7 +49,7 @@ from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import _keep_samples
 from tunix_lite.types import Rollout
 
-ZERO = Rewards("zero", timeout=0.5)
+ZERO = RewardsConfig("zero", timeout=0.5)
 METRICS = {
     kind: f"rewards/{name}"
     for kind, name in [
@@ -143,14 +143,14 @@ def test_a_failure_counts_as_what_it_is_and_touches_no_other_completion(kind):
 def test_what_is_a_number_is_taken_as_one(capfd):
     words = {"numpy": 0.5, "true": 1.0, "numpy true": 1.0, "int": 2.0, "print": 1.0}
     words |= {"thread": 1.0, "stubborn thread": 1.0, "good": 4.0}
-    judged = judge(list(words), settings=Rewards("raise", 20.0))
+    judged = judge(list(words), settings=RewardsConfig("raise", 20.0))
     np.testing.assert_array_equal(judged.rewards, list(words.values()))
     assert counts(judged) == dict.fromkeys(KINDS, 0)
     assert "x" * 1_000_000 in capfd.readouterr().out, "what a reward prints is seen"
 
 
 def test_a_process_that_a_reward_leaves_behind_does_not_hide_its_end():
-    judged = judge(["fork", "good"], settings=Rewards("zero", 20.0))
+    judged = judge(["fork", "good"], settings=RewardsConfig("zero", 20.0))
     assert counts(judged)["crash"] == 1 and list(judged.rewards) == [0, 4]
 
 
@@ -160,7 +160,7 @@ def test_after_a_fork_no_completion_gets_the_reward_of_another(word, functions):
     """96 completions, each worth its length; the child of the tenth comes back into the worker, and never answers."""
     texts, examples = ["z" * (i + 1) for i in range(96)], [{"at": 10, "word": word}] * 96
     names = {"once": once, "negative": negative} if functions == 2 else {"once": once}
-    with closing(Pool(names, Rewards("zero", timeout=20.0))) as pool:
+    with closing(Pool(names, RewardsConfig("zero", timeout=20.0))) as pool:
         futures = [pool.submit(text, example) for text, example in zip(texts, examples)]
         found = [future.result() for future in futures]
     if functions == 2:
@@ -172,7 +172,7 @@ def test_after_a_fork_no_completion_gets_the_reward_of_another(word, functions):
 
 @pytest.mark.parametrize("word", ["fork well", "fork and run", "fork and stay"])
 def test_a_child_that_does_not_come_back_is_no_failure(word):
-    with closing(Pool({"r": faulty}, Rewards("zero", timeout=20.0))) as pool:
+    with closing(Pool({"r": faulty}, RewardsConfig("zero", timeout=20.0))) as pool:
         assert pool.submit(word, {}).result() == {"r": ("", 2.0)}
         assert pool.submit("good", {}).result() == {"r": ("", 4.0)}
 
@@ -190,7 +190,7 @@ def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
 
 
 def test_a_long_message_is_bounded_and_costs_no_time():
-    with closing(Pool({"r": faulty, "extract": partial(text, shown)}, Rewards("zero", timeout=4.0))) as pool:
+    with closing(Pool({"r": faulty, "extract": partial(text, shown)}, RewardsConfig("zero", timeout=4.0))) as pool:
         pool.submit("good", {}).result()
         began = time.monotonic()
         kind, how = pool.submit("long message", {}).result()["r"]
@@ -206,7 +206,7 @@ def test_a_long_message_is_bounded_and_costs_no_time():
 
 def test_the_time_is_up_while_something_still_comes():
     """A call that writes without end: what comes is neither kept nor waited for."""
-    with closing(Pool({"r": faulty}, Rewards("zero", timeout=2.0))) as pool:
+    with closing(Pool({"r": faulty}, RewardsConfig("zero", timeout=2.0))) as pool:
         pool.submit("good", {}).result()
         began = time.monotonic()
         assert pool.submit("flood", {}).result()["r"][0] == "crash" and time.monotonic() - began < 2
@@ -223,7 +223,7 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
         console.say(text)
         lines.append(text)
 
-    judged = judge(["surrogate", "good"], say=say, settings=Rewards("zero", 20.0, workers), extract=undecodable)
+    judged = judge(["surrogate", "good"], say=say, settings=RewardsConfig("zero", 20.0, workers), extract=undecodable)
     assert counts(judged)["error"] == 1 and list(judged.rewards) == [0, 4] and len(lines) == 1
     _keep_samples(compose([]), RunDir(tmp_path), console, 1, judged)
     console.close()
@@ -267,19 +267,19 @@ def test_raise_stops_with_the_name_of_the_culprit_and_the_remedy(word, message):
     with pytest.raises(
         ValueError, match=f"^{message}.*; rewards.on_error=zero or drop would go on without it$"
     ) as failed:
-        judge(["good", word, "better"], settings=Rewards("raise", 0.5))
+        judge(["good", word, "better"], settings=RewardsConfig("raise", 0.5))
     assert "\n" not in str(failed.value)
 
 
 def test_a_long_completion_is_shortened():
     with pytest.raises(ValueError, match=r"for the completion 'z{199}…; rewards.on_error"):
-        judge(["z" * 5000], rewards={"r": Reward(partial(length, times=float("nan")))}, settings=Rewards("raise"))
+        judge(["z" * 5000], rewards={"r": Reward(partial(length, times=float("nan")))}, settings=RewardsConfig("raise"))
 
 
 def test_what_loops_does_not_keep_the_others_from_stopping_the_run():
     began = time.monotonic()
     with pytest.raises(ValueError, match="is nan"):
-        judge(["loop", "nan"], settings=Rewards("raise", 60.0, workers=2))
+        judge(["loop", "nan"], settings=RewardsConfig("raise", 60.0, workers=2))
     assert time.monotonic() - began < 10
 
 
@@ -295,7 +295,7 @@ def test_three_that_loop_cost_three_timeouts():
 
 def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
     texts = ["good", "loop", "!segfault", "better", "!raise"]
-    judged = judge(texts, rewards={"length": Reward(length)}, settings=Rewards("drop", 0.5))
+    judged = judge(texts, rewards={"length": Reward(length)}, settings=RewardsConfig("drop", 0.5))
     assert counts(judged) == {"error": 1, "timeout": 1, "crash": 1, "not_number": 0}
     np.testing.assert_array_equal(judged.rewards, [4, 4, 9, 6, 6])
     np.testing.assert_array_equal(judged.correct, [True, False, True, True, True])
@@ -306,7 +306,7 @@ def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_of_several_rewards_fails_for_itself(workers):
     rewards = {"faulty": Reward(faulty, 10.0), "length": Reward(length, 2.0)}
-    judged = judge(["nan", "good", "raise"], rewards=rewards, settings=Rewards("zero", workers=workers))
+    judged = judge(["nan", "good", "raise"], rewards=rewards, settings=RewardsConfig("zero", workers=workers))
     np.testing.assert_array_equal(judged.rewards, [6, 48, 10])
     assert counts(judged) == {"error": 1, "timeout": 0, "crash": 0, "not_number": 1}
     assert judged.metrics["reward/faulty"] == 4 / 3
@@ -318,7 +318,7 @@ def test_each_of_several_rewards_fails_for_itself(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_dropped_counts_nowhere(workers):
     lines = []
-    settings = Rewards("drop", 0.5, workers)
+    settings = RewardsConfig("drop", 0.5, workers)
     judged = judge(["a", "nan", "ccc", "raise"], say=lines.append, settings=settings)
     np.testing.assert_array_equal(judged.dropped, [False, True, False, True])
     np.testing.assert_array_equal(judged.rewards, [1, np.nan, 3, np.nan])
@@ -329,7 +329,7 @@ def test_what_is_dropped_counts_nowhere(workers):
 
 def test_when_all_are_dropped_the_run_stops():
     with pytest.raises(ValueError, match="all 2 completions were dropped; the first: reward 'faulty' is nan for"):
-        judge(["nan", "raise"], settings=Rewards("drop"))
+        judge(["nan", "raise"], settings=RewardsConfig("drop"))
 
 
 def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing():
@@ -337,7 +337,7 @@ def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing()
     texts = ["a", "nan", "ccc", "bb", "dddd", "raise", "nan", "nan", "bb", "bb", "text", "bb"]
     policy = Policy(lambda *_, on_finished: said(12), None)
     algorithm = GRPO(num_generations=4, weighting=per_sequence)
-    with task_of(texts).with_workers(Rewards("drop"), lambda text: None) as task:
+    with task_of(texts).with_workers(RewardsConfig("drop"), lambda text: None) as task:
         batch, metrics, judged = algorithm.collect(policy, task, None, [{}] * 3, None)
     scale = 1 / (1 + 1e-4)
     np.testing.assert_allclose(batch.advantages[:, 0], [-scale, 0, scale, 0, *[0] * 8], rtol=1e-6)
@@ -353,7 +353,7 @@ def test_without_a_failure_advantages_and_weights_are_those_of_the_whole_batch()
     task = task_of(texts, {"length": Reward(length)}, length, shown)
     plain, *_ = algorithm.collect(policy, task, None, [{}] * 2, None)
     for on_error in ON_ERROR:
-        with task.with_workers(Rewards(on_error), print) as pooled:
+        with task.with_workers(RewardsConfig(on_error), print) as pooled:
             batch, *_ = algorithm.collect(policy, pooled, None, [{}] * 2, None)
         np.testing.assert_array_equal(batch.advantages, plain.advantages)
         np.testing.assert_array_equal(batch.loss_weight, plain.loss_weight)
@@ -362,12 +362,12 @@ def test_without_a_failure_advantages_and_weights_are_those_of_the_whole_batch()
 def test_an_evaluation_counts_and_says_its_failures():
     texts, lines = ["a", "nan", "loop", "bb"], []
     policy = Policy(lambda *_, temperature, on_finished: said(4), None)
-    with task_of(texts).with_workers(Rewards("drop", 0.5), lines.append) as task:
+    with task_of(texts).with_workers(RewardsConfig("drop", 0.5), lines.append) as task:
         seen = evaluate(policy, task, None, None, 4)
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5
     assert len(lines) == 1
     with (
-        task_of(texts).with_workers(Rewards("raise"), print) as task,
+        task_of(texts).with_workers(RewardsConfig("raise"), print) as task,
         pytest.raises(ConfigError, match="^evaluation: rew"),
     ):
         evaluate(policy, task, None, None, 4)
@@ -380,14 +380,14 @@ def test_rewards_come_back_in_the_order_of_rows():
     texts, examples = [str(i) * (i + 1) for i in range(8)], [{"seconds": 0.02 * (8 - i)} for i in range(8)]
     for workers in (1, 3):
         judged = judge(
-            texts, examples, rewards={"r": Reward(slowly)}, settings=Rewards(workers=workers), correct=slowly
+            texts, examples, rewards={"r": Reward(slowly)}, settings=RewardsConfig(workers=workers), correct=slowly
         )
         np.testing.assert_array_equal(judged.rewards, range(1, 9))
 
 
 def test_several_workers_share_the_work():
     began = time.monotonic()
-    with closing(Pool({"r": slowly}, Rewards(workers=4))) as pool:
+    with closing(Pool({"r": slowly}, RewardsConfig(workers=4))) as pool:
         first = [pool.submit("", {"seconds": 0.3}) for _ in range(4)]
         [future.result() for future in first]
         started = time.monotonic()
@@ -398,11 +398,11 @@ def test_several_workers_share_the_work():
 
 def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
     for workers in (0, 2):
-        judged = judge(["process"] * 9, settings=Rewards(workers=workers))
+        judged = judge(["process"] * 9, settings=RewardsConfig(workers=workers))
         assert {int(pid) == os.getpid() for pid in judged.rewards} == {workers == 0}
-    with closing(Pool({"jax": partial(faulty_rewards.imported, "jax")}, Rewards())) as pool:
+    with closing(Pool({"jax": partial(faulty_rewards.imported, "jax")}, RewardsConfig())) as pool:
         assert pool.submit("", {}).result() == {"jax": ("", False)}
-    with closing(Pool({"platform": partial(faulty_rewards.variable, "JAX_PLATFORMS")}, Rewards())) as pool:
+    with closing(Pool({"platform": partial(faulty_rewards.variable, "JAX_PLATFORMS")}, RewardsConfig())) as pool:
         assert pool.submit("", {}).result() == {"platform": ("", "cpu")}
 
 
@@ -437,7 +437,7 @@ def test_what_a_worker_cannot_be_given_is_refused_at_once_with_the_remedy(fn, wh
     task = replace(run.task, rewards={"mine": Reward(fn)})
     with pytest.raises(ValueError, match=f"reward 'mine': .*{REMEDY}"):
         replace(run, task=task)
-    replace(run, task=task, rewards=Rewards(workers=0))
+    replace(run, task=task, rewards=RewardsConfig(workers=0))
 
 
 def test_what_a_worker_cannot_import_is_said_with_the_remedy():
@@ -461,7 +461,7 @@ def test_examples_of_any_size_are_sent():
 
 
 def test_workers_leave_signals_to_the_run():
-    with closing(Pool({"r": length}, Rewards())) as pool:
+    with closing(Pool({"r": length}, RewardsConfig())) as pool:
         pool.submit("a", {}).result()
         (worker,) = pool._workers
         for stop in (signal.SIGINT, signal.SIGTERM):
@@ -471,7 +471,7 @@ def test_workers_leave_signals_to_the_run():
 
 
 def test_a_worker_that_someone_kills_is_replaced_and_no_call_is_blamed():
-    with closing(Pool({"r": length}, Rewards("zero"))) as pool:
+    with closing(Pool({"r": length}, RewardsConfig("zero"))) as pool:
         for _ in range(3):
             assert pool.submit("abc", {}).result() == {"r": ("", 3.0)}
             os.kill(pool._workers[0].process.pid, signal.SIGKILL)
@@ -488,7 +488,7 @@ def test_the_call_after_a_failure_is_not_the_one_that_pays(word):
 @pytest.mark.parametrize("busy", ["good", "loop", "stop"])
 def test_workers_are_gone_after_close_whatever_they_do(busy):
     before = threading.active_count()
-    pool = Pool({"r": faulty}, Rewards(timeout=60.0, workers=2))
+    pool = Pool({"r": faulty}, RewardsConfig(timeout=60.0, workers=2))
     pool.submit("good", {}).result()
     futures = [pool.submit(busy, {}) for _ in range(40)]
     time.sleep(0.2)
@@ -538,7 +538,7 @@ def test_judging_128_completions_costs_milliseconds():
     texts, took = ["The answer is 15."] * 128, {}
     for workers in (0, 1):
         with task_of(texts, {"length": Reward(length)}, length, shown).with_workers(
-            Rewards(workers=workers), print
+            RewardsConfig(workers=workers), print
         ) as task:
             seconds = []
             for _ in range(10):

@@ -14,12 +14,12 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.policy import Policy, token_logprobs
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory, scheduler
 from tunix_lite.rollout.engine import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
 
@@ -90,7 +90,7 @@ def test_a_completion_does_not_depend_on_how_many_others_are_sampled(cfg, params
 
 def test_lengths_that_are_no_multiple_of_a_chunk_are_kept_exactly(cfg, params):
     for new in (1, 2, 18):
-        generate = make_generate(cfg, Generation(PROMPT, new), eos_ids=(999,), pad_id=0)
+        generate = make_generate(cfg, GenerationConfig(PROMPT, new), eos_ids=(999,), pad_id=0)
         rollout = generate(params, ragged_prompts(2), jax.random.key(0), 1)
         assert rollout.tokens.shape == (2, PROMPT + new)
         np.testing.assert_array_equal(np.asarray(rollout.completion_mask).sum(axis=1), new)
@@ -153,7 +153,7 @@ def prompts_of(lengths, vocab_size: int = 32, seed: int = 0) -> list[list[int]]:
 
 
 def sampler(cfg, slots: int | None, chunk: int, generation=None, eos=END, **more):
-    generation = Generation(LONG, ROOM) if generation is None else generation
+    generation = GenerationConfig(LONG, ROOM) if generation is None else generation
     return make_sampler(cfg, generation, eos, 0, rollout=RolloutConfig(slots, chunk, **more))
 
 
@@ -366,7 +366,7 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
     chunk reckons with itself and with those that have not been read.
     """
     monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
-    widths, generation = widths_of(monkeypatch), Generation(LONG, 40)
+    widths, generation = widths_of(monkeypatch), GenerationConfig(LONG, 40)
     sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
     prompts = prompts_of((12, 1, 1, 1, 1, 1))
     limits = [20, 4, 4, 4, 4, 20]
@@ -432,7 +432,7 @@ class Letters:
         return SimpleNamespace(feed=self.decode)
 
 
-BRIEF = Generation(LONG, 8)
+BRIEF = GenerationConfig(LONG, 8)
 ENDS = replace(BRIEF, stop=("ad", "cbc"), stop_token_ids=(9, 17))
 EITHER = (2, 30)  # eos
 
@@ -665,7 +665,7 @@ def test_scores_that_are_no_numbers_are_an_error_that_names_the_prompt(two_slots
 
 # ---- keys and values
 
-GEMMA3_1B = ModelConfig(262_144, 26, 1152, 4, 1, 256, 6912)
+GEMMA3_1B = Architecture(262_144, 26, 1152, 4, 1, 256, 6912)
 
 
 def test_a_cache_of_gemma_3_1b_takes_27_of_104_parts_of_one_that_keeps_everything():
@@ -724,20 +724,20 @@ def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
 
 
 def test_weights_are_where_settings_or_one_device_say(cfg, params):
-    memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, Generation(LONG, ROOM))
+    memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, GenerationConfig(LONG, ROOM))
     for said in ("gathered", "sharded"):
         assert memory_of(RolloutConfig(weights=said), 4, []) == (said, f"weights {said}, as rollout.weights says")
     assert memory_of(RolloutConfig(), 4, []) == ("gathered", "weights whole on every device, as fsdp is 1")
     set_mesh(1, 2)
     params = random_params(cfg)
-    assert memory.choose_weights(params, cfg, jnp.float32, Generation(), RolloutConfig(), 4, [])[0] == "gathered"
+    assert memory.choose_weights(params, cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 4, [])[0] == "gathered"
 
 
 def test_weights_are_gathered_if_they_the_cache_and_the_shelf_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
     """2 devices over fsdp, float32. A slot's keys and values: 2 * 2 heads * 8 * 4 bytes for each of 5 + 46 + 5 tokens;
     each device has two of the four slots, and of the prompts that wait all four, of 5 + LONG + 5 tokens."""
     set_mesh(2, 1)
-    params, generation = random_params(cfg), Generation(LONG, ROOM)
+    params, generation = random_params(cfg), GenerationConfig(LONG, ROOM)
     needed = 4 * weights.num_params(decoder.weights(cfg)) + 2 * 128 * (5 + 46 + 5) + 4 * 128 * (5 + LONG + 5)
     for free, choice in ((needed / 0.9 + 10, "gathered"), (needed / 0.9 - 10, "sharded")):
         monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
@@ -763,7 +763,7 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(cfg, Generation(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
+    programs = make_programs(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
     slots = programs.make_slots(2)
     per_layer_params = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()

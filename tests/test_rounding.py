@@ -16,22 +16,22 @@ from tunix_lite.learner.micro_batches import PACKING, Rows
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.models import attention, decoder, quantize, rounding, source, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch
 
 BF16 = jnp.bfloat16
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
 PLAIN |= dict(activation="silu", query_scale=16)
 SHAPES = {
-    "gemma3": ModelConfig(128, 3, 64, 4, 1, 16, 96, pattern=("local", "local", "global"), window=9, query_scale=16),
-    "qwen3": ModelConfig(128, 3, 64, 4, 2, 16, 96, **PLAIN),
-    "qwen25": ModelConfig(128, 3, 64, 4, 2, 16, 96, qk_norm=False, qkv_bias=True, **PLAIN),
-    "llama": ModelConfig(128, 3, 64, 4, 4, 16, 96, qk_norm=False, tied=False, **PLAIN),
+    "gemma3": Architecture(128, 3, 64, 4, 1, 16, 96, pattern=("local", "local", "global"), window=9, query_scale=16),
+    "qwen3": Architecture(128, 3, 64, 4, 2, 16, 96, **PLAIN),
+    "qwen25": Architecture(128, 3, 64, 4, 2, 16, 96, qk_norm=False, qkv_bias=True, **PLAIN),
+    "llama": Architecture(128, 3, 64, 4, 4, 16, 96, qk_norm=False, tied=False, **PLAIN),
 }
 CASES = [
     *(("bundled", packing, slots) for packing in PACKING for slots in (1, 4, 16)),
@@ -52,7 +52,7 @@ def rows_for(packing: str, width: int) -> Rows:
 def asked_of(name: str):
     """A model that has opinions, and prompts of several lengths for it."""
     if name == "bundled":
-        found = source.locate(source.Model())
+        found = source.locate(source.ModelConfig())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
         return found.cfg, source.load(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
@@ -62,7 +62,7 @@ def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     """|log p of the trainer - log p of the sampler| of each token drawn, in bfloat16."""
     cfg, params, prompts = asked_of(name)
     width = max(map(len, prompts))
-    generate = make_generate(cfg, Generation(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
+    generate = make_generate(cfg, GenerationConfig(width, 14), (1,), 0, BF16, RolloutConfig(num_slots=slots, chunk=4))
     drawn = generate(params, prompts, jax.random.key(3), 4)
     here = np.asarray(drawn.completion_mask)
     rows = rows_for(packing, width)
@@ -149,7 +149,7 @@ def test_a_product_is_rounded_once_and_its_slopes_are_those_of_the_plain_one():
 # ---- the programs
 
 
-def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
+def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     """The trainer's scoring, and the sampler's decoding and reading of prompts, on the current mesh; kept: the weights'
     dtype."""
     params = weights.shapes(decoder.weights(cfg), kept)
@@ -161,7 +161,7 @@ def lowered(cfg: ModelConfig, dtype, kept=jnp.float32) -> dict:
     ints = {name: rows((8, 24), jnp.int32) for name in ("tokens", "segment_ids", "positions")}
     batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
-    programs = make_programs(cfg, Generation(10, 14), (1,), 0, dtype, 4, False)
+    programs = make_programs(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4, False)
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, shelf = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
@@ -187,7 +187,7 @@ def test_a_weight_is_rounded_before_it_is_multiplied_however_it_is_stored(storag
     assert program.count("reduce_precision") == 2  # and the product
 
 
-def roundings(cfg: ModelConfig) -> dict:
+def roundings(cfg: Architecture) -> dict:
     """(program, layers) -> roundings that we wrote, and those that its compiler has left. For the current mesh."""
     found = {}
     for layers in (2, 4):
@@ -237,7 +237,7 @@ def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(targ
 
 def test_the_forward_pass_within_an_update_is_that_of_scoring_bit_for_bit():
     """At a size at which XLA fuses the two differently: a norm's rsqrt once was a bit off in one of them."""
-    cfg = ModelConfig(512, 1, 256, 4, 1, 64, 1024, query_scale=64)
+    cfg = Architecture(512, 1, 256, 4, 1, 64, 1024, query_scale=64)
     params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
     tokens_BT = jax.random.randint(jax.random.key(1), (64, 96), 0, cfg.vocab_size)
     meta = attention.one_sequence_per_row(jnp.ones(tokens_BT.shape, bool))

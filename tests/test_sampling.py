@@ -12,11 +12,11 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 COUNT = 20_000
 SCORES = np.array([2.0, 0.5, -1.0, 0.0, 1.75, -0.25, 1.0, -2.0])
@@ -24,25 +24,25 @@ SEEN = np.array([1, 0, 1, 0, 0, 1, 0, 0], bool)
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 15: 37.70}  # p = 0.001, by freedom
 
 SETTINGS = {
-    "temperature": (Generation(temperature=0.7), {0, 1, 2, 3, 4, 5, 6, 7}),
-    "hot": (Generation(temperature=2.5), {0, 1, 2, 3, 4, 5, 6, 7}),
-    "top_k": (Generation(top_k=3), {0, 4, 6}),
+    "temperature": (GenerationConfig(temperature=0.7), {0, 1, 2, 3, 4, 5, 6, 7}),
+    "hot": (GenerationConfig(temperature=2.5), {0, 1, 2, 3, 4, 5, 6, 7}),
+    "top_k": (GenerationConfig(top_k=3), {0, 4, 6}),
     # the best three hold 0.80 of all, and with the fourth 0.88
-    "top_p": (Generation(top_p=0.85), {0, 4, 6, 1}),
-    "top_p of the best alone": (Generation(top_p=0.2), {0}),
+    "top_p": (GenerationConfig(top_p=0.85), {0, 4, 6, 1}),
+    "top_p of the best alone": (GenerationConfig(top_p=0.2), {0}),
     # at least 0.3 of the best: scores of at least 2 + ln 0.3 = 0.796
-    "min_p": (Generation(min_p=0.3), {0, 4, 6}),
-    "repetition penalty": (Generation(repetition_penalty=1.6), {0, 1, 2, 3, 4, 5, 6, 7}),
+    "min_p": (GenerationConfig(min_p=0.3), {0, 4, 6}),
+    "repetition penalty": (GenerationConfig(repetition_penalty=1.6), {0, 1, 2, 3, 4, 5, 6, 7}),
     # 2, -1 and -0.25 become 1, -2 and -0.5: behind 1.75 there are now two of 1, and a tie is in
-    "repetition penalty and top_k": (Generation(repetition_penalty=2.0, top_k=2), {4, 0, 6}),
+    "repetition penalty and top_k": (GenerationConfig(repetition_penalty=2.0, top_k=2), {4, 0, 6}),
     # of what the best four hold, the best two have 0.75 and with the third 0.906
-    "top_k and top_p": (Generation(top_k=4, top_p=0.9), {0, 4, 6}),
+    "top_k and top_p": (GenerationConfig(top_k=4, top_p=0.9), {0, 4, 6}),
     # scores / 2: 1, 0.875, 0.5, 0.25, 0 ...; at least 1 + ln 0.4 = 0.084
-    "temperature and min_p": (Generation(temperature=2.0, min_p=0.4), {0, 4, 6, 1}),
+    "temperature and min_p": (GenerationConfig(temperature=2.0, min_p=0.4), {0, 4, 6, 1}),
 }
 
 
-def exact(scores, generation: Generation, seen=None) -> tuple[np.ndarray, np.ndarray]:
+def exact(scores, generation: GenerationConfig, seen=None) -> tuple[np.ndarray, np.ndarray]:
     """What is drawn from, and softmax(scores / temperature): token by token, in float64."""
     whole = np.asarray(scores, np.float64) / generation.temperature
     left = whole.copy()
@@ -105,8 +105,8 @@ def test_draws_follow_the_distribution_that_settings_describe(draw, name):
 
 
 def test_temperature_0_takes_the_best_token_that_is_left_and_says_how_likely_it_is_at_1(draw):
-    tokens, logprobs, full_logprobs = draw(Generation(repetition_penalty=1.6, top_k=3), temperature=0.0)
-    p, whole = exact(SCORES, Generation(repetition_penalty=1.6), SEEN)  # nothing is cut off: it changes no token
+    tokens, logprobs, full_logprobs = draw(GenerationConfig(repetition_penalty=1.6, top_k=3), temperature=0.0)
+    p, whole = exact(SCORES, GenerationConfig(repetition_penalty=1.6), SEEN)  # nothing is cut off: it changes no token
     assert set(tokens) == {4} and p.argmax() == 4 and whole.argmax() == 0
     np.testing.assert_allclose(logprobs, np.log(p[4]), atol=1e-5)
     np.testing.assert_allclose(full_logprobs, np.log(whole[4]), atol=1e-5)
@@ -126,7 +126,7 @@ def random_scores(seed: int = 0) -> np.ndarray:
 def test_what_is_cut_off_is_what_numpy_cuts_off(cut):
     scores = random_scores()
     got = np.asarray(sampling.apply_cutoffs(jnp.asarray(scores), **cut))
-    left = [exact(row, Generation(**cut))[0] > 0 for row in scores]
+    left = [exact(row, GenerationConfig(**cut))[0] > 0 for row in scores]
     np.testing.assert_array_equal(np.isfinite(got), left)
     np.testing.assert_array_equal(got[left], scores[left])
     assert np.any(left, axis=1).all() and (np.sum(left) < scores.size) == (cut not in (dict(top_k=50), dict(top_k=99)))
@@ -184,7 +184,7 @@ def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind, cut):
 def test_scores_that_are_no_numbers_stay_so_and_the_token_is_one_of_the_model():
     scores = jnp.array([[1.0, jnp.nan, 0.0, 2.0]])
     for cut in (dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
-        token, *logprobs = sampling.draw(scores, jax.random.key(0)[None], np.array([0]), 1.0, Generation(**cut))
+        token, *logprobs = sampling.draw(scores, jax.random.key(0)[None], np.array([0]), 1.0, GenerationConfig(**cut))
         assert np.isnan(logprobs).all() and 0 <= token[0] < 4
 
 
@@ -193,7 +193,7 @@ def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     """In the compiled text of a chunk: no sort, no TopK, and of no collective a result with a row of the vocabulary."""
     set_mesh(*mesh)
     wide = replace(CFG, vocab_size=4096)
-    cut = Generation(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    cut = GenerationConfig(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
     programs = make_programs(wide, cut, (), 0, jnp.float32, 2, False)
     per_layer_params = make_prepare(wide, jnp.float32, True)(random_params(wide))
     slots = programs.make_slots(4)
@@ -211,7 +211,7 @@ def test_greedy_decoding_looks_for_no_threshold():
     """Cutting off changes no token there, so a chunk has one loop less for each threshold: top_k's and top_p's."""
     set_mesh(1, 1)
     loops = {}
-    for name, generation in (("plain", Generation(4, 2)), ("cut", Generation(4, 2, top_k=3, top_p=0.9))):
+    for name, generation in (("plain", GenerationConfig(4, 2)), ("cut", GenerationConfig(4, 2, top_k=3, top_p=0.9))):
         programs = make_programs(CFG, generation, (), 0, jnp.float32, 2, False)
         per_layer_params = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
         for greedy in (False, True):
@@ -255,8 +255,8 @@ def test_what_is_cut_off_is_what_transformers_cut_off(seed):
 
 # ---- a whole rollout
 
-CFG = ModelConfig(8, 1, 16, 2, 1, 8, 24, pattern=("global",), query_scale=8)
-CUT = Generation(4, 2, temperature=0.9, top_k=4, repetition_penalty=1.4)
+CFG = Architecture(8, 1, 16, 2, 1, 8, 24, pattern=("global",), query_scale=8)
+CUT = GenerationConfig(4, 2, temperature=0.9, top_k=4, repetition_penalty=1.4)
 PROMPT = [5, 2, 7]
 DRAWS = 4096
 

@@ -16,10 +16,10 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Rewards
+from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.fingerprint import check_same_run
-from tunix_lite.runs.setup import panel, prepare
+from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks import task as tasks
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -375,7 +375,7 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         source = SimpleNamespace(train=rows[process], held_out=[])
         config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
         whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
-        with whole.with_workers(Rewards(workers=0), print) as task:
+        with whole.with_workers(RewardsConfig(workers=0), print) as task:
             examples, dropped = (task if is_running else whole).batch(3, 0, step)
         batch, _, judged = SFT().collect(None, task, None, examples, None)
         return batch.tokens.tolist(), dropped, judged
@@ -607,7 +607,7 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
         prepare(run, RunDir(tmp_path / "run"))
     (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
     run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
-    _, said = panel(run, prepare(run, RunDir(tmp_path / "run")), RunDir(tmp_path / "run"))
+    _, said = startup_summary(run, prepare(run, RunDir(tmp_path / "run")), RunDir(tmp_path / "run"))
     assert dict(said)["data"] == (
         "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"

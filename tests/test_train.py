@@ -23,8 +23,8 @@ from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.source import Model
-from tunix_lite.runs.setup import prepare, resume_from_folder, sign
+from tunix_lite.models.source import ModelConfig
+from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -73,7 +73,7 @@ def noting(written: list):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "beat", BEATS.append)
+        patch.setattr(train_module, "heartbeat", BEATS.append)
         patch.setattr(RunDir, "becomes_latest", noting_latest(RunDir.becomes_latest))
         patch.setattr(train_module.Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
@@ -322,7 +322,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsy
     first, second, third = (checkpoints.restore_params(shapes, step)[1] for step in (1, 2, 3))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    replay(replace(run, model=build(Model, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
+    replay(replace(run, model=build(ModelConfig, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
     said = capsys.readouterr().out
     assert (
         "step 2: 16 sequences, with the weights of step 2\nloss nan; of the 15 sequences whose loss is finite" in said
@@ -509,7 +509,7 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
 
     data.write_text("\n".join(rows))
     run = compose([*SHORT, "~task.source", f"+{source}", "evaluation.num_examples=8"])
-    sign(run, prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
+    write_fingerprint(run, prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
     signed = json.loads(folder.fingerprint.read_text())
     assert found("evaluation.num_examples=3", "model.mesh_shape=[[4,1],[fsdp,tp]]") == ""
     data.write_text("\n".join([*rows[:7], rows[0]]))

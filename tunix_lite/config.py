@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.distributed.process_place import Launch
+from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import TARGET
@@ -21,11 +21,11 @@ from tunix_lite.learner.optim import OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
-from tunix_lite.models.source import Model
-from tunix_lite.parallel.mesh import Rules
+from tunix_lite.models.source import ModelConfig
+from tunix_lite.parallel.mesh import ShardingConfig
 from tunix_lite.plain_text import shown
-from tunix_lite.rewards.pool import Rewards, check_portable
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rewards.pool import RewardsConfig, check_portable
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.tasks.task import TaskConfig
 
@@ -45,7 +45,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingConfig:
     """How long to train, on how much at a time, and what to keep."""
 
     max_steps: int = 60  # optimizer updates
@@ -154,7 +154,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationConfig:
     """Greedy completions of held-out prompts, before the first update, at every interval and after
     the last."""
 
@@ -167,7 +167,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Tracking:
+class TrackingConfig:
     """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
 
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
@@ -180,7 +180,7 @@ class Tracking:
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumeConfig:
     """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
 
     # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
@@ -197,19 +197,19 @@ class RunConfig:
 
     algorithm: Any  # has collect(policy, task, params, examples, key) and loss(logprobs, batch)
     task: TaskConfig
-    model: Model = field(default_factory=Model)
-    sharding: Rules = field(default_factory=Rules)
-    generation: Generation = field(default_factory=Generation)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    training: Training = field(default_factory=Training)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    tracking: Tracking = field(default_factory=Tracking)
-    rewards: Rewards = field(default_factory=Rewards)
-    launch: Launch = field(default_factory=Launch)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
     seed: int = 0  # of the data order and of all sampling
-    resume: Resume = field(default_factory=Resume)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
 
     def __post_init__(self):
         check_seed(self.seed)

@@ -14,7 +14,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
-from tunix_lite.distributed.join import beat
+from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
@@ -27,10 +27,10 @@ from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_at_rest,
     check_fits,
-    fitting,
-    foresee,
-    in_short,
-    learning,
+    choose_micro_batch,
+    memory_line,
+    plan_of_this_run,
+    training_programs,
 )
 from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
@@ -41,11 +41,19 @@ from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, numbers, saved, unmeasured
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.reference import reference_of
-from tunix_lite.runs.setup import Parts, case_of, panel, prepare, provenance, rebatched, sign
+from tunix_lite.runs.setup import (
+    Parts,
+    planning_case,
+    prepare,
+    run_metadata,
+    startup_summary,
+    with_micro_batch,
+    write_fingerprint,
+)
 from tunix_lite.runs.throughput import Throughput, timed
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.disk import in_words
+from tunix_lite.tracking.disk import disk_errors_explained
 from tunix_lite.tracking.rundir import RunDir, Status, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
@@ -71,7 +79,10 @@ def train_in_job(
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     told = partial(
-        in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps
+        disk_errors_explained,
+        run_dir.path,
+        status.when,
+        Checkpoints(run_dir.checkpoints).whole_steps,
     )
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
@@ -81,12 +92,12 @@ def train_in_job(
         outside.push(closing_with(console.close))
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
-            run, train_step = fitting(run, parts.model, console.say)
-            parts = rebatched(parts, run, train_step)
-        if not parts.goes_on_differently(run_dir):
-            sign(run, parts, run_dir)
-        status.about = provenance(run, parts)
-        console.panel(*panel(run, parts, run_dir))
+            run, train_step = choose_micro_batch(run, parts.model, console.say)
+            parts = with_micro_batch(parts, run, train_step)
+        if not parts.overwrites_other_run(run_dir):
+            write_fingerprint(run, parts, run_dir)
+        status.about = run_metadata(run, parts)
+        console.panel(*startup_summary(run, parts, run_dir))
         limits = run.training
         stopping = Stopping(
             limits.max_minutes, console.say, time.time() - began, limits.grace_seconds
@@ -127,7 +138,7 @@ def fit(
     workers = task.with_workers(run.rewards, console.say, stopping)
     # they start while the model loads
     task = closing.enter_context(workers)
-    check_at_rest(case_of(run, parts, run.rollout), console.say)
+    check_at_rest(planning_case(run, parts, run.rollout), console.say)
     console.busy("loading the model…")
     state, frozen, policy, rollout, skipped = initial_state(run, parts, run_dir, optimizer, console)
     limit = settings.max_skipped_in_a_row
@@ -175,21 +186,21 @@ def fit(
         acting = attached(frozen, state.params, lora)
         # a launcher's clock starts with the first beat, and before it all is compiled
         if status.steps > start:
-            beat("evaluating")
+            heartbeat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
-    is_unsigned = parts.goes_on_differently(run_dir)
+    fingerprint_pending = parts.overwrites_other_run(run_dir)
 
     def save() -> None:
-        """The state as it is now. See setup.sign for its second half."""
-        nonlocal is_unsigned
+        """The state as it is now. See setup.write_fingerprint for its second half."""
+        nonlocal fingerprint_pending
         checkpoints.save(state, accuracy, skipped)
-        if is_unsigned:
+        if fingerprint_pending:
             checkpoints.wait()
-            sign(run, parts, run_dir)
-        is_unsigned, ends.on_disk = False, int(state.step)
+            write_fingerprint(run, parts, run_dir)
+        fingerprint_pending, ends.on_disk = False, int(state.step)
 
     def tell(done: int, metrics: Metrics, judged: Judged | None) -> None:
         """What there is to know of a whole step."""
@@ -207,12 +218,12 @@ def fit(
     closing.enter_context(ends.kept(stopping))
 
     console.busy("compiling…")
-    case = case_of(run, parts, rollout)
+    case = planning_case(run, parts, rollout)
     with stopping.until_done(COMPILATION):
-        plan = foresee(case, learning(case, policy, train_step, state, frozen))
+        plan = plan_of_this_run(case, training_programs(case, policy, train_step, state, frozen))
     if run_dir.is_first:
         report.write(plan, run_dir.path)
-    console.say(in_short(plan))
+    console.say(memory_line(plan))
     check_fits(plan, console.say)
     console.say(str(throughput))
     stopping.may_leave = True
@@ -261,7 +272,7 @@ def fit(
         accuracy = metrics.get("eval/accuracy")
         ends.tell_now()
         checkpoints.check()
-        beat(f"step {done}")
+        heartbeat(f"step {done}")
         reason = stopping.reason() if can_end and done < settings.max_steps else None
         if can_end and skipped >= limit:
             unsaved = None

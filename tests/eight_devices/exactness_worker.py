@@ -19,9 +19,9 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, lora, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.parallel.mesh import Rules, axis_size, make_mesh, put, set_rules
+from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
 from tunix_lite.types import Batch, TrainState
 
 SEQUENCES, PROMPT, NEW = 16, 10, 22
@@ -35,7 +35,7 @@ FAST = {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0
 class Model:
     """What is trained, and how it is scored."""
 
-    cfg: ModelConfig
+    cfg: Architecture
     temperature: float = 1.0
     lora: LoraConfig | None = None
 
@@ -52,7 +52,7 @@ def random_arrays(table, seed: int):
     return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), table, is_leaf=weights.is_weight)
 
 
-PLAIN = ModelConfig(56, 2, 16, 8, 2, 4, 32, pattern=("local", "global"), window=5, query_scale=9)
+PLAIN = Architecture(56, 2, 16, 8, 2, 4, 32, pattern=("local", "global"), window=5, query_scale=9)
 CAPPED = replace(PLAIN, attn_softcap=1.5, final_softcap=4.0)
 MODELS = {
     "plain": Model(PLAIN),
@@ -98,7 +98,7 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     dtype = jnp.float64 if way.wide else jnp.dtype(way.stored)
     computed = dtype if way.reduce_dtype is None else jnp.bfloat16
     jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
-    set_rules(Rules(train=way.rules))
+    set_rules(ShardingConfig(train=way.rules))
     table = decoder.weights(model.cfg)
     trained, frozen = model.arrays()
     params = placed(trained, table if frozen is None else lora.adapter_weights(table, model.lora), dtype)

@@ -16,7 +16,7 @@ from processes import run_together
 from tunix_lite.learner.optim import round_by_chance
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.parallel.collectives import collectives
-from tunix_lite.parallel.mesh import Rules, put, set_rules
+from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
 from tunix_lite.types import Batch
 
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
@@ -25,7 +25,7 @@ KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
 @pytest.fixture(autouse=True)
 def plain_rules():
     yield
-    set_rules(Rules())
+    set_rules(ShardingConfig())
 
 
 # ---- the formulas once more, in float64: one sequence without padding, nothing divided, nothing made again

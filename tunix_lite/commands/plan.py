@@ -22,7 +22,7 @@ from tunix_lite.planning.resolved import find_model
 
 
 @dataclass(frozen=True)
-class PlanSettings:
+class PlanConfig:
     """For which devices to plan, and how closely to look."""
 
     # devices to plan for, there or not: h100x8, v5e-16 ...; attached: those that jax sees
@@ -49,10 +49,10 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # of attached ones, what a run would have
     take_gpu_memory()
-    program.command("plan", PlanSettings, plan)
+    program.command("plan", PlanConfig, plan)
 
 
-def plan(run: RunConfig, settings: PlanSettings) -> None:
+def plan(run: RunConfig, settings: PlanConfig) -> None:
     """Plans, writes the files, and says it on one screen."""
     found = make_plans(run, settings, sys.argv[1:])
     folder = Path(
@@ -62,7 +62,7 @@ def plan(run: RunConfig, settings: PlanSettings) -> None:
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
 
 
-def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plans:
+def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     """All that was asked for; `words` are the command line, to which what would fit is added.
     Raises ConfigError."""
     machine = find_machine(settings.target)
@@ -95,7 +95,7 @@ def make_plans(run: RunConfig, settings: PlanSettings, words: list[str]) -> Plan
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
 
-def _meshes(run: RunConfig, settings: PlanSettings, machine: Machine) -> list[dict[str, int]]:
+def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict[str, int]]:
     count = machine.num_devices
     if settings.mesh == "all":
         return planning.meshes(count)
@@ -114,7 +114,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _advised(plans: Plans, settings: PlanSettings, words: list[str]) -> Plans:
+def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     """The plans, with the command that would fit where none does. Where there is a compiler, it has
     the last word."""
     if any(plan.fits is not False for plan in plans.plans):

@@ -21,10 +21,10 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.untrusted import as_path, check_settings
 from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
-from tunix_lite.models.source import FoundModel, Model
+from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
@@ -32,7 +32,7 @@ from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import make_sampler, round_up_to_shards
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.scheduler import next_power_of_two
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
@@ -43,7 +43,7 @@ WIDTH = 64
 STEPS_PER_LOOK = 4
 
 # as conf/generation/long
-LONG = Generation(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
+LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
 
 # a user message, or a conversation of {"role": ..., "content": ...}
 Asked = str | list[dict]
@@ -85,7 +85,7 @@ class LanguageModel:
     was_lora: LoraConfig | None = None  # of a merged model: the adapters that are in its weights
 
     @property
-    def cfg(self) -> ModelConfig:
+    def cfg(self) -> Architecture:
         return self.source.cfg
 
     @property
@@ -95,7 +95,7 @@ class LanguageModel:
     def generate(
         self,
         prompts: Asked | Sequence[Asked],
-        generation: Generation = LONG,
+        generation: GenerationConfig = LONG,
         num_generations: int = 1,
         seed: int = 0,
         batch_size: int = 64,
@@ -136,7 +136,7 @@ class LanguageModel:
     def stream(
         self,
         prompt: Asked,
-        generation: Generation = LONG,
+        generation: GenerationConfig = LONG,
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
@@ -255,7 +255,7 @@ class LanguageModel:
             self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
         )
 
-    def _tokens(self, asked: list[Asked], generation: Generation) -> dict[int, list[int]]:
+    def _tokens(self, asked: list[Asked], generation: GenerationConfig) -> dict[int, list[int]]:
         """The tokens of each prompt, by its index; what is too long treated as
         generation.long_prompts says."""
         tokens, longest = {}, generation.max_prompt_length
@@ -290,7 +290,7 @@ _sampler = cache(make_sampler)
 
 
 @cache
-def _score(cfg: ModelConfig, dtype):
+def _score(cfg: Architecture, dtype):
     return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
 
 
@@ -313,7 +313,7 @@ def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
 
 
 def load(
-    model: str | Path | Model | RunConfig = "bundled",
+    model: str | Path | ModelConfig | RunConfig = "bundled",
     *,
     step: int | None = None,
     mesh_shape: MeshShape | None = None,
@@ -331,15 +331,15 @@ def load(
     run, seed = None, 0
     if isinstance(model, RunConfig):
         model, seed = model.model, model.seed
-    elif not isinstance(model, Model):
+    elif not isinstance(model, ModelConfig):
         with error_context("model"):
             folder = as_path(model)
         if (folder / RunDir.MODEL).is_file():
             run = folder
             settings, seed = run_settings(run, family)
-            model = build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+            model = build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
         else:
-            model = Model(weights=str(model))
+            model = ModelConfig(weights=str(model))
     if family is not None:
         model = replace(model, family=family)
     if step is not None and run is None:
@@ -350,7 +350,7 @@ def load(
 
 
 def open_model(
-    model: Model, run: Path | None, step: int | None, dtype: str, seed: int
+    model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
 ) -> LanguageModel:
     """The model of these settings; with `run`, its trained weights from that run's checkpoint.
     Raises ConfigError."""
@@ -436,7 +436,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
             with error_context(f"{file}: model.lora"):
                 check_targets(lora["targets"])
         with named_after(file):
-            build(Model, settings | {"mesh_shape": Model().mesh_shape}, "model")
+            build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(said["seed"])
     return settings, said["seed"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import AttentionMeta
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import TokenScores, token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
@@ -46,7 +46,7 @@ class Policy:
 
 
 def make_policy(
-    cfg: ModelConfig,
+    cfg: Architecture,
     generate,
     temperature: float,
     dtype=jnp.float32,
@@ -88,7 +88,7 @@ def scoring_program(scores: Callable, rows: Rows):
 
 
 def batch_scores(
-    params, batch: Batch, *, cfg: ModelConfig, temperature: float, dtype, **forward
+    params, batch: Batch, *, cfg: Architecture, temperature: float, dtype, **forward
 ) -> TokenScores:
     """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
 
@@ -126,7 +126,7 @@ def token_logprobs(
     tokens_BT,
     token_mask_BT,
     *,
-    cfg: ModelConfig,
+    cfg: Architecture,
     temperature: float = 1.0,
     dtype=jnp.float32,
 ):

@@ -4,7 +4,7 @@
 Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
 rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
 layers: "local" layers see the last `window` tokens, "global" ones see all. What families do
-differently is a flag of `ModelConfig`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
+differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
 
 All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is
@@ -86,7 +86,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class Architecture:
     """The architecture. Sizes count elements unless said otherwise; what is not given is as in
     Gemma 3."""
 
@@ -158,7 +158,7 @@ class ModelConfig:
 TABLE_AXES = ("vocab", "embed")
 
 
-def weights(cfg: ModelConfig) -> dict:
+def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
@@ -168,7 +168,7 @@ def weights(cfg: ModelConfig) -> dict:
     return model
 
 
-def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
+def layer_weights(cfg: Architecture) -> dict[str, Weight]:
     """The parameters of one layer."""
     D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
     layer = {
@@ -194,11 +194,11 @@ def layer_weights(cfg: ModelConfig) -> dict[str, Weight]:
     return layer
 
 
-def norm_weight(cfg: ModelConfig, size: int) -> Weight:
+def norm_weight(cfg: Architecture, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(params, cfg: ModelConfig, dtype):
+def copy_to_score(params, cfg: Architecture, dtype):
     """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
     in the compute dtype."""
     kept = jax.tree.map(
@@ -207,7 +207,7 @@ def copy_to_score(params, cfg: ModelConfig, dtype):
     return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
 
 
-def per_layer_params(params, cfg: ModelConfig, dtype) -> dict:
+def per_layer_params(params, cfg: Architecture, dtype) -> dict:
     """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs
     on.
 
@@ -220,12 +220,12 @@ def per_layer_params(params, cfg: ModelConfig, dtype) -> dict:
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
 
-def per_layer_shardings(places, cfg: ModelConfig):
+def per_layer_shardings(places, cfg: Architecture):
     """The shardings of what `per_layer_params` returns, given those of the parameters."""
     return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
 
 
-def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
+def by_layer(tree, cfg: Architecture, of_layer) -> dict:
     """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has
     of a stacked leaf."""
     layers = [
@@ -237,7 +237,7 @@ def by_layer(tree, cfg: ModelConfig, of_layer) -> dict:
 
 def forward(
     params,
-    cfg: ModelConfig,
+    cfg: Architecture,
     tokens_BT,
     meta: AttentionMeta,
     dtype=jnp.float32,
@@ -311,7 +311,7 @@ REMAT = {
 
 
 def forward_by_layer(
-    params, cfg: ModelConfig, tokens_BT, positions_BT, attend_fn, tp_reduce_dtype=jnp.float32
+    params, cfg: Architecture, tokens_BT, positions_BT, attend_fn, tp_reduce_dtype=jnp.float32
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `params`:
     from `per_layer_params`.
@@ -331,12 +331,12 @@ def forward_by_layer(
     return norm(x_BTD, params["final_norm"], cfg), kept
 
 
-def all_angles(cfg: ModelConfig, positions_BT) -> dict:
+def all_angles(cfg: Architecture, positions_BT) -> dict:
     """rope's angles, by kind of layer."""
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def embed(params, cfg: ModelConfig, tokens_BT, dtype):
+def embed(params, cfg: Architecture, tokens_BT, dtype):
     x_BTD = stored(looked_up(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
@@ -371,12 +371,12 @@ _looked_up.defvjp(
 )
 
 
-def output_table(params, cfg: ModelConfig):
+def output_table(params, cfg: Architecture):
     """What hidden states are multiplied with for scores, [V, D]: the embedding, or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(params, cfg: ModelConfig, hidden):
+def logits(params, cfg: Architecture, hidden):
     """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     scores = jnp.einsum(
@@ -389,7 +389,7 @@ def softcap(scores, cap: float | None):
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def block(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtype=jnp.float32):
+def block(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
     """One layer, and what `attend_fn(q, k, v)` keeps of it."""
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE)
     attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype)
@@ -403,7 +403,7 @@ def block(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtype=jnp.flo
     return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
-def attention_part(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtype=jnp.float32):
+def attention_part(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -428,14 +428,14 @@ def attention_part(x_BTD, w, cfg: ModelConfig, angles, attend_fn, tp_reduce_dtyp
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
 
 
-def gated_mlp(x_BTD, w, cfg: ModelConfig, tp_reduce_dtype=jnp.float32):
+def gated_mlp(x_BTD, w, cfg: Architecture, tp_reduce_dtype=jnp.float32):
     gate_BTF = ACTIVATIONS[cfg.activation](wide(project(x_BTD, w["gate"])))
     hidden_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
     return constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
 
 
-def norm(x, scale, cfg: ModelConfig):
+def norm(x, scale, cfg: Architecture):
     """x at a root mean square of 1, times its scale."""
     whole = wide(x)
     normed = whole * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
@@ -443,7 +443,7 @@ def norm(x, scale, cfg: ModelConfig):
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
-def rope_angles(cfg: ModelConfig, positions_BT, kind: str):
+def rope_angles(cfg: Architecture, positions_BT, kind: str):
     """sin and cos, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
     frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(

@@ -1,7 +1,7 @@
 """How each family of models writes itself in Hugging Face layout: `config.json`, and the names of
 its tensors.
 
-A family is a `Family`: which flags of `ModelConfig` its models share, how fields map to keys of
+A family is a `Family`: which flags of `Architecture` its models share, how fields map to keys of
 config.json, and what its tensors are called. What a config.json asks for and the decoder does not
 do is refused, never dropped in silence.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from tunix_lite.files.untrusted import read_object
-from tunix_lite.models.decoder import MOST_LAYERS, ModelConfig, RopeScaling, layer_weights
+from tunix_lite.models.decoder import MOST_LAYERS, Architecture, RopeScaling, layer_weights
 from tunix_lite.plain_text import shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
@@ -241,7 +241,7 @@ def find_family(name: str) -> Family:
 # ---- config.json
 
 
-def read_config(folder: str | Path, family: Family | None = None) -> tuple[ModelConfig, Family]:
+def read_config(folder: str | Path, family: Family | None = None) -> tuple[Architecture, Family]:
     """The architecture of the model in `folder`, and its family: the one given, or by model_type.
 
     Raises ValueError naming what is missing, not supported, or not of that family.
@@ -278,7 +278,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Model
         raise ValueError(f"{file}: {error}") from error
 
 
-def config_from(hf: dict, family: Family) -> ModelConfig:
+def config_from(hf: dict, family: Family) -> Architecture:
     """The architecture that a config.json describes."""
     for key, wanted in family.fixed.items():
         if hf.get(key, wanted) not in (wanted, wanted or None):
@@ -316,13 +316,13 @@ def config_from(hf: dict, family: Family) -> ModelConfig:
                 f"{name}={values[name]!r} is not supported; the family {family.name} has "
                 f"{family.flags[name]!r}"
             )
-    return ModelConfig(**(values | family.flags))
+    return Architecture(**(values | family.flags))
 
 
 def _field(name: str, key: str, value):
     """The value of a key as its field of ModelConfig holds it. Raises ValueError for another
     type."""
-    wanted = get_type_hints(ModelConfig)[name]
+    wanted = get_type_hints(Architecture)[name]
     kinds = get_args(wanted) or (wanted,)
     if value is None and type(None) in kinds:
         return None
@@ -402,7 +402,7 @@ def _scaling(rope: dict) -> RopeScaling | None:
     )
 
 
-def check_flags(cfg: ModelConfig, family: Family) -> None:
+def check_flags(cfg: Architecture, family: Family) -> None:
     """Raises ValueError if `cfg` is not of the family: its config.json could not say so."""
     for name, value in family.flags.items():
         if getattr(cfg, name) != value:
@@ -420,7 +420,7 @@ def check_flags(cfg: ModelConfig, family: Family) -> None:
         )
 
 
-def as_computed(cfg: ModelConfig) -> ModelConfig:
+def as_computed(cfg: Architecture) -> Architecture:
     """The same architecture with what no layer uses at one value, so that two which compute the
     same are equal."""
     pattern = shortest_pattern(list(cfg.kinds))
@@ -430,14 +430,14 @@ def as_computed(cfg: ModelConfig) -> ModelConfig:
     return replace(cfg, pattern=pattern, **unused)
 
 
-def config_json(cfg: ModelConfig, family: Family, **more) -> dict:
+def config_json(cfg: Architecture, family: Family, **more) -> dict:
     """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises
     ValueError."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
 
 
-def _as_json(cfg: ModelConfig, family: Family) -> dict:
+def _as_json(cfg: Architecture, family: Family) -> dict:
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= {key: getattr(cfg, name) for name, key in family.keys.items()}
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
@@ -470,11 +470,11 @@ def _scaling_json(scaling: RopeScaling | None) -> dict:
     }
 
 
-def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+def differences(ours: Architecture, theirs: Architecture) -> list[str]:
     """The fields in which two architectures differ, as text."""
     return [
         f"{f.name}={getattr(ours, f.name)!r} against {getattr(theirs, f.name)!r}"
-        for f in fields(ModelConfig)
+        for f in fields(Architecture)
         if getattr(ours, f.name) != getattr(theirs, f.name)
     ]
 

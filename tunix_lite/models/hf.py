@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored
 from tunix_lite.models.weights import (
@@ -166,7 +166,7 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
 # ---- names and layouts
 
 
-def hf_names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
+def hf_names(path: str, cfg: Architecture, family: Family) -> list[str]:
     """The tensors that a weight of ours holds: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
@@ -174,7 +174,7 @@ def hf_names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
     return [f"model.layers.{i}.{name}" for i in range(cfg.num_layers)]
 
 
-def hf_weights(cfg: ModelConfig, family: Family) -> dict[str, Weight]:
+def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
     """Every tensor of the model, by its name on disk."""
     return {
         name: unstacked(weight)
@@ -227,7 +227,7 @@ def _read_slice(
 # ---- in
 
 
-def check_weights(folder: str | Path, cfg: ModelConfig, family: Family) -> None:
+def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None:
     """Raises ValueError listing every tensor of `folder` that is missing, unexpected, mis-shaped or
     of another type."""
     tensors = Tensors(folder, family)
@@ -267,7 +267,7 @@ def listed(problems: list[str]) -> str:
 
 
 def load_params(
-    folder: str | Path, cfg: ModelConfig, family: Family, storage: str = "fp32"
+    folder: str | Path, cfg: Architecture, family: Family, storage: str = "fp32"
 ) -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
@@ -304,7 +304,7 @@ def _room(leaf):
     return jax.jit(make, out_shardings=shardings(leaf))()
 
 
-def _copies(tensors: Tensors, name: str, cfg: ModelConfig) -> tuple[str, ...]:
+def _copies(tensors: Tensors, name: str, cfg: Architecture) -> tuple[str, ...]:
     """What the folder holds once more under another name, as the table of a tied model may be."""
     is_tied = cfg.tied and name == TOP_NAMES["embed"] and TOP_NAMES["head"] in tensors
     return (TOP_NAMES["head"],) if is_tied else ()
@@ -375,7 +375,7 @@ def _write(whole, piece, layer, leaf, inputs: int, places: tuple):
 
 
 def save_params(
-    params: Params, cfg: ModelConfig, family: Family, folder: str | Path, dtype="BF16"
+    params: Params, cfg: Architecture, family: Family, folder: str | Path, dtype="BF16"
 ) -> None:
     """Writes the weights with the names and layouts that `load_params` and transformers read.
 

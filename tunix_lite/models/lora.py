@@ -17,7 +17,7 @@ from flax import traverse_util
 
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.models import confined
-from tunix_lite.models.decoder import ModelConfig, layer_weights
+from tunix_lite.models.decoder import Architecture, layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Lora,
@@ -160,7 +160,7 @@ def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, key
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 
-def merge(params: Params, cfg: ModelConfig, dtype=jnp.float32) -> Params:
+def merge(params: Params, cfg: Architecture, dtype=jnp.float32) -> Params:
     """The plain weights that acting params amount to: adapters added, quantised weights
     unpacked."""
     leaves = flat(params)

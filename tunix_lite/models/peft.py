@@ -10,7 +10,7 @@ from flax import traverse_util
 
 from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import unstacked
@@ -59,7 +59,7 @@ HARMLESS = {
 ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
-def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> LoraConfig:
+def read_config(lora: LoraConfig, cfg: Architecture, family: Family | None) -> LoraConfig:
     """`lora` with the rank, alpha and targets of the adapter that it names.
 
     Raises ValueError naming what is missing, not supported, or not as the settings say.
@@ -118,7 +118,7 @@ def read_config(lora: LoraConfig, cfg: ModelConfig, family: Family | None) -> Lo
     return found
 
 
-def load_adapters(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> Params:
+def load_adapters(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
     tensors, loaded = hf.read_tensors(folder / TENSORS), {}
     tensors = {_plain(name, family): value for name, value in tensors.items()}
@@ -134,7 +134,7 @@ def load_adapters(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConf
 
 def save_adapters(
     adapters: Params,
-    cfg: ModelConfig,
+    cfg: Architecture,
     family: Family,
     lora: LoraConfig,
     folder: Path,
@@ -176,7 +176,7 @@ def save_adapters(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names(path: str, cfg: ModelConfig, family: Family) -> list[str]:
+def _names(path: str, cfg: Architecture, family: Family) -> list[str]:
     """The tensors of an adapter's side: layers/q/a ->
     base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
     weight, side = path.rsplit("/", 1)
@@ -211,7 +211,7 @@ def _modules(folder: Path, family: Family) -> set[str]:
     return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in _header(folder, family)}
 
 
-def _targets(folder: Path, cfg: ModelConfig, family: Family) -> str:
+def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
     """The paths of ours that the adapter covers, as a regular expression."""
     present, paths = _modules(folder, family), []
     for path, weight in hf.flat(decoder.weights(cfg)).items():
@@ -229,7 +229,7 @@ def _targets(folder: Path, cfg: ModelConfig, family: Family) -> str:
     return "|".join(paths)
 
 
-def _check_tensors(folder: Path, cfg: ModelConfig, family: Family, lora: LoraConfig) -> None:
+def _check_tensors(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> None:
     found, wanted = _header(folder, family), {}
     for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)

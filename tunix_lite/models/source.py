@@ -16,7 +16,7 @@ from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored
@@ -31,7 +31,7 @@ SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """Which model, how it is divided over the devices, and which part of it trains."""
 
     # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
@@ -44,7 +44,7 @@ class Model:
     # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
     family: str | None = None
     # of random weights; others must agree with it; null: their config.json
-    architecture: ModelConfig | None = None
+    architecture: Architecture | None = None
     # of random weights: bundled, a folder or a hub name; other weights bring their own
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -70,7 +70,7 @@ class Model:
 class FoundModel:
     """A model that has been found and looked at, and not yet loaded."""
 
-    cfg: ModelConfig
+    cfg: Architecture
     family: Family | None  # None: random weights of no named family
     # None: random weights. Of a hub model, what `locate` needed; after `download` the weights too
     folder: Path | None
@@ -83,7 +83,7 @@ class FoundModel:
 _setting = partial(error_context, kind=ValueError)
 
 
-def locate(model: Model) -> FoundModel:
+def locate(model: ModelConfig) -> FoundModel:
     """Everything about a model short of its weights. Raises ValueError, beginning with the setting,
     if it cannot be."""
     with _setting("model.family"):
@@ -127,7 +127,7 @@ def locate(model: Model) -> FoundModel:
     return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
 
 
-def _untied(cfg: ModelConfig, model: Model) -> ModelConfig:
+def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
     return replace(cfg, tied=False) if model.untie_head else cfg
 
 
@@ -213,7 +213,7 @@ def load_base(source: FoundModel, seed: int, storage: str) -> Params:
     return hf.load_params(source.folder, source.cfg, source.family, storage)
 
 
-def settings_to_keep(model: Model, found: FoundModel, seed: int) -> dict:
+def settings_to_keep(model: ModelConfig, found: FoundModel, seed: int) -> dict:
     """Plain values, enough to load what a run trains from wherever a program is started."""
 
     def whole(name: str) -> str:

@@ -3,8 +3,8 @@
 Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says
 which mesh axis each one is divided over. Models never mention a mesh axis. `fsdp` divides weights,
 optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There are two
-tables, one while training and one while sampling (`Rules`); what a run changes in them stands under
-`sharding` in its settings.
+tables, one while training and one while sampling (`ShardingConfig`); what a run changes in them
+stands under `sharding` in its settings.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardingConfig:
     """What a run changes in the table of rules: logical axis -> fsdp, tp or null (not divided)."""
 
     # while scoring and updating, and where weights live
@@ -94,7 +94,7 @@ _tables = {"train": RULES, "rollout": RULES}
 _active = ["train"]
 
 
-def set_rules(rules: Rules) -> None:
+def set_rules(rules: ShardingConfig) -> None:
     """Makes these the rules of the process, as `jax.set_mesh` does the mesh."""
     _tables.update(train=RULES | rules.train, rollout=RULES | rules.rollout)
 

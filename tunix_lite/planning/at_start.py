@@ -8,6 +8,7 @@ from functools import partial
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
@@ -24,7 +25,9 @@ from tunix_lite.planning.programs import (
 from tunix_lite.planning.resolved import Case, micro_batches_to_try, slots_of, with_micro_batch
 
 
-def fitting(run: RunConfig, model, say: Callable[[str], None]) -> tuple[RunConfig, Callable]:
+def choose_micro_batch(
+    run: RunConfig, model: FoundModel, say: Callable[[str], None]
+) -> tuple[RunConfig, Callable]:
     """The run with the largest micro-batch whose update, compiled, fits the devices; and that
     update, ready to train.
 
@@ -61,7 +64,7 @@ def fitting(run: RunConfig, model, say: Callable[[str], None]) -> tuple[RunConfi
     return with_micro_batch(run, size), tried[size]
 
 
-def learning(
+def training_programs(
     case: Case, policy: Policy, train_step: Callable, state, frozen
 ) -> dict[str, Callable]:
     """What compiles the programs that learn, for the widest batch that can come; batches as wide
@@ -75,8 +78,10 @@ def learning(
     return programs
 
 
-def foresee(case: Case, programs: dict[str, Callable]) -> Plan:
-    """The plan of a run that is about to start on the attached devices; programs: of `learning`.
+def plan_of_this_run(case: Case, programs: dict[str, Callable]) -> Plan:
+    """The plan of a run that is about to start on the attached devices.
+
+    programs: those of `training_programs`.
 
     Raises ConfigError if the compiler refuses one. Of packed rows it may: what is compiled here is
     the widest that can come, and batches as they come may fit.
@@ -159,7 +164,7 @@ def _remedy(plan: Plan) -> str:
     return f"nothing that was tried fits here, {least}"
 
 
-def in_short(plan: Plan) -> str:
+def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     of = "" if plan.machine.capacity is None else f" of {plan.machine.capacity / GiB:.2f}"

@@ -13,7 +13,7 @@ make the fewest tokens for a shard, empty rows counted.
 import math
 from dataclasses import dataclass
 
-from tunix_lite.config import RunConfig, Training
+from tunix_lite.config import RunConfig, TrainingConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
@@ -102,7 +102,12 @@ def _prompts_of(micro: int | None, fsdp: int, accumulation: int, G: int) -> int:
 
 
 def _divided(
-    settings: Training, prompts: int, G: int, fsdp: int, micro: int | None, accumulation: int | None
+    settings: TrainingConfig,
+    prompts: int,
+    G: int,
+    fsdp: int,
+    micro: int | None,
+    accumulation: int | None,
 ) -> BatchPlan:
     """The batch of so many prompts, its sequences divided over shards and micro-batches."""
     total = f"prompts_per_step={prompts} x num_generations={G} = {prompts * G} sequences per update"

@@ -10,11 +10,11 @@ v: DKH each, o: NHD, gate, up and down: DF each.
 
 from collections.abc import Iterable
 
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning.hardware import Hardware
 
 
-def matmul_params(cfg: ModelConfig) -> int:
+def matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH +
     3DF).
 
@@ -25,12 +25,12 @@ def matmul_params(cfg: ModelConfig) -> int:
     return cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
 
 
-def head_params(cfg: ModelConfig) -> int:
+def head_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with to be scored, tied to the embedding or not."""
     return cfg.vocab_size * cfg.embed_dim
 
 
-def attention_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
+def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a
     query and a key.
 
@@ -41,7 +41,7 @@ def attention_flops(cfg: ModelConfig, lengths: Iterable[int]) -> float:
     return 4.0 * cfg.num_heads * cfg.head_dim * pairs
 
 
-def _window(cfg: ModelConfig, kind: str) -> int | None:
+def _window(cfg: Architecture, kind: str) -> int | None:
     return cfg.window if kind == "local" else None
 
 
@@ -51,7 +51,7 @@ def _pairs(length: int, window: int | None) -> int:
     return full * (full + 1) // 2 + (length - full) * full
 
 
-def forward_flops(cfg: ModelConfig, tokens: float, scored: float, attention: float) -> float:
+def forward_flops(cfg: Architecture, tokens: float, scored: float, attention: float) -> float:
     """One forward over `tokens` tokens of which `scored` get scores over the vocabulary: 2PT + 2VS
     + attention.
 
@@ -62,7 +62,7 @@ def forward_flops(cfg: ModelConfig, tokens: float, scored: float, attention: flo
 
 
 def update_flops(
-    cfg: ModelConfig, tokens: float, scored: float, attention: float, lora_params: int = 0
+    cfg: Architecture, tokens: float, scored: float, attention: float, lora_params: int = 0
 ) -> float:
     """Forward and backward of one update.
 
@@ -84,7 +84,7 @@ def mfu(flops: float, seconds: float, hardware: Hardware | None, num_devices: in
 
 
 def decode_bytes(
-    cfg: ModelConfig, lengths: Iterable[int], weight_itemsize: float = 2, cache_itemsize: float = 2
+    cfg: Architecture, lengths: Iterable[int], weight_itemsize: float = 2, cache_itemsize: float = 2
 ) -> float:
     """Bytes that one decode step over sequences of these lengths must read, on all devices
     together.

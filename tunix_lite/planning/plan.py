@@ -13,7 +13,7 @@ from functools import partial
 import jax
 
 from tunix_lite.config import RunConfig
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import estimate, speed
@@ -185,7 +185,7 @@ def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]
 def settled(
     run: RunConfig,
     machine: Machine,
-    cfg: ModelConfig,
+    cfg: Architecture,
     lora: LoraConfig | None,
     sizes: dict[str, int],
 ) -> Case:
@@ -203,7 +203,7 @@ def settled(
 
 
 def estimated(
-    run: RunConfig, machine: Machine, cfg: ModelConfig, lora: LoraConfig | None, sizes
+    run: RunConfig, machine: Machine, cfg: Architecture, lora: LoraConfig | None, sizes
 ) -> Plan:
     """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model
     or the batch."""

@@ -12,10 +12,10 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored
-from tunix_lite.models.source import BUNDLED, Model
+from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import set_rules
 from tunix_lite.planning.batch_size import (
     BatchPlan,
@@ -35,7 +35,7 @@ class Case:
     device."""
 
     run: RunConfig
-    cfg: ModelConfig
+    cfg: Architecture
     lora: LoraConfig | None  # None: all weights train
     sizes: dict[str, int]
     batch: BatchPlan
@@ -75,7 +75,7 @@ class Case:
         return lengths_of(self.run)
 
 
-def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
+def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
     nothing from the hub.
 
@@ -102,7 +102,7 @@ def find_model(model: Model) -> tuple[ModelConfig, LoraConfig | None]:
 
 
 def make_case(
-    run: RunConfig, cfg: ModelConfig, lora: LoraConfig | None, sizes: dict[str, int], platform: str
+    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, sizes: dict[str, int], platform: str
 ) -> Case:
     """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model
     or the batch."""

@@ -58,7 +58,7 @@ START = (
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardsConfig:
     """Where reward functions run, and what becomes of a call that fails."""
 
     # a reward fails: raise: stop the run; zero: it counts 0; drop: do not learn from that one
@@ -97,7 +97,7 @@ class Pool:
     say.
     """
 
-    def __init__(self, functions: dict[str, Callable], settings: Rewards):
+    def __init__(self, functions: dict[str, Callable], settings: RewardsConfig):
         self.functions, self.settings = functions, settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         # of calls

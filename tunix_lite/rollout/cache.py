@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 AXES = ("batch", "kv_heads", "seq", "head_dim")
@@ -31,20 +31,20 @@ class KV:
     v_scales: jax.Array | None = None  # [B, K, C] float32
 
 
-def head_copies(cfg: ModelConfig) -> int:
+def head_copies(cfg: Architecture) -> int:
     """How often each key/value head is kept: where there are fewer of them than tp, every shard of
     tp has its own."""
     tp = axis_size("tp")
     return tp // cfg.num_kv_heads if tp % cfg.num_kv_heads == 0 and tp > cfg.num_kv_heads else 1
 
 
-def num_columns(cfg: ModelConfig, kind: str, length: int) -> int:
+def num_columns(cfg: Architecture, kind: str, length: int) -> int:
     """C for sequences of up to `length` tokens in a layer of this kind."""
     return min(cfg.window, length) if kind == "local" else length
 
 
 def empty_cache(
-    cfg: ModelConfig, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch"
+    cfg: Architecture, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch"
 ) -> list[KV]:
     """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its
     rows."""
@@ -89,7 +89,7 @@ def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     return constrain(x, *(rows_axis, *AXES[1:])[: x.ndim])
 
 
-def to_cache_format(cfg: ModelConfig, k_BTKH, v_BTKH, int8: bool) -> KV:
+def to_cache_format(cfg: Architecture, k_BTKH, v_BTKH, int8: bool) -> KV:
     """New keys and values in the form that the cache has them in."""
     k, v = (jnp.repeat(x, head_copies(cfg), axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
     return KV(*quantize_kv(k, v)) if int8 else KV(k, v)
@@ -145,7 +145,7 @@ def in_position_order(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
     )
 
 
-def attended_columns(cfg: ModelConfig, kind: str, newest_B, columns: int):
+def attended_columns(cfg: Architecture, kind: str, newest_B, columns: int):
     """Which columns the newest token of each row sees, [B, C]."""
     held_BC = positions_held(newest_B, columns)
     is_there_BC = held_BC >= 0

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.requests import Request, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
 # where nobody says how many
@@ -27,8 +27,8 @@ MOST_SLOTS = 256
 
 
 def make_sampler(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
     dtype=jnp.float32,
@@ -96,8 +96,8 @@ def make_sampler(
 
 
 def make_generate(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
     dtype=jnp.float32,
@@ -170,7 +170,7 @@ def make_generate(
     return generate
 
 
-def make_prepare(cfg: ModelConfig, dtype, gather: bool) -> Callable:
+def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
     """prepare(params) -> weights as sampling wants them: by layer, in the type of the computation,
     and, where asked, gathered over fsdp, once instead of for every token."""
     compiled = {}

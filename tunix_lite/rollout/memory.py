@@ -7,13 +7,13 @@ from functools import partial
 
 import jax
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, gathered, sharding, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
-from tunix_lite.rollout.settings import Generation, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 # of what is free: the rest is for temporaries
 USABLE = 0.9
@@ -21,9 +21,9 @@ USABLE = 0.9
 
 def choose_weights(
     params,
-    cfg: ModelConfig,
+    cfg: Architecture,
     dtype,
-    generation: Generation,
+    generation: GenerationConfig,
     rollout: RolloutConfig,
     num_slots: int,
     asked: Sequence[tuple[int, int]],
@@ -48,7 +48,7 @@ def choose_weights(
         default=0,
     )
     free = free_bytes()
-    fits = all(from_all(weights + cache + shelf <= USABLE * free))
+    fits = all(allgather_values(weights + cache + shelf <= USABLE * free))
     choice = "gathered" if fits else "sharded"
     sizes = (
         f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} "
@@ -59,7 +59,7 @@ def choose_weights(
     return choice, f"weights {choice} over fsdp: whole, {sizes} into {room}"
 
 
-def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
+def gathered_bytes(params, cfg: Architecture, dtype) -> int:
     """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
     shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
@@ -68,7 +68,7 @@ def gathered_bytes(params, cfg: ModelConfig, dtype) -> int:
 
 
 def cache_bytes(
-    cfg: ModelConfig, dtype, generation: Generation, rollout: RolloutConfig, num_slots: int
+    cfg: Architecture, dtype, generation: GenerationConfig, rollout: RolloutConfig, num_slots: int
 ) -> int:
     """Bytes a device holds of the slots' keys and values, on the current mesh."""
     length = generation.max_prompt_length + generation.max_new_tokens
@@ -76,9 +76,9 @@ def cache_bytes(
 
 
 def prompt_cache_bytes(
-    cfg: ModelConfig,
+    cfg: Architecture,
     dtype,
-    generation: Generation,
+    generation: GenerationConfig,
     rollout: RolloutConfig,
     num_slots: int,
     prompts: int,
@@ -94,7 +94,7 @@ def prompt_cache_bytes(
 
 
 def _rows_bytes(
-    cfg: ModelConfig, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str
+    cfg: Architecture, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str
 ) -> int:
     with use_rules("rollout"):
         empty = partial(

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import attention, decoder, rounding
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 
 @flax.struct.dataclass
@@ -117,8 +117,8 @@ def at_home(state, rows_axis: str):
 
 
 def make_programs(
-    cfg: ModelConfig,
-    generation: Generation,
+    cfg: Architecture,
+    generation: GenerationConfig,
     end_ids,
     pad_id: int,
     dtype,
@@ -249,7 +249,7 @@ def make_programs(
         return decode_chunk(slots, per_layer_params, temperature, generation.uncut)
 
     def decode_chunk(
-        slots: Slots, per_layer_params, temperature, generation: Generation
+        slots: Slots, per_layer_params, temperature, generation: GenerationConfig
     ) -> tuple[Slots, DecodedChunk]:
         step = partial(
             decode_step,
@@ -261,7 +261,7 @@ def make_programs(
         report = DecodedChunk(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, per_layer_params, temperature, generation: Generation):
+    def decode_step(slots: Slots, _, per_layer_params, temperature, generation: GenerationConfig):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
         of a completion."""
         scores_BV = constrain(decoder.logits(per_layer_params, cfg, slots.hidden), "batch", "vocab")

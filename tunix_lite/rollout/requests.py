@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.plain_text import shortened
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 
 @dataclass
@@ -45,7 +45,7 @@ def up_to_stop(
 
 
 def check_prompts(
-    prompts, cfg: ModelConfig, generation: Generation, tokenizer: Tokenizer | None
+    prompts, cfg: Architecture, generation: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
     """Raises ValueError, naming the prompt, for what cannot be continued."""
     if not len(prompts):
@@ -66,7 +66,7 @@ def check_prompts(
             )
 
 
-def check_limits(limits, count: int, generation: Generation) -> list[int]:
+def check_limits(limits, count: int, generation: GenerationConfig) -> list[int]:
     if limits is None:
         return [generation.max_new_tokens] * count
     if len(limits) != count:

@@ -8,7 +8,7 @@ Gumbel noise to the log-probabilities that are left.
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.rollout.settings import Generation
+from tunix_lite.rollout.settings import GenerationConfig
 
 # of -inf and inf, see float_of
 LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
@@ -23,7 +23,7 @@ def row_keys(key, prompts_B, generations_B):
     return fold(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, prompts_B), generations_B)
 
 
-def draw(scores_BV, keys_B, positions_B, temperature, generation: Generation, seen_BV=None):
+def draw(scores_BV, keys_B, positions_B, temperature, generation: GenerationConfig, seen_BV=None):
     """Tokens [B], their log-probabilities under the distribution that was drawn from, and under the
     whole one.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationConfig:
     """How completions are sampled: the distribution of each token, and when a completion ends."""
 
     max_prompt_length: int = 32  # tokens
@@ -74,7 +74,7 @@ class Generation:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
-    def uncut(self) -> "Generation":
+    def uncut(self) -> "GenerationConfig":
         """The same with nothing cut off."""
         return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 

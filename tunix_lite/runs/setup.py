@@ -1,4 +1,4 @@
-"""Before a run: every check that needs files or devices, and what is said of it at its start."""
+"""Before a run: every check that needs files or devices, and the summary shown at its start."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.micro_batches import Rows
@@ -38,31 +38,57 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, once its settings have been found right."""
+    """What a run is made of, once its settings have been found right.
+
+    `find_parts` gives it without a folder, `in_folder` adds what the run's folder says. Example:
+    `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
+    """
 
     model: FoundModel
     mesh: jax.sharding.Mesh
     batch: BatchPlan
-    rows: Rows  # how its sequences are laid out
-    attention: tuple[str, str]  # the implementation, and in words why
+    # how its sequences are laid out
+    rows: Rows
+    # the implementation, and in words why
+    attention: tuple[str, str]
     task: Task
-    resume_from: Path | None  # a folder with checkpoints
-    reference: Reference | None = None  # of the KL term; None: there is none
-    differs: str = ""  # from the run that made them, in words
-    data: str = ""  # what there is to know about the examples, where they are in memory
-    damaged: str = ""  # files of the run that it goes on without, in words
-    train_step: Callable | None = None  # where it has been compiled already, to see what fits
+    # what there is to know about the examples, where they are in memory
+    data: str = ""
+    # of the run's folder: a folder with checkpoints to go on from; None: the run begins
+    resume_from: Path | None = None
+    # of the KL term; None: there is none
+    reference: Reference | None = None
+    # from the run that made the checkpoints, in words
+    differs: str = ""
+    # files of the run that it goes on without, in words
+    damaged: str = ""
+    # the update, where it has been compiled already to see what fits
+    train_step: Callable | None = None
 
-    def goes_on_differently(self, run_dir: RunDir) -> bool:
-        """Whether what stands in the run's own checkpoints/ was made with other settings
-        (resume.force)."""
+    def overwrites_other_run(self, run_dir: RunDir) -> bool:
+        """Whether the checkpoints in the run's own folder were made with other settings
+        (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
 
-def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
-    """Every check that needs files or devices. Raises ConfigError; compiles nothing and writes
-    nothing."""
-    # the messages begin with the setting
+def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
+    """Every check that needs files or devices: `find_parts`, then `in_folder`. Raises ConfigError.
+
+    found: the parts of the same run, where this process has found them already, as the check before
+    Hydra makes a folder does. Loads no weights and makes no folder. It does compile small programs
+    where attention tries cuDNN (NVIDIA), downloads the files of a hub model, and writes and removes
+    a small file in a folder that is there, to see whether it can be written.
+    """
+    return in_folder(find_parts(run) if found is None else found, run, run_dir)
+
+
+def find_parts(run: RunConfig) -> Parts:
+    """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
+
+    Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
+    sharding rules those of the process.
+    """
+    # Messages begin with the setting.
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
@@ -71,56 +97,102 @@ def prepare(run: RunConfig, run_dir: RunDir) -> Parts:
         source.check_mesh(model, mesh)
     with error_context("generation"):
         check_generation(run, model)
+
+    # What the run comes to on this mesh.
     batch = plan_batch(run, mesh.shape["fsdp"])
     rows = plan_rows(run, batch)
     with error_context("sharding"):
         check_residual(run, rows, mesh.shape["tp"])
     with error_context("training"):
         attention = choose_attention(run, model, mesh, rows)
-    lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
-    among = {
-        "process": jax.process_index(),
-        "num_processes": jax.process_count(),
-        "share": from_all,
-    }
-    task = Task(run.task, model.tokenizer, *lengths, run.generation.long_prompts, **among)
-    with error_context("hydra.run.dir"):
-        run_dir.check()
+
+    task, data = find_task(run, model, batch.prompts)
+    return Parts(model, mesh, batch, rows, attention, task, data)
+
+
+def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task, str]:
+    """The task, and what there is to know about its examples; num_prompts: of an update.
+
+    Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
+    what the model and the algorithm can take.
+    """
+    task = Task(
+        run.task,
+        model.tokenizer,
+        run.generation.max_prompt_length,
+        run.generation.max_new_tokens,
+        run.generation.long_prompts,
+        process=jax.process_index(),
+        num_processes=jax.process_count(),
+        share=allgather_values,
+    )
     with error_context("task"):
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
-        first, _ = task.batch(batch.prompts, run.seed, 0)
-        asked = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
-        if (top := max(map(max, asked))) >= model.cfg.vocab_size:
+        first, _ = task.batch(num_prompts, run.seed, 0)
+        prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
+        highest = max(max(prompt) for prompt in prompts)
+        if highest >= model.cfg.vocab_size:
             raise ValueError(
-                f"a prompt holds token {top}, beyond the model's vocab_size={model.cfg.vocab_size}"
+                f"a prompt holds token {highest}, beyond the model's "
+                f"vocab_size={model.cfg.vocab_size}"
             )
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
+    return task, data
+
+
+def in_folder(parts: Parts, run: RunConfig, run_dir: RunDir) -> Parts:
+    """The parts of a run that will write to this folder: what it resumes from, and its reference.
+
+    Downloads the weights of a hub model, after everything else has been found right. Raises
+    ConfigError.
+    """
+    # This process may have looked at other runs since `find_parts`, as in a sweep.
+    set_rules(run.sharding)
+    with error_context("hydra.run.dir"):
+        run_dir.check()
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
-        model = source.download(model)
-    differs = (
-        "" if resume_from is None else check_resumed(run, model, batch, RunDir(resume_from.parent))
-    )
-    damaged = check_own_files(run, run_dir) if resume_from == run_dir.checkpoints else ""
+        model = source.download(parts.model)
+
+    # Which run made the checkpoints, and whether its files are whole.
+    differs = ""
+    damaged = ""
+    if resume_from is not None:
+        differs = check_resumed(run, model, parts.batch, RunDir(resume_from.parent))
+    if resume_from == run_dir.checkpoints:
+        damaged = check_own_files(run, run_dir)
     with error_context("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
-    found = {"reference": reference, "differs": differs, "data": data, "damaged": damaged}
-    return Parts(model, mesh, batch, rows, attention, task, resume_from, **found)
+    return replace(
+        parts,
+        model=model,
+        resume_from=resume_from,
+        reference=reference,
+        differs=differs,
+        damaged=damaged,
+    )
 
 
-def rebatched(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
-    """The parts of a run whose micro-batch has been chosen since, by compiling this update of
-    it."""
+def with_micro_batch(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
+    """The parts of a run whose micro-batch has been chosen since, by compiling this update."""
     batch = plan_batch(run, parts.mesh.shape["fsdp"])
     return replace(parts, train_step=train_step, batch=batch, rows=plan_rows(run, batch))
 
 
-def case_of(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
+def planning_case(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
     """The run as planning sees it; rollout: with slots and weights as they have been chosen."""
-    model, (attention, _), sizes = parts.model, parts.attention, dict(parts.mesh.shape)
-    chosen = rollout.num_slots, attention, rollout.weights
-    return Case(run, model.cfg, model.lora, sizes, parts.batch, parts.rows, *chosen)
+    return Case(
+        run,
+        parts.model.cfg,
+        parts.model.lora,
+        dict(parts.mesh.shape),
+        parts.batch,
+        parts.rows,
+        rollout.num_slots,
+        parts.attention[0],
+        rollout.weights,
+    )
 
 
 def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: Rows) -> tuple[str, str]:
@@ -219,7 +291,7 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
 
 
-def sign(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
+def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     """Says in the folder what makes its checkpoints.
 
     Where others are there already, not before the first of ours is whole: until then their run must
@@ -230,7 +302,9 @@ def sign(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
 
 
-def panel(run: RunConfig, parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
+def startup_summary(
+    run: RunConfig, parts: Parts, run_dir: RunDir
+) -> tuple[str, list[tuple[str, str]]]:
     devices = parts.mesh.devices.ravel()
     width = run.generation.max_prompt_length, run.generation.max_new_tokens
     resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
@@ -283,7 +357,7 @@ def _size(model: FoundModel) -> str:
     )
 
 
-def provenance(run: RunConfig, parts: Parts) -> dict:
+def run_metadata(run: RunConfig, parts: Parts) -> dict:
     return {
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,

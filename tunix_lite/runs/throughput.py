@@ -10,7 +10,7 @@ from functools import wraps
 import jax
 import numpy as np
 
-from tunix_lite.models.decoder import ModelConfig
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
 from tunix_lite.types import Batch, Metrics
@@ -22,13 +22,13 @@ class Throughput:
     of the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention; what
     remat makes again does not count."""
 
-    cfg: ModelConfig
+    cfg: Architecture
     trained_adapters: int  # parameters in adapters; 0: all weights train
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
 
     @staticmethod
-    def on(mesh, cfg: ModelConfig, trained_adapters: int) -> "Throughput":
+    def on(mesh, cfg: Architecture, trained_adapters: int) -> "Throughput":
         return Throughput(cfg, trained_adapters, mesh.devices.size, of_device(mesh.devices.flat[0]))
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.plain_text import SHOWN, shortened
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Outcome, Pool, Rewards
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, text
 from tunix_lite.tasks.sources import Rows, batch_at, digest, digest_of_data, fitting_batch_at, where
 from tunix_lite.types import Metrics, Rollout
@@ -160,7 +160,7 @@ class Task:
 
     @contextlib.contextmanager
     def with_workers(
-        self, settings: Rewards, say: Callable[[str], None], stopping=None
+        self, settings: RewardsConfig, say: Callable[[str], None], stopping=None
     ) -> Iterator["Task"]:
         """The task whose rewards run as `settings` say; they start to start now, and are gone at
         the end."""
@@ -529,7 +529,7 @@ class Judging:
 
     def __init__(self, task: Task, examples: list[dict]):
         self.task, self.examples = task, examples
-        self.pool = task.pool or Pool(task.config.functions(), Rewards(workers=0))
+        self.pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         self.seen: dict[
             int, tuple[str, Future | None]
         ] = {}  # row -> text, what is found about it; None: elsewhere
