@@ -34,7 +34,7 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
+from tunix_lite.rollout.engine import MOST_SLOTS, make_generate, round_up_to_shards
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.runs import resume
 from tunix_lite.runs.evaluate import evaluate
@@ -309,7 +309,7 @@ def initial_state(
     with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
-    slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
+    slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
     weights, why = memory.choose_weights(
         acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
