@@ -8,7 +8,7 @@ import optax
 
 from tunix_lite.learner.micro_batches import summed
 from tunix_lite.learner.optim import updated
-from tunix_lite.models.lora import LoraConfig, attached
+from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiling import compiled_once
 
 # folded into the seed, so that dropout and sampling share no numbers
@@ -36,7 +36,7 @@ def make_train_step(
     """
 
     def objective(params, frozen, batch, keys_R):
-        scores = policy.scores(attached(frozen, params, lora, keys_R), batch)
+        scores = policy.scores(acting_params(frozen, params, lora, keys_R), batch)
         loss, metrics = algorithm.loss(scores.logprobs, batch)
         entropy = jnp.sum(batch.loss_weight * scores.entropy)
         return loss, {
