@@ -346,7 +346,7 @@ def sampler_gap(cfg: Architecture, params, rollout, packing: str, width: int, ne
     rows = rows_for(packing, len(mask), width, new)
     attend = attention.IMPLEMENTATIONS[kernel]
     policy = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, attend=attend)
-    return np.abs(np.asarray(policy.ref_logprobs(batch)) - rollout.whole_logprobs)[mask]
+    return np.abs(np.asarray(policy.ref_logprobs(batch)) - rollout.full_logprobs)[mask]
 
 
 # ---- resume: stopping and going on equals never stopping

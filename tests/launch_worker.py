@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 
-from tunix_lite.distributed.agreement import about
-from tunix_lite.distributed.join import agree, beat, initialise, leaving, noticing_lost_peers
+from tunix_lite.distributed.agreement import process_info
+from tunix_lite.distributed.join import agree, exit_at_once_on_failure, exit_when_a_peer_is_lost, heartbeat, initialise
 from tunix_lite.distributed.process_place import LaunchConfig
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
@@ -21,13 +21,13 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA
 def join():
     launch = LaunchConfig(timeout=30, expect_devices=16 if what == "more" else None)
     try:
-        return initialise(launch, os.environ, about({"seed": 0}, f"folder{rank}"))
+        return initialise(launch, os.environ, process_info({"seed": 0}, f"folder{rank}"))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-with leaving(), noticing_lost_peers():
+with exit_at_once_on_failure(), exit_when_a_peer_is_lost():
     joined = join()
     assert initialise(LaunchConfig(), {}, None) is joined  # once
     import jax
@@ -55,7 +55,7 @@ with leaving(), noticing_lost_peers():
             multihost_utils.process_allgather(np.int32(1))
     if what == "stopped":
         while True:
-            beat("step 3")
+            heartbeat("step 3")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             multihost_utils.process_allgather(np.int32(1))

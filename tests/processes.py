@@ -14,7 +14,7 @@ import numpy as np
 
 import tunix_lite
 from tunix_lite.distributed import join
-from tunix_lite.distributed.agreement import about
+from tunix_lite.distributed.agreement import process_info
 from tunix_lite.distributed.process_place import LaunchConfig
 
 LIMIT = 240  # seconds until all of them must be done, where nobody says
@@ -45,7 +45,7 @@ def answer(work: Callable[..., dict]) -> None:
     """What a script of `run_together` does: work(*arguments) as one of the processes, and what it saw as JSON."""
     address, count, index, file, *arguments = sys.argv[1:]
     if int(count) > 1:
-        join.initialise(LaunchConfig(address, int(count), int(index)), {}, about({}, ""))
+        join.initialise(LaunchConfig(address, int(count), int(index)), {}, process_info({}, ""))
     said = work(*arguments) | {"devices": [jax.device_count(), jax.local_device_count()]}
     with open(file, "w") as out:
         json.dump(said, out, default=np.ndarray.tolist)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.distributed.folder_lock import claim_of, claimed, is_claimed_by
+from tunix_lite.distributed.folder_lock import is_locked_by, lock_folder, lock_owner
 
 ROOT = Path(__file__).parents[1]
-HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import claimed\nwith claimed(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def other(tmp_path):
 
 def test_whoever_has_the_folder_is_named(other, tmp_path):
     began = time.monotonic()
-    with pytest.raises(ValueError) as error, claimed(tmp_path / "run", 0.5):
+    with pytest.raises(ValueError) as error, lock_folder(tmp_path / "run", 0.5):
         raise AssertionError
     assert 0.5 <= time.monotonic() - began < 5
     assert str(error.value) == (
@@ -39,19 +39,19 @@ def test_whoever_has_the_folder_is_named(other, tmp_path):
 
 def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
     os.kill(other.pid, signal.SIGKILL)
-    with claimed(tmp_path / "run", 5):
-        assert claim_of(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
-    with claimed(tmp_path / "run", 0):
+    with lock_folder(tmp_path / "run", 5):
+        assert lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
+    with lock_folder(tmp_path / "run", 0):
         pass
 
 
 def test_whoever_looks_into_another_folder_notices(tmp_path):
-    with claimed(tmp_path / "run", 0):
-        owner = claim_of(tmp_path / "run")
-        assert is_claimed_by(owner, tmp_path / "run", 0)
-        assert not is_claimed_by(owner, tmp_path / "not there", 0.3)
-        with claimed(tmp_path / "another", 0):
-            assert not is_claimed_by(owner, tmp_path / "another", 0)
+    with lock_folder(tmp_path / "run", 0):
+        owner = lock_owner(tmp_path / "run")
+        assert is_locked_by(owner, tmp_path / "run", 0)
+        assert not is_locked_by(owner, tmp_path / "not there", 0.3)
+        with lock_folder(tmp_path / "another", 0):
+            assert not is_locked_by(owner, tmp_path / "another", 0)
 
 
 def test_a_run_that_may_not_have_the_folder_leaves_it_as_it_is(other, tmp_path):

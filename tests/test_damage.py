@@ -11,12 +11,12 @@ import pytest
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.distributed.folder_lock import claimed
+from tunix_lite.distributed.folder_lock import lock_folder
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare, write_fingerprint
-from tunix_lite.tracking.disk import DiskError, in_words
+from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines
@@ -207,7 +207,7 @@ def test_what_is_no_checkpoint_by_its_name_is_none(folder):
 
 def test_a_lock_that_is_a_folder_is_one_line(folder):
     (folder / ".lock").mkdir()
-    with pytest.raises(ValueError, match=".lock is a folder, and .*: move the folder away"), claimed(folder, 0):
+    with pytest.raises(ValueError, match=".lock is a folder, and .*: move the folder away"), lock_folder(folder, 0):
         raise AssertionError
 
 
@@ -331,7 +331,10 @@ def deleted_while_it_saves(folder: Path, monkeypatch, what: Path) -> str:
         really(self)
 
     monkeypatch.setattr(Checkpoints, "_before_it_gets_its_name", struck)
-    with pytest.raises(DiskError) as caught, in_words(folder, lambda: "after step 9", checkpoints.whole_steps):
+    with (
+        pytest.raises(DiskError) as caught,
+        disk_errors_explained(folder, lambda: "after step 9", checkpoints.whole_steps),
+    ):
         checkpoints.save(state_of(9))
         checkpoints.close()
     return str(caught.value)
@@ -355,7 +358,7 @@ def test_a_checkpoint_whose_run_is_gone_is_said_to_need_force(folder):
     said = (
         "checkpoint 8 is whole, but fingerprint.json, which says what made it, is gone: with resume.force=true the sa"
     )
-    with pytest.raises(DiskError, match=said), in_words(folder, lambda: "", whole):
+    with pytest.raises(DiskError, match=said), disk_errors_explained(folder, lambda: "", whole):
         raise FileNotFoundError(2, "gone", str(folder / "status.json"))
     with pytest.raises(ConfigError, match="has no fingerprint.json"):
         prepared(folder)

@@ -22,9 +22,9 @@ from jax.experimental import mesh_utils, topologies
 from processes import free_port
 
 from tunix_lite.distributed import agreement, join
-from tunix_lite.distributed.agreement import About, disagreement, flat
+from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
 from tunix_lite.distributed.meeting import NotMet, meet
-from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place, first_node, tasks_per_node
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place, first_node, tasks_per_node
 from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
@@ -54,36 +54,40 @@ MASTER = "MASTER_ADDR and MASTER_PORT"
 @pytest.mark.parametrize(
     "settings, environ, place",
     [
-        ({}, {}, Place()),
-        ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, Place()),
-        ({}, {"WORLD_SIZE": "1", "RANK": "0"}, Place(source="WORLD_SIZE=1")),
-        ({}, TORCHRUN, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
-        ({}, TORCHRUN | LOCAL, Place(5, 8, "10.0.0.1:29500", 1, 4, MASTER)),
-        ({}, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
+        ({}, {}, ProcessPlace()),
+        ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, ProcessPlace()),
+        ({}, {"WORLD_SIZE": "1", "RANK": "0"}, ProcessPlace(source="WORLD_SIZE=1")),
+        ({}, TORCHRUN, ProcessPlace(5, 8, "10.0.0.1:29500", source=MASTER)),
+        ({}, TORCHRUN | LOCAL, ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4, MASTER)),
+        (
+            {},
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
+            ProcessPlace(5, 8, "10.0.0.1:29500", source=MASTER),
+        ),
         (  # its agent listens on MASTER_PORT
             {},
             TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"},
-            Place(5, 8, "10.0.0.1:29501", 1, 4, f"{MASTER} + 1, torchrun having the port itself"),
+            ProcessPlace(5, 8, "10.0.0.1:29501", 1, 4, f"{MASTER} + 1, torchrun having the port itself"),
         ),
         # explicit settings come first, and whatever is not theirs is not looked at
         (
             {"coordinator": "a:1", "num_processes": 3, "process_id": 2},
             TORCHRUN | LOCAL,
-            Place(2, 3, "a:1", source="launch.coordinator"),
+            ProcessPlace(2, 3, "a:1", source="launch.coordinator"),
         ),
         (
             {"coordinator": "[::1]:80", "num_processes": 2, "process_id": 0},
             {},
-            Place(0, 2, "[::1]:80", source="launch.coordinator"),
+            ProcessPlace(0, 2, "[::1]:80", source="launch.coordinator"),
         ),
-        ({"num_processes": 1}, TORCHRUN, Place(source="launch.num_processes")),
-        ({"coordinator": "auto"}, TORCHRUN, Place(source="launch.coordinator=auto", asks_jax=True)),
+        ({"num_processes": 1}, TORCHRUN, ProcessPlace(source="launch.num_processes")),
+        ({"coordinator": "auto"}, TORCHRUN, ProcessPlace(source="launch.coordinator=auto", asks_jax=True)),
         # xpk and MaxText
-        ({}, XPK, Place(1, 2, "job-0.job:1234", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT")),
+        ({}, XPK, ProcessPlace(1, 2, "job-0.job:1234", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT")),
         (
             {},
             {"JAX_COORDINATOR_IP": "10.0.0.3", "JAX_COORDINATOR_PORT": "777", "NNODES": "4", "NODE_RANK": "0"},
-            Place(0, 4, "10.0.0.3:777", source="JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT"),
+            ProcessPlace(0, 4, "10.0.0.3:777", source="JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT"),
         ),
         (
             {},
@@ -94,32 +98,32 @@ MASTER = "MASTER_ADDR and MASTER_PORT"
                 "PROCESSES_IN_JOB": "4",
                 "JOB_COMPLETION_INDEX": "3",
             },
-            Place(7, 8, "a:80", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
+            ProcessPlace(7, 8, "a:80", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
         ),
-        ({}, {"JAX_COORDINATOR_ADDRESS": "a:80"}, Place()),
-        ({}, TORCHRUN | XPK, Place(5, 8, "10.0.0.1:29500", source=MASTER)),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:80"}, ProcessPlace()),
+        ({}, TORCHRUN | XPK, ProcessPlace(5, 8, "10.0.0.1:29500", source=MASTER)),
         # Slurm: the first host of the list, and a port from the job, as jax has it
-        ({}, SLURM, Place(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun")),
-        ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place(source="srun")),
-        ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, Place()),  # not inside srun
+        ({}, SLURM, ProcessPlace(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun")),
+        ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
+        ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, ProcessPlace()),  # not inside srun
         (
             {},
             SLURM | {"MASTER_ADDR": "gpu1", "MASTER_PORT": "99", "WORLD_SIZE": "8"},
-            Place(5, 8, "gpu1:99", 1, 2, "srun"),
+            ProcessPlace(5, 8, "gpu1:99", 1, 2, "srun"),
         ),
         # what only jax knows
         (
             {},
             {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},
-            Place(source="TPU_WORKER_HOSTNAMES", asks_jax=True),
+            ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True),
         ),
-        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, Place()),
+        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, ProcessPlace()),
         (
             {},
             {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2"},
-            Place(source="Open MPI", asks_jax=True),
+            ProcessPlace(source="Open MPI", asks_jax=True),
         ),
-        ({}, {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "1"}, Place()),
+        ({}, {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "1"}, ProcessPlace()),
     ],
 )
 def test_a_process_finds_its_place(settings, environ, place):
@@ -210,17 +214,17 @@ def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
 
 
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
-    shares = Place(5, 8, "a:1", 1, 4)
+    shares = ProcessPlace(5, 8, "a:1", 1, 4)
     assert join.local_devices(shares, {}) == [1]
     assert join.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == [1]
     assert join.local_devices(shares, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # srun --gpus-per-task=1
-    assert join.local_devices(Place(1, 2, "a:1"), {}) is None
+    assert join.local_devices(ProcessPlace(1, 2, "a:1"), {}) is None
 
 
 def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_the_setting_to_paste(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ValueError) as caught:
-        join.check_devices(LaunchConfig(), Place(), {})
+        join.check_devices(LaunchConfig(), ProcessPlace(), {})
     assert str(caught.value) == (
         "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run knows of 1: start every "
         "host with launch.coordinator=auto"
@@ -236,25 +240,25 @@ def said(*values: dict) -> dict:
 
 def test_the_odd_one_out_is_named_and_of_two_it_is_not_process_0():
     same = {"jax": "1", "seed": "0"}
-    assert disagreement(said(same, same, same)) is None
-    assert disagreement(said(same, same, same | {"jax": "2"})) == "process 2 has jax=2, the others 1"
-    assert disagreement(said(same | {"jax": "2"}, same, same)) == "process 0 has jax=2, the others 1"
-    assert disagreement(said(same, same | {"seed": "7"})) == "process 1 has seed=7, the others 0"
+    assert describe_differences(said(same, same, same)) is None
+    assert describe_differences(said(same, same, same | {"jax": "2"})) == "process 2 has jax=2, the others 1"
+    assert describe_differences(said(same | {"jax": "2"}, same, same)) == "process 0 has jax=2, the others 1"
+    assert describe_differences(said(same, same | {"seed": "7"})) == "process 1 has seed=7, the others 0"
     odd = same | {"jax": "2", "seed": "3"}
-    assert disagreement(said(same, odd, same, odd)) == (
+    assert describe_differences(said(same, odd, same, odd)) == (
         "process 1 and process 3 have jax=2, the others 1; process 1 and process 3 have seed=3, the others 0"
     )
-    assert disagreement(said(same, {"jax": "1"})) is None  # what one does not say is no difference
+    assert describe_differences(said(same, {"jax": "1"})) is None  # what one does not say is no difference
 
 
 def test_paths_that_belong_to_a_machine_are_compared_by_their_end():
-    one = flat({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
+    one = flatten_settings({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
     assert one == {"model.weights": "gemma", "seed": "1"}
 
 
 def heard(*values: dict) -> str | None:
     """What is said of processes on hosts a, b ... that have these values."""
-    return agreement.verdict({p: About(own, host="abc"[p]) for p, own in enumerate(values)})
+    return agreement.mismatch_error({p: ProcessInfo(own, host="abc"[p]) for p, own in enumerate(values)})
 
 
 def test_variables_that_change_programs_are_compared_though_only_one_has_them():
@@ -276,43 +280,43 @@ def test_variables_that_change_programs_are_compared_though_only_one_has_them():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_dump_to=/a",
         "HOME": "/root",
     }
-    assert agreement.variables(own) == {}
+    assert agreement.compiler_variables(own) == {}
     mine = {"JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_a=2  --xla_b --xla_force_host_platform_device_count=4"}
-    values = agreement.variables(mine | {"LIBTPU_INIT_ARGS": "--xla_tpu_c=x"})
+    values = agreement.compiler_variables(mine | {"LIBTPU_INIT_ARGS": "--xla_tpu_c=x"})
     assert values == {
         "variable JAX_ENABLE_X64": "1",
         "variable XLA_FLAGS --xla_a": "2",
         "variable XLA_FLAGS --xla_b": "true",
         "variable LIBTPU_INIT_ARGS --xla_tpu_c": "x",
     }
-    assert heard(values, values, agreement.variables(own) | values) is None
-    assert heard({}, agreement.variables({"JAX_ENABLE_X64": "1"})) == (
+    assert heard(values, values, agreement.compiler_variables(own) | values) is None
+    assert heard({}, agreement.compiler_variables({"JAX_ENABLE_X64": "1"})) == (
         "process 1 (b) has variable JAX_ENABLE_X64=1, the others not set. Start all of them with the same command and "
         "the same packages"
     )
-    assert heard(*(agreement.variables({"XLA_FLAGS": text}) for text in ("--xla_a=2", "", "--xla_a=2"))).startswith(
-        "process 1 (b) has variable XLA_FLAGS --xla_a=not set, the others 2. "
-    )
+    assert heard(
+        *(agreement.compiler_variables({"XLA_FLAGS": text}) for text in ("--xla_a=2", "", "--xla_a=2"))
+    ).startswith("process 1 (b) has variable XLA_FLAGS --xla_a=not set, the others 2. ")
 
 
 def test_a_process_says_its_variables_and_its_code(monkeypatch):
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "float32")
-    values = agreement.about({}).values
+    values = agreement.process_info({}).values
     assert values["variable JAX_DEFAULT_MATMUL_PRECISION"] == "float32"
-    assert values["tunix-lite's code"] == agreement.code(ROOT / "tunix_lite")
+    assert values["tunix-lite's code"] == agreement.code_digest(ROOT / "tunix_lite")
 
 
 def test_code_of_one_version_that_is_not_the_same_differs(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.py").write_text("x = 1")
-    first = agreement.code(tmp_path)
+    first = agreement.code_digest(tmp_path)
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.pyc").write_text("bytes")
-    assert agreement.code(tmp_path) == first
+    assert agreement.code_digest(tmp_path) == first
     (tmp_path / "deep" / "a.py").write_text("x = 2")
-    changed = agreement.code(tmp_path)
+    changed = agreement.code_digest(tmp_path)
     (tmp_path / "deep" / "a.py").rename(tmp_path / "a.py")
-    assert len({first, changed, agreement.code(tmp_path)}) == 3
+    assert len({first, changed, agreement.code_digest(tmp_path)}) == 3
 
 
 def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(tmp_path, monkeypatch):
@@ -322,11 +326,11 @@ def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(t
     mine = importlib.import_module("functions_of_a_user")
     rewards = {"own": Reward(partial(mine.right, by=mine.right)), "ours": Reward(brevity)}
     settings = {"task": TaskConfig(mine.Source(), "", rewards, correct=mine.right), "written_in_c": len}
-    found = agreement.code_named(settings)
+    found = agreement.user_code_digests(settings)
     assert [*found] == [f"code of task.{name}" for name in ("source", "rewards.own.fn", "rewards.own.fn.by", "correct")]
     with open(file, "a") as more:
         more.write("# of another host\n")
-    differs = agreement.code_named(settings)
+    differs = agreement.user_code_digests(settings)
     assert all(differs[name] != found[name] for name in found)
     assert heard(found, found | {"code of task.correct": differs["code of task.correct"]}).startswith(
         "process 1 (b) has code of task.correct="
@@ -410,13 +414,13 @@ def test_who_was_started_before_knows_it_from_who_did(name):
 # ---- meeting: threads are processes enough for that
 
 
-def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=None, kind=ValueError) -> list:
+def together(*abouts: ProcessInfo, timeout: float = 5, count: int | None = None, ids=None, kind=ValueError) -> list:
     """What each process hears: what all agreed on, or the message of its error, which is of this kind."""
     port, heard, kinds = free_port(), [None] * len(abouts), [kind] * len(abouts)
     ids = list(range(len(abouts))) if ids is None else ids
 
     def take_part(i: int) -> None:
-        place = Place(ids[i], count or len(abouts), f"127.0.0.1:{port}", source="MASTER_PORT")
+        place = ProcessPlace(ids[i], count or len(abouts), f"127.0.0.1:{port}", source="MASTER_PORT")
         try:
             heard[i] = meet(place, abouts[i], timeout, say=lambda _: None)
         except ValueError as error:
@@ -432,12 +436,12 @@ def together(*abouts: About, timeout: float = 5, count: int | None = None, ids=N
 
 
 def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first():
-    heard = together(*(About({"seed": "1"}, f"folder{p}", f"host{p}") for p in range(3)))
-    assert heard == [agreement.Agreed(["host0", "host1", "host2"], "folder0")] * 3
+    heard = together(*(ProcessInfo({"seed": "1"}, f"folder{p}", f"host{p}") for p in range(3)))
+    assert heard == [agreement.Agreement(["host0", "host1", "host2"], "folder0")] * 3
 
 
 def test_all_hear_who_differs():
-    heard = together(*(About({"training.max_steps": str(3 + (p == 1))}, None, f"host{p}") for p in range(3)))
+    heard = together(*(ProcessInfo({"training.max_steps": str(3 + (p == 1))}, None, f"host{p}") for p in range(3)))
     assert (
         heard
         == [
@@ -449,13 +453,15 @@ def test_all_hear_who_differs():
 
 
 def test_two_with_one_number_are_told():
-    heard = together(About({}, None, "a"), About({}, None, "b"), About({}, None, "c"), count=4, ids=[0, 1, 1])
+    heard = together(
+        ProcessInfo({}, None, "a"), ProcessInfo({}, None, "b"), ProcessInfo({}, None, "c"), count=4, ids=[0, 1, 1]
+    )
     assert heard[0].startswith("two processes say that they are process 1 (") and heard == [heard[0]] * 3
 
 
 def test_process_0_says_who_did_not_come():
     began = time.monotonic()
-    heard = together(About({}, None, "a"), About({}, None, "b"), timeout=1, count=4, kind=NotMet)
+    heard = together(ProcessInfo({}, None, "a"), ProcessInfo({}, None, "b"), timeout=1, count=4, kind=NotMet)
     assert time.monotonic() - began < 4
     assert (
         heard
@@ -470,9 +476,9 @@ def test_process_0_says_who_did_not_come():
 
 def test_where_nobody_listens_the_address_is_named_in_the_time_given():
     port, began, lines = free_port(), time.monotonic(), []
-    place = Place(1, 2, f"127.0.0.1:{port}", source="MASTER_ADDR and MASTER_PORT")
+    place = ProcessPlace(1, 2, f"127.0.0.1:{port}", source="MASTER_ADDR and MASTER_PORT")
     with pytest.raises(NotMet) as caught:
-        meet(place, About({}, None, "b"), 3, lines.append)
+        meet(place, ProcessInfo({}, None, "b"), 3, lines.append)
     assert 2.9 < time.monotonic() - began < 4
     assert lines == [f"process 1 looks for process 0 at 127.0.0.1:{port}, 1 s left"]
     assert str(caught.value) == (
@@ -483,16 +489,16 @@ def test_where_nobody_listens_the_address_is_named_in_the_time_given():
 
 
 def test_a_name_that_is_no_machine_is_said():
-    place = Place(1, 2, "no-such-host.invalid:29500", source="MASTER_ADDR and MASTER_PORT")
+    place = ProcessPlace(1, 2, "no-such-host.invalid:29500", source="MASTER_ADDR and MASTER_PORT")
     with pytest.raises(NotMet, match=r"could not reach process 0 at no-such-host.invalid:29500 in 0.5 s: \w+"):
-        meet(place, About({}, None, "b"), 0.5, lambda _: None)
+        meet(place, ProcessInfo({}, None, "b"), 0.5, lambda _: None)
 
 
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(NotMet) as caught:
-            meet(Place(0, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "a"), 5)
+            meet(ProcessPlace(0, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), ProcessInfo({}, None, "a"), 5)
     assert str(caught.value) == (
         f"port {port}, where process 0 listens, is taken: by another run, or by one that has not ended yet "
         f"(ss -ltnp | grep {port} shows which). Choose another, the same on every machine; this one is from MASTER_PORT"
@@ -511,7 +517,12 @@ def test_whoever_answers_in_another_language_is_not_process_0():
         threading.Thread(target=hangs_up, args=(other, 99), daemon=True).start()
         port = other.getsockname()[1]
         with pytest.raises(NotMet) as caught:
-            meet(Place(1, 2, f"127.0.0.1:{port}", source="MASTER_PORT"), About({}, None, "b"), 1, lambda _: None)
+            meet(
+                ProcessPlace(1, 2, f"127.0.0.1:{port}", source="MASTER_PORT"),
+                ProcessInfo({}, None, "b"),
+                1,
+                lambda _: None,
+            )
         with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_RDWR)
     assert str(caught.value) == (
@@ -524,12 +535,14 @@ def test_process_0_may_begin_after_what_was_at_its_port_has_ended():
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as earlier:
         place = f"127.0.0.1:{earlier.getsockname()[1]}"
-        other = threading.Thread(target=lambda: heard.append(meet(Place(1, 2, place), About({}, None, "b"), 9)))
+        other = threading.Thread(
+            target=lambda: heard.append(meet(ProcessPlace(1, 2, place), ProcessInfo({}, None, "b"), 9))
+        )
         other.start()
         hangs_up(earlier, 2)
-    meet(Place(0, 2, place), About({}, "f", "a"), 5)
+    meet(ProcessPlace(0, 2, place), ProcessInfo({}, "f", "a"), 5)
     other.join(5)
-    assert heard == [agreement.Agreed(["a", "b"], "f")]
+    assert heard == [agreement.Agreement(["a", "b"], "f")]
 
 
 def hello(**other) -> bytes:
@@ -564,8 +577,8 @@ STRANGERS = {
 
 def test_strangers_at_the_port_are_ignored_and_named_once():
     port, heard, lines = free_port(), [], []
-    place = Place(0, 2, f"127.0.0.1:{port}")
-    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 20, lines.append)))
+    place = ProcessPlace(0, 2, f"127.0.0.1:{port}")
+    first = threading.Thread(target=lambda: heard.append(meet(place, ProcessInfo({}, "f", "a"), 20, lines.append)))
     first.start()
     for words in STRANGERS.values():
         with connected(port) as stranger, contextlib.suppress(OSError):
@@ -573,9 +586,9 @@ def test_strangers_at_the_port_are_ignored_and_named_once():
             stranger.settimeout(5)
             assert stranger.recv(1) == b""
     assert first.is_alive()
-    meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 5)
+    meet(ProcessPlace(1, 2, f"127.0.0.1:{port}"), ProcessInfo({}, None, "b"), 5)
     first.join(5)
-    assert heard == [agreement.Agreed(["a", "b"], "f")]
+    assert heard == [agreement.Agreement(["a", "b"], "f")]
     said = [line for line in lines if "s left" not in line]
     assert said == [f"process 0: somebody at port {port} is no process of this run, and is ignored"]
 
@@ -583,15 +596,15 @@ def test_strangers_at_the_port_are_ignored_and_named_once():
 def test_many_that_say_half_a_line_and_nothing_more_keep_nobody():
     """150 of them, one after the other, would take 750 s; those that are one too many are hung up on at once."""
     port, heard, began = free_port(), [], time.monotonic()
-    place = Place(0, 2, f"127.0.0.1:{port}")
-    first = threading.Thread(target=lambda: heard.append(meet(place, About({}, "f", "a"), 20, lambda _: None)))
+    place = ProcessPlace(0, 2, f"127.0.0.1:{port}")
+    first = threading.Thread(target=lambda: heard.append(meet(place, ProcessInfo({}, "f", "a"), 20, lambda _: None)))
     first.start()
     with contextlib.ExitStack() as open_ones:
         for _ in range(150):
             open_ones.enter_context(connected(port)).sendall(b'{"tunix_')
-        meet(Place(1, 2, f"127.0.0.1:{port}"), About({}, None, "b"), 15)
+        meet(ProcessPlace(1, 2, f"127.0.0.1:{port}"), ProcessInfo({}, None, "b"), 15)
     first.join(5)
-    assert heard == [agreement.Agreed(["a", "b"], "f")] and time.monotonic() - began < 5
+    assert heard == [agreement.Agreement(["a", "b"], "f")] and time.monotonic() - began < 5
 
 
 def test_a_stranger_that_says_a_byte_at_a_time_does_not_keep_process_0():
@@ -599,7 +612,7 @@ def test_a_stranger_that_says_a_byte_at_a_time_does_not_keep_process_0():
 
     def wait() -> None:
         try:
-            meet(Place(0, 2, f"127.0.0.1:{port}"), About({}, "f", "a"), 1, lambda _: None)
+            meet(ProcessPlace(0, 2, f"127.0.0.1:{port}"), ProcessInfo({}, "f", "a"), 1, lambda _: None)
         except NotMet as error:
             errors.append((str(error), time.monotonic() - began))
 

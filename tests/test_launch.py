@@ -18,8 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import Group, group_of
-from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place
+from tunix_lite.distributed.launcher import LocalProcesses, local_processes
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.distributed.supervisor import Trace
 
 CHILD = """
@@ -398,17 +398,17 @@ SLURM = {
 def test_as_the_seed_says_it_of_two_machines():
     """RANK is the first process on this machine."""
     said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
-    group = group_of(4, said)
-    assert group == Group(4, 8, 4, "192.168.1.10", "29500")
+    group = local_processes(4, said)
+    assert group == LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
     told = group.environments()
     assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
 
 
 def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
-    assert group_of(4, SLURM) == Group(4, 8, 4, "gpu003", str(77 + 61440))
+    assert local_processes(4, SLURM) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
     xpk = {"JAX_COORDINATOR_IP": "10.0.0.2", "JAX_COORDINATOR_PORT": "1111", "NNODES": "2", "NODE_RANK": "1"}
-    assert group_of(2, xpk) == Group(2, 4, 2, "10.0.0.2", "1111")
+    assert local_processes(2, xpk) == LocalProcesses(2, 4, 2, "10.0.0.2", "1111")
 
 
 @pytest.mark.parametrize(
@@ -439,12 +439,16 @@ def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
 )
 def test_what_cannot_be_is_said(nprocs, environ, message):
     with pytest.raises(ValueError) as caught:
-        group_of(nprocs, environ)
+        local_processes(nprocs, environ)
     assert str(caught.value) == message
 
 
 def test_where_all_are_on_this_machine_the_first_is_0():
-    assert group_of(4, {"WORLD_SIZE": "4", "RANK": "0"}) == group_of(4, {"WORLD_SIZE": "4"}) == Group(4, 4)
+    assert (
+        local_processes(4, {"WORLD_SIZE": "4", "RANK": "0"})
+        == local_processes(4, {"WORLD_SIZE": "4"})
+        == LocalProcesses(4, 4)
+    )
 
 
 def refused(*arguments: str) -> str:
@@ -479,20 +483,20 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
 
 
 def test_without_a_file_it_trains():
-    assert launcher.command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
-    assert launcher.command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
+    assert launcher.training_command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
+    assert launcher.training_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
 
 
 def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
     program = ["run_training.py", "launch.max_restarts=3", "launch.stall_timeout=60"]
-    assert launcher.rules_of(launcher.parsed(program), program).max_restarts == 3
-    assert launcher.rules_of(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
-    assert launcher.rules_of(launcher.parsed(program), program).stall_timeout == 60
-    assert launcher.rules_of(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
+    assert launcher.restart_policy(launcher.parsed(program), program).max_restarts == 3
+    assert launcher.restart_policy(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
+    assert launcher.restart_policy(launcher.parsed(program), program).stall_timeout == 60
+    assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
 
 
 def rules(*program: str) -> tuple[int, float | None]:
-    found = launcher.rules_of(launcher.parsed(list(program)), list(program))
+    found = launcher.restart_policy(launcher.parsed(list(program)), list(program))
     return found.max_restarts, found.stall_timeout
 
 
@@ -571,7 +575,7 @@ def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_p
     ):
         rules(*words)
     known = launcher.parsed(["--max-restarts=1", "--stall-timeout=9", *words])
-    assert launcher.rules_of(known, words).max_restarts == 1
+    assert launcher.restart_policy(known, words).max_restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -674,7 +678,7 @@ def test_the_jobset_example_numbers_its_pods_as_a_run_needs_it():
     pods, name = jobs["template"]["spec"], job["metadata"]["name"]
     (container,) = pods["template"]["spec"]["containers"]
     said = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # RANK is the index of the pod
-    assert find_place(LaunchConfig(), said) == Place(
+    assert find_place(LaunchConfig(), said) == ProcessPlace(
         1, 2, f"{name}-node-0-0.{name}:29500", source="MASTER_ADDR and MASTER_PORT"
     )
     assert pods["parallelism"] == pods["completions"] == int(said["WORLD_SIZE"]) and pods["completionMode"] == "Indexed"

@@ -16,7 +16,7 @@ from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import Policy, token_logprobs
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.vocabulary import Scores
+from tunix_lite.models.vocabulary import TokenScores
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Batch, Max, TrainState
 
@@ -135,7 +135,7 @@ def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
 def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     """A policy of one vector, whose gradient is known: loss = - sum_v w_v logprob_v = - w . x."""
     zeros = jnp.zeros((1, 3))
-    policy = Policy(generate=None, scores=lambda params, batch: Scores(params["x"][None] + zeros, zeros))
+    policy = Policy(generate=None, scores=lambda params, batch: TokenScores(params["x"][None] + zeros, zeros))
     slope = np.array(slope, np.float32)
     batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)

@@ -73,7 +73,7 @@ def noting(written: list):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "beat", BEATS.append)
+        patch.setattr(train_module, "heartbeat", BEATS.append)
         patch.setattr(RunDir, "becomes_latest", noting_latest(RunDir.becomes_latest))
         patch.setattr(train_module.Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.errors import is_of_a_peer
 from tunix_lite.files import digests
 from tunix_lite.files.untrusted import check_only_files, read_object
@@ -177,7 +177,7 @@ class Checkpoints:
             )
         except ValueError as error:
             found = [str(error)]
-        if found := [what for theirs in from_all(found) for what in theirs]:
+        if found := [what for theirs in allgather_values(found) for what in theirs]:
             more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
             raise ValueError(self._damaged(step, found[0] + more))
 

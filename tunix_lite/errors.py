@@ -20,7 +20,7 @@ def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[
     settings, not code.
 
     ConfigError and RunFailed pass unchanged, because they name a place already. So do errors of a
-    lost peer, which `distributed.join.noticing_lost_peers` handles.
+    lost peer, which `distributed.join.exit_when_a_peer_is_lost` handles.
     """
     try:
         yield

@@ -14,7 +14,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
-from tunix_lite.distributed.join import beat
+from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
@@ -34,7 +34,7 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
+from tunix_lite.rollout.engine import MOST_SLOTS, make_generate, round_up_to_shards
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.runs import resume
 from tunix_lite.runs.evaluate import evaluate
@@ -53,7 +53,7 @@ from tunix_lite.runs.setup import (
 from tunix_lite.runs.throughput import Throughput, timed
 from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.disk import in_words
+from tunix_lite.tracking.disk import disk_errors_explained
 from tunix_lite.tracking.rundir import RunDir, Status, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Batch, Metrics, Params, TrainState
@@ -79,7 +79,10 @@ def train_in_job(
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     told = partial(
-        in_words, run_dir.path, status.when, Checkpoints(run_dir.checkpoints).whole_steps
+        disk_errors_explained,
+        run_dir.path,
+        status.when,
+        Checkpoints(run_dir.checkpoints).whole_steps,
     )
     with told(), contextlib.ExitStack() as outside:
         run_dir.make()
@@ -183,7 +186,7 @@ def fit(
         acting = acting_params(frozen, state.params, lora)
         # a launcher's clock starts with the first beat, and before it all is compiled
         if status.steps > start:
-            beat("evaluating")
+            heartbeat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
         status.saw(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
@@ -269,7 +272,7 @@ def fit(
         accuracy = metrics.get("eval/accuracy")
         ends.tell_now()
         checkpoints.check()
-        beat(f"step {done}")
+        heartbeat(f"step {done}")
         reason = stopping.reason() if can_end and done < settings.max_steps else None
         if can_end and skipped >= limit:
             unsaved = None
@@ -306,7 +309,7 @@ def initial_state(
     with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
-    slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
+    slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
     acting, asked = acting_params(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
     weights, why = memory.choose_weights(
         acting, model.cfg, dtype, run.generation, run.rollout, slots, asked

@@ -92,7 +92,7 @@ class GRPO:
             advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
             old_logprobs=rollout.logprobs
             if self.old_logprobs == "sampled"
-            else rollout.whole_logprobs,
+            else rollout.full_logprobs,
         )
         if self.needs_reference:
             batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig, plain
-from tunix_lite.distributed.agreement import about, code_named
-from tunix_lite.distributed.allgather import from_all
-from tunix_lite.distributed.folder_lock import claimed_for_all
+from tunix_lite.distributed.agreement import process_info, user_code_digests
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.folder_lock import lock_folder_for_all
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.distributed.join import (
     agree,
+    exit_at_once_on_failure,
+    exit_when_a_peer_is_lost,
     has_joined,
     hosts,
     initialise,
     is_alone,
-    leaving,
-    noticing_lost_peers,
 )
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
@@ -32,14 +32,14 @@ from tunix_lite.train import train_in_job
 
 def main() -> None:
     take_gpu_memory()
-    with leaving():
+    with exit_at_once_on_failure():
         program.main(start, check)
 
 
 def check(run: RunConfig, folder: Path) -> None:
     join(run)
     found, error = {}, None
-    with noticing_lost_peers():
+    with exit_when_a_peer_is_lost():
         try:
             parts = prepare(run, RunDir(folder))
             found = seen_of(run, parts) if len(hosts()) > 1 else {}
@@ -50,8 +50,8 @@ def check(run: RunConfig, folder: Path) -> None:
         with error_context(""):
             agree(found, error)
         # Hydra writes there, and not while another run has it
-        if from_all(folder.is_dir())[0]:
-            with error_context("", RunFailed), claimed_for_all(folder, run.launch.timeout):
+        if allgather_values(folder.is_dir())[0]:
+            with error_context("", RunFailed), lock_folder_for_all(folder, run.launch.timeout):
                 pass
 
 
@@ -64,7 +64,7 @@ def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
         "weights": weights_digest(parts.model),
         "data or tokenizer": parts.task.digest(examples),
     }
-    return found | code_named(run)
+    return found | user_code_digests(run)
 
 
 def start(run: RunConfig, folder: Path) -> None:
@@ -72,9 +72,9 @@ def start(run: RunConfig, folder: Path) -> None:
     join(run)
     sweep = program.sweep_folder()
     goes_on = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
-    with contextlib.ExitStack() as until_done, noticing_lost_peers():
+    with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
-            until_done.enter_context(claimed_for_all(folder, run.launch.timeout))
+            until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
         _, stopping = train_in_job(run, folder, job_began(os.environ), goes_on)
         # perhaps said when the last step was made
         if sweep is not None and (reason := stopping.reason()):
@@ -94,7 +94,7 @@ def join(run: RunConfig) -> None:
         if "$" in folder and not is_alone(run.launch, os.environ):
             # by each process, at another time of day: the first one's counts
             folder = program.resolved(folder, values)
-        ours = about(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
+        ours = process_info(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)
         except NotMet as error:

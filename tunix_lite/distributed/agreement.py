@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 
 PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -39,7 +39,7 @@ VARIABLE = "variable "
 
 
 @dataclass(frozen=True)
-class About:
+class ProcessInfo:
     """What a process says of itself."""
 
     values: dict[str, str]  # what must be the same on all that have it
@@ -48,26 +48,28 @@ class About:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreement:
     """What all know afterwards."""
 
     hosts: list[str]  # by process
     folder: str | None  # of process 0
 
 
-def about(settings: dict, folder: str | None = None) -> About:
+def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     """This process: packages, code, kind of devices, variables of jax, and the settings of its run
     as plain values."""
     found = {f"package {name}": _version(name) for name in PACKAGES}
     found |= {
         f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"
     }
-    found |= {"tunix-lite's code": code(Path(__file__).parents[1])}
+    found |= {"tunix-lite's code": code_digest(Path(__file__).parents[1])}
     found |= {"python": platform.python_version(), "accelerator": accelerator()}
-    return About(found | variables(os.environ) | flat(settings), folder, host_name())
+    return ProcessInfo(
+        found | compiler_variables(os.environ) | flatten_settings(settings), folder, host_name()
+    )
 
 
-def flat(value: object, name: str = "") -> dict[str, str]:
+def flatten_settings(value: object, name: str = "") -> dict[str, str]:
     """Every setting as text, by its whole name. Of an absolute path the end: its start belongs to a
     machine."""
     if isinstance(value, dict):
@@ -75,13 +77,13 @@ def flat(value: object, name: str = "") -> dict[str, str]:
         return {
             key: text
             for part, item in value.items()
-            for key, text in flat(item, f"{dot}{part}").items()
+            for key, text in flatten_settings(item, f"{dot}{part}").items()
         }
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
     return {} if name in NOT_COMPARED else {name: Path(value).name if is_path else str(value)}
 
 
-def code(folder: Path) -> str:
+def code_digest(folder: Path) -> str:
     """A digest of the Python files in a folder: two commits of a checkout have one version."""
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
     return _digest(
@@ -89,7 +91,7 @@ def code(folder: Path) -> str:
     )
 
 
-def code_named(settings: Any, name: str = "") -> dict[str, str]:
+def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
     """A digest of the file of each function and class in built settings that is not of this
     package."""
     found = {}
@@ -126,7 +128,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of jax and XLA that may change a program, without those that a process may have to
     itself."""
     found = {name: value for name, value in sorted(environ.items()) if name.startswith("JAX_")}
@@ -138,7 +140,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
             flag, _, value = word.partition("=")
             if not OWN_FLAGS.match(flag):
                 found[f"{name} {flag}"] = value or "true"
-    return flat({f"{VARIABLE}{name}": value for name, value in found.items()})
+    return flatten_settings({f"{VARIABLE}{name}": value for name, value in found.items()})
 
 
 def _version(package: str) -> str:
@@ -171,7 +173,7 @@ def host_name() -> str:
 # ---- who differs
 
 
-def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
+def describe_differences(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
     """Who differs from most in what, in words; None: nobody. Of two halves, that of process 0 is
     right.
 
@@ -187,8 +189,8 @@ def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
         for value in [value for value in counts if value != usual]:
             odd = [said[p][0] for p, own in have.items() if own == value]
             differences.append(
-                f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, the others "
-                f"{usual}"
+                f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
+                f"the others {usual}"
             )
     if not differences:
         return None
@@ -196,7 +198,7 @@ def disagreement(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
     return "; ".join(differences[:SHOWN]) + more
 
 
-def listed(names: list[str]) -> str:
+def enumerate_names(names: list[str]) -> str:
     """process 1, process 2 and 7 more."""
     shown = (
         names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
@@ -207,7 +209,7 @@ def listed(names: list[str]) -> str:
 REMEDY = "Start all of them with the same command and the same packages"
 
 
-def verdict(everyone: dict[int, About]) -> str | None:
+def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
     unset = {
         name: "not set"
         for own in everyone.values()
@@ -215,19 +217,19 @@ def verdict(everyone: dict[int, About]) -> str | None:
         if name.startswith(VARIABLE)
     }
     said = {p: (f"process {p} ({own.host})", unset | own.values) for p, own in everyone.items()}
-    text = disagreement(said)
+    text = describe_differences(said)
     return None if text is None else f"{text}. {REMEDY}"
 
 
 # ---- once jax has started
 
 
-def agree_through_jax(own: About, error: str | None = None) -> Agreed:
+def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
     """The same agreement where jax has started; all hear of an `error` that one has found.
 
     Raises ValueError, on all of them: a process that knows its own error says that one.
     """
-    everyone = gathered(own, error)
+    everyone = gather_process_info(own, error)
     wrong = {
         p: theirs.values["error"] for p, theirs in everyone.items() if "error" in theirs.values
     }
@@ -235,13 +237,13 @@ def agree_through_jax(own: About, error: str | None = None) -> Agreed:
         raise ValueError(error)
     for p, text in wrong.items():
         raise ValueError(f"process {p} ({everyone[p].host}): {text}")
-    if text := verdict(everyone):
+    if text := mismatch_error(everyone):
         raise ValueError(text)
-    return Agreed([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
+    return Agreement([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
 
 
-def gathered(own: About, error: str | None = None) -> dict[int, About]:
+def gather_process_info(own: ProcessInfo, error: str | None = None) -> dict[int, ProcessInfo]:
     """What every process says of itself, by process."""
     values = own.values | ({} if error is None else {"error": error})
-    everyone = from_all(dataclasses.asdict(dataclasses.replace(own, values=values)))
-    return {p: About(**said) for p, said in enumerate(everyone)}
+    everyone = allgather_values(dataclasses.asdict(dataclasses.replace(own, values=values)))
+    return {p: ProcessInfo(**said) for p, said in enumerate(everyone)}

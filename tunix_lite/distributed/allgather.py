@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 
-def from_all(value: Any) -> list:
+def allgather_values(value: Any) -> list:
     """What each process gave, by process; plain values, as JSON has them. All of them must come
     here, jax started."""
     import jax

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tunix_lite.distributed import join
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 
 # its name in the folder; it stays there, and says who was the last
 LOCK = ".lock"
@@ -23,7 +23,7 @@ POLL = 0.2
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, timeout: float) -> Iterator[None]:
+def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
     """Inside, nobody else can claim the folder, which is made if need be; the end of the process
     frees it, too.
 
@@ -63,7 +63,7 @@ def claimed(folder: Path, timeout: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed_for_all(folder: Path, timeout: float) -> Iterator[None]:
+def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
     """Inside, the folder is that of this run on all of its processes: the first has claimed it, and
     all see it.
 
@@ -73,28 +73,28 @@ def claimed_for_all(folder: Path, timeout: float) -> Iterator[None]:
         error = None
         if join.is_first():
             try:
-                until_done.enter_context(claimed(folder, timeout))
+                until_done.enter_context(lock_folder(folder, timeout))
             except ValueError as problem:
                 error = str(problem)
         join.agree({}, error)
-        theirs, owner = from_all([str(folder.absolute()), claim_of(folder)])[0]
+        theirs, owner = allgather_values([str(folder.absolute()), lock_owner(folder)])[0]
         error = (
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {theirs}; all "
             "hosts must see it"
         )
-        join.agree({}, None if is_claimed_by(owner, folder) else error)
+        join.agree({}, None if is_locked_by(owner, folder) else error)
         yield
 
 
-def is_claimed_by(owner: str, folder: Path, seconds: float = 10) -> bool:
-    """Whether `claim_of` says so; on a network disk another host may see it a little later."""
+def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
+    """Whether `lock_owner` says so; on a network disk another host may see it a little later."""
     until = time.monotonic() + seconds
-    while (seen := claim_of(folder)) != owner and time.monotonic() < until:
+    while (seen := lock_owner(folder)) != owner and time.monotonic() < until:
         time.sleep(POLL)
     return seen == owner
 
 
-def claim_of(folder: Path) -> str | None:
+def lock_owner(folder: Path) -> str | None:
     """What whoever has the folder, or had it last, wrote there; None where nobody has. Never twice
     the same."""
     with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def claim_of(folder: Path) -> str | None:
 
 
 def _owner(folder: Path) -> str:
-    return (claim_of(folder) or "another process").partition(",")[0]
+    return (lock_owner(folder) or "another process").partition(",")[0]
 
 
 def _locked(file) -> bool:

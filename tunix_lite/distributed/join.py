@@ -16,28 +16,28 @@ from pathlib import Path
 
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.agreement import (
-    About,
-    Agreed,
+    Agreement,
+    ProcessInfo,
     accelerator,
     agree_through_jax,
-    disagreement,
+    describe_differences,
     host_name,
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
-from tunix_lite.distributed.process_place import LaunchConfig, Place, find_place
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.errors import is_of_a_peer
 
-# a file that `beat` touches, and a launcher looks at
+# a file that `heartbeat` touches, and a launcher looks at
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
 # when the job began, in seconds since 1970, as a launcher or a job script says it
 STARTED = "TUNIX_LITE_STARTED"
 
-_joined: list[tuple[Place, Agreed]] = []
+_joined: list[tuple[ProcessPlace, Agreement]] = []
 
 
 def initialise(
-    launch: LaunchConfig, environ: Mapping[str, str], about: About
-) -> tuple[Place, Agreed]:
+    launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
+) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run, once, before a device is used: they meet, agree, and start
     jax.distributed.
 
@@ -46,7 +46,7 @@ def initialise(
     if _joined:
         return _joined[0]
     place = find_place(launch, environ)
-    agreed = Agreed([about.host], about.folder)
+    agreed = Agreement([about.host], about.folder)
     if place.coordinator is not None:
         agreed = meet(place, about, launch.timeout)
     if place.num_processes > 1 or place.asks_jax:
@@ -74,12 +74,12 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
     For what is found only after they have joined. All of them must come here.
     """
     if len(hosts()) > 1:
-        agree_through_jax(About(values, host=host_name()), error)
+        agree_through_jax(ProcessInfo(values, host=host_name()), error)
     elif error is not None:
         raise ValueError(error)
 
 
-def _start_jax(launch: LaunchConfig, place: Place, devices: list[int] | None) -> None:
+def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | None) -> None:
     import jax
 
     if accelerator() == "CPU":
@@ -134,13 +134,13 @@ def disable_compilation_cache() -> None:
             print(text, file=sys.stderr)
 
 
-def _as_jax_says(place: Place) -> Place:
+def _as_jax_says(place: ProcessPlace) -> ProcessPlace:
     import jax
 
     return replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
 
 
-def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
+def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
     """The GPUs of this process: its own of several on a machine, else None, all that it sees.
 
     A launcher that shows each process only its own GPU has chosen already.
@@ -150,7 +150,7 @@ def local_devices(place: Place, environ: Mapping[str, str]) -> list[int] | None:
     return [place.local_id] if place.num_local > 1 and not is_chosen else None
 
 
-def check_devices(launch: LaunchConfig, place: Place, environ: Mapping[str, str]) -> None:
+def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should; all processes see the same."""
     import jax
 
@@ -167,7 +167,7 @@ def check_devices(launch: LaunchConfig, place: Place, environ: Mapping[str, str]
     counts = Counter(d.process_index for d in devices)
     kinds = {d.process_index: d.device_kind for d in devices}
     values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
-    if text := disagreement({p: (f"process {p}", said) for p, said in values.items()}):
+    if text := describe_differences({p: (f"process {p}", said) for p, said in values.items()}):
         raise ValueError(
             f"{text}. Every process must have as many devices, of one kind: look at its machine"
         )
@@ -228,7 +228,7 @@ def nodes_of(devices: list) -> list[list]:
 # ---- while it runs
 
 
-def beat(doing: str = "") -> None:
+def heartbeat(doing: str = "") -> None:
     """Tells a launcher that this process is alive, and what it does. Without a launcher,
     nothing."""
     if file := os.environ.get(HEARTBEAT):
@@ -238,7 +238,7 @@ def beat(doing: str = "") -> None:
 
 
 @contextlib.contextmanager
-def leaving():
+def exit_at_once_on_failure():
     """Inside, a process of several that fails ends at once: jax would wait minutes for the others
     to end, too."""
     try:
@@ -256,7 +256,7 @@ def leaving():
 
 
 @contextlib.contextmanager
-def noticing_lost_peers():
+def exit_when_a_peer_is_lost():
     """Inside, the error that another process is gone becomes a line that says so, and the end of
     this one."""
     try:

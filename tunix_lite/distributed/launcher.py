@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
-from tunix_lite.distributed.supervisor import Rules, supervise
+from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
 
 # flags of Hydra's that run nothing
@@ -39,7 +39,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Group:
+class LocalProcesses:
     """The processes that are started here, among all of the run."""
 
     nprocs: int
@@ -67,9 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
             )
         check_on_disk(folder_key(program), folder_given(program))
         check_config_dir(config_dir(program))
-        group = group_of(known.nprocs, os.environ)
+        group = local_processes(known.nprocs, os.environ)
         check_places(program, group.world)
-        rules = rules_of(known, program)
+        rules = restart_policy(known, program)
         if rules.max_restarts and SWEEPS & set(program):
             raise ValueError(
                 "launch.max_restarts is for one run: with --multirun it would begin all of them "
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         # of every restart, too
         program = program + in_folder(fresh_folder(project_name(program), program), program)
     try:
-        code = supervise(command(program), group.environments, logs_of(program), rules)
+        code = supervise(training_command(program), group.environments, logs_of(program), rules)
     except OSError as error:
         # no memory for another process, no temporary folder
         print(
@@ -123,7 +123,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
+def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     """Who is started here, by what the environment says of other machines. Raises ValueError."""
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
@@ -131,9 +131,11 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
         if node.coordinator is None:
-            return Group(nprocs, nprocs, port=environ.get("MASTER_PORT"))
+            return LocalProcesses(nprocs, nprocs, port=environ.get("MASTER_PORT"))
         host, _, port = node.coordinator.rpartition(":")
-        return Group(nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port)
+        return LocalProcesses(
+            nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port
+        )
     if environ["WORLD_SIZE"].strip() == str(nprocs):
         if (rank := environ.get("RANK", "0").strip()).strip("0"):
             raise ValueError(
@@ -141,7 +143,7 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
                 "machine, and RANK=0 "
                 "is the first; WORLD_SIZE is the number of all on all machines"
             )
-        return Group(
+        return LocalProcesses(
             nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
         )
     place = find_place(LaunchConfig(), {name: environ[name] for name in TORCH if name in environ})
@@ -153,13 +155,13 @@ def group_of(nprocs: int, environ: Mapping[str, str]) -> Group:
             "process on this machine, WORLD_SIZE the number of all on all"
         )
     host, _, port = place.coordinator.rpartition(":")
-    return Group(nprocs, place.num_processes, place.process_id, host, port)
+    return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
 
 
 TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
-def rules_of(known: argparse.Namespace, program: list[str]) -> Rules:
+def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
     """What the flags say, else what the settings of the run do. Raises ValueError."""
     restarts, stall = known.max_restarts, known.stall_timeout
     settings = settings_of_launch(program) if None in (restarts, stall) else {}
@@ -171,7 +173,7 @@ def rules_of(known: argparse.Namespace, program: list[str]) -> Rules:
         raise ValueError(
             "--max-restarts, --stall-timeout and --grace must not be negative, nor without end"
         )
-    return Rules(stall or None, restarts, known.grace)
+    return RestartPolicy(stall or None, restarts, known.grace)
 
 
 def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
@@ -326,7 +328,7 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
-def command(program: list[str]) -> list[str]:
+def training_command(program: list[str]) -> list[str]:
     is_file = bool(program) and program[0].endswith(".py")
     return [sys.executable, *([] if is_file else ["-m", "tunix_lite", "train"]), *program]
 

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from tunix_lite.distributed.agreement import About, Agreed, listed, verdict
-from tunix_lite.distributed.process_place import Place
+from tunix_lite.distributed.agreement import Agreement, ProcessInfo, enumerate_names, mismatch_error
+from tunix_lite.distributed.process_place import ProcessPlace
 
 # bytes of what a process says
 MOST = 1 << 22
@@ -37,8 +37,8 @@ class NotMet(ValueError):
 
 
 def meet(
-    place: Place, own: About, timeout: float, say: Callable[[str], None] | None = None
-) -> Agreed:
+    place: ProcessPlace, own: ProcessInfo, timeout: float, say: Callable[[str], None] | None = None
+) -> Agreement:
     """Waits until all processes of the run have said what they are to process 0, and tells what all
     know.
 
@@ -92,9 +92,9 @@ class Countdown:
 # ---- process 0
 
 
-def _listen(place: Place, own: About, waiting: Countdown) -> Agreed:
+def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
     host, port = _address(place)
-    came: dict[int, About] = {0: own}
+    came: dict[int, ProcessInfo] = {0: own}
     lines: list[tuple[int, socket.socket]] = []
     with (
         _server(host, port, place) as server,
@@ -111,8 +111,8 @@ def _listen(place: Place, own: About, waiting: Countdown) -> Agreed:
                 error = error or _welcome(connection, said, place, came, lines)
             if error is None and len(came) < place.num_processes and waiting.left <= 0:
                 absent = _missing(place, missing, waiting.seconds)
-        error = error or absent or verdict(came)
-        agreed = Agreed([came[p].host for p in sorted(came)], own.folder)
+        error = error or absent or mismatch_error(came)
+        agreed = Agreement([came[p].host for p in sorted(came)], own.folder)
         _tell(lines, {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)})
         for _, connection in lines:
             connection.close()
@@ -127,14 +127,14 @@ class Hello:
 
     process: int
     count: int  # of processes, as it was told
-    about: About
+    about: ProcessInfo
 
 
 class Arrivals:
     """Who connects, and what they say. All are heard at once: whoever is slow, or a stranger, keeps
     nobody else."""
 
-    def __init__(self, server: socket.socket, place: Place, waiting: Countdown):
+    def __init__(self, server: socket.socket, place: ProcessPlace, waiting: Countdown):
         self._server, self._place, self._waiting = server, place, waiting
         self._most = place.num_processes + MOST_WAITING
         self._heard: dict[
@@ -212,12 +212,12 @@ class Arrivals:
         self._selector.close()
 
 
-def _hello(line: bytes, place: Place) -> Hello | None:
+def _hello(line: bytes, place: ProcessPlace) -> Hello | None:
     """What a process of this run would say; None: a stranger said it. What can be compared is
     compared later."""
     try:
         said = json.loads(line)
-        process, count, theirs = said[HELLO], said["num_processes"], About(**said["about"])
+        process, count, theirs = said[HELLO], said["num_processes"], ProcessInfo(**said["about"])
         texts = [theirs.host, *theirs.values.keys(), *theirs.values.values()]
     except (
         ValueError,
@@ -252,7 +252,7 @@ def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
 
 
 def _welcome(
-    connection: socket.socket, hello: Hello, place: Place, came: dict, lines: list
+    connection: socket.socket, hello: Hello, place: ProcessPlace, came: dict, lines: list
 ) -> str | None:
     """Takes it in. An error that ends the meeting, or None."""
     process, count, theirs = hello.process, hello.count, hello.about
@@ -281,7 +281,7 @@ def _welcome(
 # ---- the others
 
 
-def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
+def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
     host, port = _address(place)
     while True:
         with _connected(place, host, port, waiting, own.host) as connection:
@@ -290,7 +290,7 @@ def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
                 error, is_absent, agreed = (
                     answer.pop("error"),
                     answer.pop("absent", False),
-                    Agreed(**answer),
+                    Agreement(**answer),
                 )
                 break
             except (
@@ -316,7 +316,9 @@ def _report(place: Place, own: About, waiting: Countdown) -> Agreed:
     return agreed
 
 
-def _asked(connection: socket.socket, place: Place, own: About, waiting: Countdown) -> dict:
+def _asked(
+    connection: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: Countdown
+) -> dict:
     hello = {
         HELLO: place.process_id,
         "num_processes": place.num_processes,
@@ -326,7 +328,7 @@ def _asked(connection: socket.socket, place: Place, own: About, waiting: Countdo
     return json.loads(_line(connection, lambda: _wait_for_all(place, waiting)))
 
 
-def _wait_for_all(place: Place, waiting: Countdown) -> float:
+def _wait_for_all(place: ProcessPlace, waiting: Countdown) -> float:
     """Seconds left. Process 0, which waits for others, gives up first; a moment later, it is
     process 0 that is gone."""
     waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
@@ -334,7 +336,7 @@ def _wait_for_all(place: Place, waiting: Countdown) -> float:
 
 
 def _connected(
-    place: Place, host: str, port: int, waiting: Countdown, own_host: str
+    place: ProcessPlace, host: str, port: int, waiting: Countdown, own_host: str
 ) -> socket.socket:
     while True:
         waiting.show(f"process {place.process_id} looks for process 0 at {host}:{port}")
@@ -349,7 +351,7 @@ def _connected(
 
 
 def _unreachable(
-    place: Place, host: str, port: int, seconds: float, own_host: str, error: OSError
+    place: ProcessPlace, host: str, port: int, seconds: float, own_host: str, error: OSError
 ) -> str:
     why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
     return (
@@ -363,8 +365,10 @@ def _unreachable(
     )
 
 
-def _missing(place: Place, missing: list[int], seconds: float) -> str:
-    which = ("process " if len(missing) == 1 else "processes ") + listed([str(p) for p in missing])
+def _missing(place: ProcessPlace, missing: list[int], seconds: float) -> str:
+    which = ("process " if len(missing) == 1 else "processes ") + enumerate_names(
+        [str(p) for p in missing]
+    )
     return (
         f"process 0 of {place.num_processes} waited {seconds:g} s at {place.coordinator}, and "
         f"{which} did not come. "
@@ -378,7 +382,7 @@ def _missing(place: Place, missing: list[int], seconds: float) -> str:
 # ---- sockets
 
 
-def _server(host: str, port: int, place: Place) -> socket.socket:
+def _server(host: str, port: int, place: ProcessPlace) -> socket.socket:
     """Listening where jax's coordinator will. Raises NotMet if the port is taken, ValueError if it
     cannot be."""
     try:

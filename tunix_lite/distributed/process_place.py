@@ -42,7 +42,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Which of the processes of a run this one is."""
 
     process_id: int = 0
@@ -54,7 +54,7 @@ class Place:
     asks_jax: bool = False  # jax's own detection says the rest
 
 
-def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
+def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
     """Our place, from settings, torchrun's variables, xpk's, Slurm's, or those that jax knows;
     without any, alone.
 
@@ -67,19 +67,19 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
         _of_slurm(environ),
         _of_jax(environ),
     )
-    place = next((place for place in places if place is not None), Place())
-    return place if place.num_processes > 1 or place.asks_jax else Place(source=place.source)
+    place = next((place for place in places if place is not None), ProcessPlace())
+    return place if place.num_processes > 1 or place.asks_jax else ProcessPlace(source=place.source)
 
 
-def _of_settings(launch: LaunchConfig) -> Place | None:
+def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     if launch.coordinator == ASK_JAX:
-        return Place(source="launch.coordinator=auto", asks_jax=True)
+        return ProcessPlace(source="launch.coordinator=auto", asks_jax=True)
     given = {
         f"launch.{name}": getattr(launch, name)
         for name in ("coordinator", "num_processes", "process_id")
     }
     if all(value is None for value in given.values()) or launch.num_processes == 1:
-        return None if launch.num_processes is None else Place(source="launch.num_processes")
+        return None if launch.num_processes is None else ProcessPlace(source="launch.num_processes")
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(
             f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
@@ -90,17 +90,17 @@ def _of_settings(launch: LaunchConfig) -> Place | None:
     _check_rank(
         "launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes
     )
-    return Place(
+    return ProcessPlace(
         launch.process_id, launch.num_processes, f"{host}:{port}", source="launch.coordinator"
     )
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
+def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     if "WORLD_SIZE" not in environ or ("RANK" not in environ and "SLURM_PROCID" in environ):
         # under srun a script often exports WORLD_SIZE, and Slurm counts the processes
         return None
     if (count := _number("WORLD_SIZE", environ)) == 1:
-        return Place(source="WORLD_SIZE=1")
+        return ProcessPlace(source="WORLD_SIZE=1")
     if missing := [name for name in ("MASTER_ADDR", "RANK") if not environ.get(name)]:
         means = {
             "MASTER_ADDR": "the address of process 0",
@@ -121,10 +121,10 @@ def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
         )
     local = _number("LOCAL_RANK", environ, 0), _number("LOCAL_WORLD_SIZE", environ, 1)
     _check_rank("LOCAL_RANK", local[0], "LOCAL_WORLD_SIZE", local[1])
-    return Place(rank, count, f"{environ['MASTER_ADDR']}:{port}", *local, source)
+    return ProcessPlace(rank, count, f"{environ['MASTER_ADDR']}:{port}", *local, source)
 
 
-def _of_xpk(environ: Mapping[str, str]) -> Place | None:
+def _of_xpk(environ: Mapping[str, str]) -> ProcessPlace | None:
     name = next(
         (n for n in ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_ADDRESS") if environ.get(n)), None
     )
@@ -144,13 +144,13 @@ def _of_xpk(environ: Mapping[str, str]) -> Place | None:
     if not re.search(r"[^:]:\d+$", address):
         address = f"{address}:{environ.get('JAX_COORDINATOR_PORT', JAX_PORT)}"
     host, port = _host_and_port(f"{name} and JAX_COORDINATOR_PORT", address)
-    return Place(rank, count, f"{host}:{port}", source=f"{name} and JAX_COORDINATOR_PORT")
+    return ProcessPlace(rank, count, f"{host}:{port}", source=f"{name} and JAX_COORDINATOR_PORT")
 
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     """Inside srun. jax detects it too, but then gives each process one GPU, though it be alone on
     its node."""
     if any(name not in environ for name in SLURM):
@@ -167,7 +167,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
     )
     node = _number("SLURM_NODEID", environ, 0)
     num_local = per_node[node] if node < len(per_node) else 1
-    return Place(
+    return ProcessPlace(
         rank, count, f"{host}:{port}", _number("SLURM_LOCALID", environ), num_local, "srun"
     )
 
@@ -194,13 +194,13 @@ def tasks_per_node(text: str) -> list[int]:
     ]
 
 
-def _of_jax(environ: Mapping[str, str]) -> Place | None:
+def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
     """What jax detects by itself, where it says by variables that there are several processes."""
     if "OMPI_MCA_orte_hnp_uri" in environ and _number("OMPI_COMM_WORLD_SIZE", environ, 1) > 1:
-        return Place(source="Open MPI", asks_jax=True)
+        return ProcessPlace(source="Open MPI", asks_jax=True)
     workers = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
     if "," in workers or int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
-        return Place(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
+        return ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
     return None
 
 

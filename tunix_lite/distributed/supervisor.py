@@ -39,7 +39,7 @@ KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Rules:
+class RestartPolicy:
     """When a run is given up, and when it is tried again."""
 
     # seconds without a heartbeat, after the first; None: for ever
@@ -57,7 +57,7 @@ class Failure:
 
 
 def supervise(
-    command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: Rules
+    command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: RestartPolicy
 ) -> int:
     """Runs `command` once in each environment, again if that fails and the rules allow it. The exit
     code of it all.
@@ -99,7 +99,7 @@ def supervise(
     return 0 if failure is None else failure.code
 
 
-def watch(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
+def watch(processes: list["Process"], rules: RestartPolicy, signals: "Signals") -> Failure | None:
     """Until all have ended well (None), or one has not and the others are ended. A signal goes to
     all of them."""
     while not signals.count:
@@ -112,7 +112,9 @@ def watch(processes: list["Process"], rules: Rules, signals: "Signals") -> Failu
     return _stopping(processes, rules, signals)
 
 
-def _stopping(processes: list["Process"], rules: Rules, signals: "Signals") -> Failure | None:
+def _stopping(
+    processes: list["Process"], rules: RestartPolicy, signals: "Signals"
+) -> Failure | None:
     """After a signal: they stop by themselves. Where one does not end well, the others have `grace`
     seconds more.
 

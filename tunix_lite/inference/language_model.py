@@ -29,10 +29,10 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import in_shards, make_sampler
-from tunix_lite.rollout.requests import Sampled
+from tunix_lite.rollout.engine import make_sampler, round_up_to_shards
+from tunix_lite.rollout.requests import Request
+from tunix_lite.rollout.scheduler import next_power_of_two
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
@@ -58,7 +58,7 @@ class Completion:
     text: str
     tokens: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
-    whole_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
+    full_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
     finish_reason: (
         # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
         str
@@ -159,7 +159,7 @@ class LanguageModel:
         seed: int,
         rollout: RolloutConfig,
         most=None,
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[Request]]:
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
         tokens = self._tokens(asked, generation)
@@ -167,14 +167,14 @@ class LanguageModel:
         width = -(-longest // WIDTH) * WIDTH
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
-        slots = min(rollout.num_slots, power_of_two(len(tokens) * num_generations))
+        slots = min(rollout.num_slots, next_power_of_two(len(tokens) * num_generations))
         limits = (
             None
             if most is None
             else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         )
         with jax.set_mesh(self.mesh):
-            slots = in_shards(slots)
+            slots = round_up_to_shards(slots)
             chosen = (
                 self.cfg,
                 self.dtype,
@@ -208,14 +208,14 @@ class LanguageModel:
                 return
             yield answers
 
-    def _completion(self, answer: Sampled) -> Completion:
+    def _completion(self, answer: Request) -> Completion:
         return Completion(
             answer.index,
             answer.generation,
             self.tokenizer.decode(answer.tokens),
             answer.tokens,
             answer.logprobs,
-            answer.whole_logprobs,
+            answer.full_logprobs,
             answer.reason,
             (answer.began, answer.ended),
         )

@@ -11,7 +11,7 @@ from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.models.vocabulary import Scores, token_scores
+from tunix_lite.models.vocabulary import TokenScores, token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
 from tunix_lite.types import Batch
@@ -38,7 +38,7 @@ class Policy:
     """
 
     generate: Callable  # as above
-    # (params, batch in rows) -> Scores, [R, W] each, 0 where no token counts; inside jit
+    # (params, batch in rows) -> TokenScores, [R, W] each, 0 where no token counts; inside jit
     scores: Callable
     # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference. That of
     # make_policy knows its program:
@@ -89,7 +89,7 @@ def scoring_program(scores: Callable, rows: Rows):
 
 def batch_scores(
     params, batch: Batch, *, cfg: Architecture, temperature: float, dtype, **forward
-) -> Scores:
+) -> TokenScores:
     """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
 
     Only they get scores over the vocabulary, and of those [R, W, V] never exist.
@@ -100,7 +100,7 @@ def batch_scores(
     found = token_scores(
         before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature
     )
-    return Scores(*(in_place(jnp.where(batch.is_scored, x_RM, 0.0), batch) for x_RM in found))
+    return TokenScores(*(in_place(jnp.where(batch.is_scored, x_RM, 0.0), batch) for x_RM in found))
 
 
 def to_score(hidden_RWD, batch: Batch):

@@ -35,7 +35,7 @@ AXES = (
 )
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Of the tokens asked for, float32, in the shape of the targets."""
 
     logprobs: jax.Array
@@ -53,7 +53,7 @@ class Settings:
 
 def token_scores(
     hidden_BMD, table_VD, targets_BM, softcap: float | None, temperature: float
-) -> Scores:
+) -> TokenScores:
     """Log-probability of each target and the entropy beside it, [B, M] float32.
 
     hidden: at the position that predicts the target, in the type of the computation, divided over
@@ -69,7 +69,7 @@ def token_scores(
     )
     table = table.reshape(parts, blocks, size, D).swapaxes(0, 1)
     settings = Settings(softcap, temperature, V // parts)
-    return Scores(*_scores(settings, hidden_BMD, table, targets_BM))
+    return TokenScores(*_scores(settings, hidden_BMD, table, targets_BM))
 
 
 def num_blocks(vocabulary: int, tokens: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import GPU_SHARE
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.planning import hardware
@@ -55,7 +55,7 @@ def attached() -> Machine:
     All of them must ask: they decide by it.
     """
     device = jax.local_devices()[0]
-    limits, platform = from_all(hardware.memory_limit(device)), device.platform
+    limits, platform = allgather_values(hardware.memory_limit(device)), device.platform
     limit = None if None in limits else min(limits)
     said = "physical memory" if platform == "cpu" else "what the runtime allows"
     return Machine(

@@ -257,32 +257,32 @@ def _sampling(case: Case, shapes: Shapes):
     acting = shapes.acting(case)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered_sharding, places) if case.weights == "gathered" else places
-    layered = jax.eval_shape(
+    per_layer_params = jax.eval_shape(
         partial(decoder.per_layer_params, cfg=case.cfg, dtype=case.dtype), acting
     )
-    return programs, placed(layered, places)
+    return programs, placed(per_layer_params, places)
 
 
 def _prefill(case: Case, shapes: Shapes):
-    programs, layered = _sampling(case, shapes)
+    programs, per_layer_params = _sampling(case, shapes)
     block, width, room = shelf(case)
-    waiting = at_home(jax.eval_shape(lambda: programs.make_shelf(room)), "prompts")
+    waiting = at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
     tokens, lengths = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
     )
     return programs.prefill.lower(
-        waiting, layered, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32)
+        waiting, per_layer_params, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32)
     )
 
 
 def _decode(case: Case, shapes: Shapes):
-    programs, layered = _sampling(case, shapes)
+    programs, per_layer_params = _sampling(case, shapes)
     slots = at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
-    return programs.decode.lower(slots, layered, jax.ShapeDtypeStruct((), jnp.float32))
+    return programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def at_home(shapes, rows_axis: str):
-    """The shapes of Slots or a Shelf, placed as rollout.programs.at_home places the arrays."""
+    """The shapes of Slots or a PromptCache, placed as rollout.programs.at_home places arrays."""
 
     def place(x, axes):
         return jax.ShapeDtypeStruct(

@@ -26,7 +26,7 @@ from tunix_lite.planning.batch_size import (
     row_width,
 )
 from tunix_lite.rollout.engine import MOST_SLOTS
-from tunix_lite.rollout.work import prompt_widths, shelf_of
+from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def rollouts_of(run: RunConfig, batch: BatchPlan) -> list[tuple[int, int]]:
 def shelf(case: Case) -> tuple[int, int, int]:
     """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
 
-    Asked of rollout.work itself, for a step and for an evaluation; the larger shelf counts.
+    Asked of rollout.scheduler itself, for a step and for an evaluation; the larger shelf counts.
     """
     run, (prompt, new) = case.run, case.lengths
     chunk, asked = min(run.rollout.chunk, new), rollouts_of(run, case.batch)
@@ -228,5 +228,5 @@ def _shelf(
         use_abstract_mesh(AbstractMesh((), ())),
         use_abstract_mesh(mesh),
     ):
-        block, room = shelf_of(prompts, generations, widths, case.slots, new, chunk)
+        block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk)
     return block, widths[0], block * room

@@ -7,13 +7,13 @@ from functools import partial
 
 import jax
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, gathered_sharding, sharding, use_rules
 from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import prompt_widths, shelf_of
 
 # of what is free: the rest is for temporaries
 USABLE = 0.9
@@ -44,11 +44,11 @@ def choose_weights(
         cache_bytes(cfg, dtype, generation, rollout, num_slots),
     )
     shelf = max(
-        (shelf_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
+        (prompt_cache_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
         default=0,
     )
     free = free_bytes()
-    fits = all(from_all(weights + cache + shelf <= USABLE * free))
+    fits = all(allgather_values(weights + cache + shelf <= USABLE * free))
     choice = "gathered" if fits else "sharded"
     sizes = (
         f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} "
@@ -75,7 +75,7 @@ def cache_bytes(
     return _rows_bytes(cfg, dtype, rollout, num_slots, length, "batch")
 
 
-def shelf_bytes(
+def prompt_cache_bytes(
     cfg: Architecture,
     dtype,
     generation: GenerationConfig,
@@ -87,7 +87,7 @@ def shelf_bytes(
     """Bytes a device holds of prompts that have been read and wait, each for `times`
     completions."""
     new, width = generation.max_new_tokens, generation.max_prompt_length
-    block, room = shelf_of(
+    block, room = prompt_cache_blocks(
         prompts, times, prompt_widths(width), num_slots, new, min(rollout.chunk, new)
     )
     return _rows_bytes(cfg, dtype, rollout, block * room, width, "prompts")

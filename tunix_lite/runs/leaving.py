@@ -10,7 +10,7 @@ import jax
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Leave, Stopping
 from tunix_lite.errors import is_of_a_peer
 from tunix_lite.tasks.task import SaidByAll
@@ -119,7 +119,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     ):
         rows = (row for _, _, row in lines_of(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
-    row = from_all(row)[0]
+    row = allgather_values(row)[0]
     if row is None or "eval/accuracy" in row:
         return None
     row = {

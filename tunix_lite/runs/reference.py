@@ -17,7 +17,7 @@ import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import attach
@@ -159,7 +159,7 @@ def _keep(run_dir: RunDir, step: int, params: Params) -> None:
     if run_dir.is_first:
         # of a start that made no checkpoint of its own
         shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
-    from_all(None)
+    allgather_values(None)
     kept = Checkpoints(run_dir.kept_reference)
     kept.save(TrainState(put(np.int32(step)), params, {}))
     kept.close()

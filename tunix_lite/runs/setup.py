@@ -11,7 +11,7 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.micro_batches import Rows
@@ -124,7 +124,7 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
         run.generation.long_prompts,
         process=jax.process_index(),
         num_processes=jax.process_count(),
-        share=from_all,
+        share=allgather_values,
     )
     with error_context("task"):
         data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)

@@ -32,7 +32,7 @@ IN_THE_FOLDER = {
 
 
 @contextlib.contextmanager
-def in_words(folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]):
+def disk_errors_explained(folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]):
     """Inside, an error of the disk that a run in `folder` writes to becomes a DiskError.
 
     `when`: "after step 5"; `whole`: the steps of the whole checkpoints, in order, as far as they
