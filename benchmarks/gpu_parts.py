@@ -307,7 +307,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
     """The gap of log-probabilities in bfloat16 between sampler and trainer, by attention, packing and slots."""
     on_device()
     bundled = source.download(source.locate(ModelConfig()))
-    _, params = source.load(bundled)
+    _, params = source.load_weights(bundled)
     cfg, tokenizer = bundled.cfg, bundled.tokenizer
     questions = [f"What is {a} + {b} - {a + b - 7}?" for a in range(3, 7) for b in (8, 15)]
     prompts = [tokenizer.prompt(question) for question in questions[: 4 if setting.tiny else 8]]

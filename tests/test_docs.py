@@ -31,7 +31,7 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
@@ -235,7 +235,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     table, lora = decoder.weights(cfg), run.model.lora
-    tables = [stored(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
+    tables = [stored_table(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
     for part in tables:
         weights.check_divisible(part, SimpleNamespace(shape=mesh))
     return mesh

@@ -23,7 +23,7 @@ from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
+from tunix_lite.models.lora import LoraConfig, acting_params, check_targets, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -77,7 +77,7 @@ class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
     source: FoundModel
-    params: Params  # what acts: all weights, or a base with its adapters attached
+    params: Params  # what acts: all weights, or a base with its adapters acting_params
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
     run: Path | None = None  # the run that trained it
@@ -376,9 +376,9 @@ def open_model(
                 if found.lora is None:
                     frozen, params = None, source.load_base(found, seed, dtype)
                 else:
-                    frozen, params = source.load(found, seed)
+                    frozen, params = source.load_weights(found, seed)
         else:
-            trained = source.tables(found)[1]
+            trained = source.weight_tables(found)[1]
             with error_context("checkpoint"):
                 step, params = Checkpoints(RunDir(run).checkpoints).restore_params(
                     weights.shapes(trained), step
@@ -387,14 +387,14 @@ def open_model(
                 frozen = (
                     None if found.lora is None else source.load_base(found, seed, found.lora.base)
                 )
-        acting = attached(frozen, params, found.lora)
+        acting = acting_params(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
 def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
-    tables = [table for table in source.tables(found) if table is not None]
+    tables = [table for table in source.weight_tables(found) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
     if devices[0].platform == "cpu":

@@ -9,7 +9,7 @@ import optax
 from tunix_lite.algorithms.algorithm import Algorithm, Policy, check_loss
 from tunix_lite.learner.micro_batches import summed
 from tunix_lite.learner.optim import updated
-from tunix_lite.models.lora import LoraConfig, attached
+from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiling import compiled_once
 
 # folded into the seed, so that dropout and sampling share no numbers
@@ -38,7 +38,7 @@ def make_train_step(
     check_loss(algorithm)
 
     def objective(params, frozen, batch, keys_R):
-        scores = policy.scores(attached(frozen, params, lora, keys_R), batch)
+        scores = policy.scores(acting_params(frozen, params, lora, keys_R), batch)
         loss, metrics = algorithm.loss(scores, batch)
         entropy = jnp.sum(batch.loss_weight * scores.entropy)
         return loss, {

@@ -15,7 +15,7 @@ import numpy as np
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size, gathered
+from tunix_lite.parallel.mesh import axis_size, gathered_sharding
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.requests import Request, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
@@ -179,7 +179,7 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         if (place := (treedef, *leaves)) not in compiled:
             places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
-            places = jax.tree.map(gathered, places) if gather else places
+            places = jax.tree.map(gathered_sharding, places) if gather else places
             compiled[place] = jax.jit(
                 partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
             )

@@ -10,7 +10,7 @@ import jax
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import axis_size, gathered, sharding, use_rules
+from tunix_lite.parallel.mesh import axis_size, gathered_sharding, sharding, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -63,7 +63,7 @@ def gathered_bytes(params, cfg: Architecture, dtype) -> int:
     """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
     shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
-    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered(place)), shapes, places)
+    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered_sharding(place)), shapes, places)
     return sum(jax.tree.leaves(sizes))
 
 
