@@ -1,9 +1,9 @@
-"""How much memory sampling takes on a device, by arithmetic, and whether the weights can be whole there
-while it lasts."""
+"""How much memory sampling takes on a device, and whether the weights can be whole there while it
+lasts."""
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,20 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from tunix_lite.distributed.allgather import from_all
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import elements_on_device, gathered
+from tunix_lite.parallel.mesh import (
+    AXES,
+    axis_size,
+    current_rules,
+    elements_on_device,
+    gathered_sharding,
+    use_rules,
+)
 from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import prompt_widths, shelf_of
 from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
@@ -53,15 +60,15 @@ class SamplingMemory:
         return min(self.rollout.chunk, self.generation.max_new_tokens)
 
     @property
-    def shelf(self) -> tuple[int, int, int]:
-        """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
+    def prompt_cache(self) -> tuple[int, int, int]:
+        """(prompts read together, tokens of the widest, prompts in the prompt cache at most).
 
-        Of the rollouts to come the one with the largest shelf counts; zeros if there are none.
+        Of the rollouts to come the one with the most counts; zeros if there are none.
         """
         widths = prompt_widths(self.generation.max_prompt_length)
         found = []
         for num_prompts, num_generations in self.rollouts:
-            block, blocks = shelf_of(
+            block, blocks = prompt_cache_blocks(
                 num_prompts,
                 num_generations,
                 widths,
@@ -71,7 +78,7 @@ class SamplingMemory:
                 self.mesh_shape["fsdp"],
             )
             found.append((block, widths[0], block * blocks))
-        return max(found, key=lambda shelf: shelf[2], default=(0, 0, 0))
+        return max(found, key=lambda sizes: sizes[2], default=(0, 0, 0))
 
     def cache_bytes(self) -> int:
         """Bytes that a device holds of the slots' keys and values."""
@@ -79,8 +86,8 @@ class SamplingMemory:
         return self._kv_bytes(self.num_slots, length, "batch")
 
     def prompt_bytes(self) -> int:
-        """Bytes that a device holds of the keys and values of prompts that wait on the shelf."""
-        _, _, num_prompts = self.shelf
+        """Bytes that a device holds of the prompt cache: keys and values of prompts that wait."""
+        _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
     def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
@@ -101,25 +108,47 @@ class SamplingMemory:
 
 
 def choose_weights(
-    shape: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike,
+    generation: GenerationConfig,
+    rollout: RolloutConfig,
+    num_slots: int,
+    rollouts: Sequence[tuple[int, int]],
+) -> tuple[str, str]:
+    """gathered or sharded, and in words why, for these weights on the current mesh.
+
+    What else stays on the devices while sampling, such as the optimizer's state, must be there by
+    now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
+    """
+    mesh_shape = {axis: axis_size(axis) for axis in AXES}
+    with use_rules("rollout"):
+        rules = current_rules()
+    memory = SamplingMemory(
+        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+    )
+    return weights_that_fit(memory, lambda: gathered_bytes(params, cfg, dtype), least_free_bytes)
+
+
+def weights_that_fit(
+    memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
 ) -> tuple[str, str]:
     """gathered or sharded, and in words why: gathered where the weights fit beside the cache and
     the prompts that wait.
 
     weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
-    that is free there, the same on all hosts, with everything else that stays while sampling, such
-    as the optimizer's state, counted as taken. Neither is called where the settings or one device
+    that is free there, on the fullest device. Neither is called where the settings or one device
     decide.
     """
-    asked = shape.rollout.weights
+    asked = memory.rollout.weights
     if asked != "auto":
         return asked, f"weights {asked}, as rollout.weights says"
-    if shape.mesh_shape["fsdp"] == 1:
+    if memory.mesh_shape["fsdp"] == 1:
         return "gathered", "weights whole on every device, as fsdp is 1"
 
     weights = weight_bytes()
-    cache = shape.cache_bytes()
-    prompts = shape.prompt_bytes()
+    cache = memory.cache_bytes()
+    prompts = memory.prompt_bytes()
     free = free_bytes()
     fits = weights + cache + prompts <= USABLE * free
     choice = "gathered" if fits else "sharded"
@@ -137,14 +166,14 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
     shardings = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
 
     def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
-        return math.prod(gathered(sharding).shard_shape(x.shape)) * x.dtype.itemsize
+        return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
 
 def least_free_bytes() -> int:
     """Memory that is free on the fullest device of all hosts. All of them must ask."""
-    return min(from_all(free_bytes()))
+    return min(allgather_values(free_bytes()))
 
 
 def free_bytes() -> int:

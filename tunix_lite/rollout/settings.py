@@ -114,8 +114,11 @@ class RolloutConfig:
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """How many slots decode so many sequences on a mesh: `num_slots`, else one for each
-        sequence up to MOST_SLOTS; rounded up to a multiple of fsdp, as other numbers would lie
-        whole on every device."""
-        wanted = self.num_slots or min(MOST_SLOTS, num_sequences)
-        return -(-wanted // fsdp) * fsdp
+        """How many slots decode so many sequences: `num_slots`, else one for each sequence up to
+        MOST_SLOTS; a multiple of fsdp."""
+        return round_up_to_shards(self.num_slots or min(MOST_SLOTS, num_sequences), fsdp)
+
+
+def round_up_to_shards(num_slots: int, fsdp: int) -> int:
+    """The next multiple of fsdp: another number of slots would lie whole on every device."""
+    return -(-num_slots // fsdp) * fsdp
