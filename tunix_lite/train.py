@@ -22,7 +22,7 @@ from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
-from tunix_lite.models.lora import attached
+from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_at_rest,
@@ -34,7 +34,7 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.planning.resolved import chooses_micro_batch, rollouts_of
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import MOST_SLOTS, in_shards, make_generate
+from tunix_lite.rollout.engine import MOST_SLOTS, make_generate, round_up_to_shards
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.runs import resume
 from tunix_lite.runs.evaluate import evaluate
@@ -186,7 +186,7 @@ def fit(
         if not run.evaluation.num_examples:
             return {}
         began = time.perf_counter()
-        acting = attached(frozen, state.params, lora)
+        acting = acting_params(frozen, state.params, lora)
         # a launcher's clock starts with the first beat, and before it all is compiled
         if status.steps > start:
             heartbeat("evaluating")
@@ -241,7 +241,7 @@ def fit(
         with profile.step(step - start):
             if step % updates == 0:
                 key = jax.random.fold_in(seed_key, step)
-                acting = attached(frozen, state.params, lora)
+                acting = acting_params(frozen, state.params, lora)
                 with error_context(f"step {step + 1}", RunFailed):
                     examples, dropped = task.batch(parts.batch.prompts, run.seed, step // updates)
                     batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
@@ -308,12 +308,12 @@ def initial_state(
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with error_context("model.weights"):
-        frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
+        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
     with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
-    slots = in_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
-    acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
+    slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
+    acting, asked = acting_params(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
     weights, why = memory.choose_weights(
         acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
     )
