@@ -23,7 +23,7 @@ import jax
 from tunix_lite.commands.program import compose
 from tunix_lite.parallel.mesh import as_text, make_mesh, resolve_mesh_shape
 from tunix_lite.planning.machine import devices_of, find_machine
-from tunix_lite.planning.plan import settled
+from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, of_executable
 from tunix_lite.planning.resolved import find_model
 
@@ -40,7 +40,7 @@ def measured(target: str, mesh_sizes: list[int] | None, overrides: list[str]) ->
     sizes = resolve_mesh_shape(shape, machine.num_devices)
     devices = devices_of(machine)
     mesh = make_mesh((tuple(sizes.values()), tuple(sizes)), devices)
-    case = settled(run, machine, *find_model(run.model), sizes)
+    case = with_choices(run, machine, *find_model(run.model), sizes)
     with jax.set_mesh(mesh):
         began = time.perf_counter()
         update = lowered(case, abstract(case))["update"]()

@@ -14,7 +14,7 @@ from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import attached
-from tunix_lite.planning.plan import Plan, largest_micro_batch, put_together, read, settled
+from tunix_lite.planning.plan import Plan, largest_micro_batch, assemble_plan, read, with_choices
 from tunix_lite.planning.programs import (
     abstract,
     batch_shapes,
@@ -22,7 +22,7 @@ from tunix_lite.planning.programs import (
     train_step_of,
     update_arguments,
 )
-from tunix_lite.planning.resolved import Case, micro_batches_to_try, slots_of, with_micro_batch
+from tunix_lite.planning.resolved import ResolvedRun, micro_batches_to_try, slots_of, with_micro_batch
 
 
 def choose_micro_batch(
@@ -41,12 +41,12 @@ def choose_micro_batch(
         )
 
     def peak_of(size: int) -> int:
-        case = settled(with_micro_batch(run, size), machine, model.cfg, model.lora, sizes)
-        arguments, tried[size] = update_arguments(case, abstract(case)), train_step_of(case)
+        resolved = with_choices(with_micro_batch(run, size), machine, model.cfg, model.lora, sizes)
+        arguments, tried[size] = update_arguments(resolved, abstract(resolved)), train_step_of(resolved)
         update = compiled(
             "update", lambda: tried[size].compiled(*arguments), sizes, machine.platform == "tpu"
         )
-        peak = put_together(machine, case, {"update": update}).peak_bytes
+        peak = assemble_plan(machine, resolved, {"update": update}).peak_bytes
         say(
             f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {machine.capacity / GiB:.2f} a "
             "device"
@@ -65,19 +65,19 @@ def choose_micro_batch(
 
 
 def training_programs(
-    case: Case, policy: Policy, train_step: Callable, state, frozen
+    resolved: ResolvedRun, policy: Policy, train_step: Callable, state, frozen
 ) -> dict[str, Callable]:
     """What compiles the programs that learn, for the widest batch that can come; batches as wide
     find them ready."""
-    batch = batch_shapes(case, case.run.algorithm.needs_reference)
+    batch = batch_shapes(resolved, resolved.run.algorithm.needs_reference)
     programs = {"update": partial(train_step.compiled, state, frozen, batch)}
     if "reference" in policy.scorers:
         scorer = policy.scorers["reference"]
-        programs["scoring"] = partial(scorer.compiled, batch_shapes(case, with_reference=False))
+        programs["scoring"] = partial(scorer.compiled, batch_shapes(resolved, with_reference=False))
     return programs
 
 
-def plan_of_this_run(case: Case, programs: dict[str, Callable]) -> Plan:
+def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable]) -> Plan:
     """The plan of a run that is about to start on the attached devices.
 
     programs: those of `training_programs`.
@@ -85,24 +85,24 @@ def plan_of_this_run(case: Case, programs: dict[str, Callable]) -> Plan:
     Raises ConfigError if the compiler refuses one. Of packed rows it may: what is compiled here is
     the widest that can come, and batches as they come may fit.
     """
-    plan = read(attached(), case, programs)
-    if plan.refused and case.rows.packing == "none":
+    plan = read(attached(), resolved, programs)
+    if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
             f"does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would"
         )
     return plan
 
 
-def check_at_rest(case: Case, say: Callable[[str], None]) -> None:
+def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     """Before anything is loaded: `check_fits` of what is known exactly, whatever the compiler will
     say.
 
     That is what stays on a device, and while sampling the weights, the cache and the prompts that
     wait.
     """
-    machine, fsdp = attached(), case.sizes["fsdp"]
-    case = replace(case, slots=slots_of(case.run, case.batch, fsdp))
-    plan = read(machine, replace(case, weights=estimate.choose_weights(case, machine.capacity)), {})
+    machine, fsdp = attached(), resolved.mesh_shape["fsdp"]
+    resolved = replace(resolved, slots=slots_of(resolved.run, resolved.batch, fsdp))
+    plan = compile_plan(machine, replace(resolved, weights=estimate.choose_weights(resolved, machine.capacity)), {})
     known = [
         {
             part: size
@@ -127,7 +127,7 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     batches as they come may fit. How much memory there is may not be known: then nothing is
     checked.
     """
-    packed, capacity = plan.case.rows.packing != "none", plan.machine.capacity
+    packed, capacity = plan.resolved.rows.packing != "none", plan.machine.capacity
     phase = max(
         plan.phases,
         key=lambda phase: 0 if packed and phase.name != "rollout" else phase.added_bytes,
@@ -142,7 +142,7 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
         f"much ({parts})"
     )
     problem = f"the run does not fit: {over}; {_remedy(plan)}"
-    if plan.case.run.training.memory_check == "warn":
+    if plan.resolved.run.training.memory_check == "warn":
         say(f"{problem}; it starts all the same, as training.memory_check=warn says")
         return
     raise ConfigError(f"{problem}; or training.memory_check=warn starts it all the same")
@@ -150,10 +150,10 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
 
 def _remedy(plan: Plan) -> str:
     """What would make it fit, by formulas: nothing is compiled for it."""
-    run = plan.case.run
+    run = plan.resolved.run
     # of a hub model, not to ask again
-    known = replace(run, model=replace(run.model, architecture=plan.case.cfg))
-    overrides, found = advice(replace(plan, case=replace(plan.case, run=known)))
+    known = replace(run, model=replace(run.model, architecture=plan.resolved.cfg))
+    overrides, found = advice(replace(plan, resolved=replace(plan.resolved, run=known)))
     takes = f"{found.peak_bytes / GiB:.2f} GiB"
     if found.fits:
         return f"it would fit, by an estimate of {takes}, with {' '.join(overrides)}"
@@ -167,7 +167,7 @@ def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     of = "" if plan.machine.capacity is None else f" of {plan.machine.capacity / GiB:.2f}"
-    fullest = "" if plan.case.rows.packing == "none" else " with rows at their fullest"
+    fullest = "" if plan.resolved.rows.packing == "none" else " with rows at their fullest"
     fits = {True: "", False: f": DOES NOT FIT{fullest}, see `tunix-lite plan`", None: ""}[plan.fits]
     return (
         f"memory: {plan.peak_bytes / GiB:.2f}{of} GiB a device at most{fits} "

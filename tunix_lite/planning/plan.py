@@ -21,10 +21,10 @@ from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compiled, lowered
 from tunix_lite.planning.resolved import (
-    Case,
+    ResolvedRun,
     check_can_be_lowered,
     chooses_micro_batch,
-    make_case,
+    resolve_run,
     micro_batches_to_try,
     with_micro_batch,
 )
@@ -55,7 +55,7 @@ class Plan:
     """One run on one mesh of a machine."""
 
     machine: Machine
-    case: Case
+    resolved: ResolvedRun
     resident: dict[str, int]  # bytes of a device, by part
     phases: tuple[Phase, ...]
     programs: dict[str, Compiled] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Plan:
     def tokens_per_second(self) -> float | None:
         """At most, of prompts and completions at their longest, as a run's perf/tokens_per_second
         counts them."""
-        tokens = self.case.batch.sequences * sum(self.case.lengths)
+        tokens = self.resolved.batch.sequences * sum(self.resolved.lengths)
         return None if self.step_seconds is None else tokens / self.step_seconds
 
     @property
@@ -111,24 +111,24 @@ class Plan:
         return False, self.step_seconds or 0.0, self.peak_bytes
 
 
-def put_together(
-    machine: Machine, case: Case, done: dict[str, Compiled], refused: Sequence[DoesNotFit] = ()
+def assemble_plan(
+    machine: Machine, resolved: ResolvedRun, done: dict[str, Compiled], refused: Sequence[DoesNotFit] = ()
 ) -> Plan:
-    """The plan of a case: what is compiled of it as compiled, the rest by formula."""
-    resident = estimate.resident(case)
+    """The plan of a resolved: what is compiled of it as compiled, the rest by formula."""
+    resident = estimate.resident(resolved)
     if code := sum(program.code_bytes for program in done.values()):
         # all stay loaded
         resident[PROGRAMS] = code
-    bounds = speed.bounds(case, machine.hardware, done)
+    bounds = speed.bounds(resolved, machine.hardware, done)
     makers = {"rollout": _rollout, "scoring": _scoring, "update": _update}
-    there = {"rollout": case.samples, "scoring": case.run.algorithm.needs_reference, "update": True}
+    there = {"rollout": resolved.samples, "scoring": resolved.run.algorithm.needs_reference, "update": True}
     phases = [
-        Phase(name, *makers[name](case, done), bounds.get(name)) for name in makers if there[name]
+        Phase(name, *makers[name](resolved, done), bounds.get(name)) for name in makers if there[name]
     ]
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
     return Plan(
-        machine, case, resident, tuple(phases), done, tuple(f"{e.name}: {e.said}" for e in refused)
+        machine, resolved, resident, tuple(phases), done, tuple(f"{e.name}: {e.said}" for e in refused)
     )
 
 
@@ -142,12 +142,12 @@ def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Ph
     return replace(phase, adds={"all it needs, as the compiler says": added}, source=COMPILED)
 
 
-def _update(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     if (program := done.get("update")) is None:
-        return ESTIMATE, estimate.update(case)
+        return ESTIMATE, estimate.update(resolved)
     resident, gradients = (
-        estimate.resident(case),
-        min(estimate.gradient_bytes(case), program.temp_bytes),
+        estimate.resident(resolved),
+        min(estimate.gradient_bytes(resolved), program.temp_bytes),
     )
     arguments = sum(size for name, size in resident.items() if name != "reference")
     activations = program.temp_bytes - gradients + program.output_bytes - program.alias_bytes
@@ -155,17 +155,17 @@ def _update(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]
     return COMPILED, {"batch": batch, "gradients": gradients, "activations": activations}
 
 
-def _scoring(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+def _scoring(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     if (program := done.get("scoring")) is None:
-        return ESTIMATE, estimate.scoring(case)
-    reference = estimate.resident(case)["reference" if case.copies_reference else "frozen base"]
+        return ESTIMATE, estimate.scoring(resolved)
+    reference = estimate.resident(resolved)["reference" if resolved.copies_reference else "frozen base"]
     batch = max(0, program.argument_bytes - reference)
     return COMPILED, {"batch": batch, "temporary": program.added_bytes - program.code_bytes}
 
 
-def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     """The shelf is there while decoding, and the slots are while prompts are read."""
-    adds = estimate.rollout(case)
+    adds = estimate.rollout(resolved)
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
     prefill, decode, copy = done["prefill"], done["decode"], adds["weights to sample"]
@@ -182,22 +182,22 @@ def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]
 # ---- making plans
 
 
-def settled(
+def with_choices(
     run: RunConfig,
     machine: Machine,
     cfg: Architecture,
     lora: LoraConfig | None,
     sizes: dict[str, int],
-) -> Case:
+) -> ResolvedRun:
     """The run on a mesh, with the choices that it would make itself: the micro-batch, and
     sampling's weights."""
     if not chooses_micro_batch(run):
-        case = make_case(run, cfg, lora, sizes, machine.platform)
-        return replace(case, weights=estimate.choose_weights(case, machine.capacity))
+        resolved = resolve_run(run, cfg, lora, sizes, machine.platform)
+        return replace(resolved, weights=estimate.choose_weights(resolved, machine.capacity))
     sized = {}
     for size in micro_batches_to_try(run, sizes["fsdp"]):
-        sized[size] = settled(with_micro_batch(run, size), machine, cfg, lora, sizes)
-        if put_together(machine, sized[size], {}).fits is not False:
+        sized[size] = with_choices(with_micro_batch(run, size), machine, cfg, lora, sizes)
+        if assemble_plan(machine, sized[size], {}).fits is not False:
             break
     return sized[min(sized)]
 
@@ -207,7 +207,7 @@ def estimated(
 ) -> Plan:
     """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model
     or the batch."""
-    return put_together(machine, settled(run, machine, cfg, lora, sizes), {})
+    return assemble_plan(machine, with_choices(run, machine, cfg, lora, sizes), {})
 
 
 def with_compiled(
@@ -215,34 +215,34 @@ def with_compiled(
 ) -> Plan:
     """The same plan, its programs compiled for these devices. Raises ConfigError for what cannot be
     lowered here."""
-    case, machine = plan.case, plan.machine
-    check_can_be_lowered(case, machine.platform)
+    resolved, machine = plan.resolved, plan.machine
+    check_can_be_lowered(resolved, machine.platform)
 
     def compile_it(name: str, lower: Callable):
-        say(f"compiling {name} for fsdp={case.sizes['fsdp']} tp={case.sizes['tp']}…")
+        say(f"compiling {name} for fsdp={resolved.mesh_shape['fsdp']} tp={resolved.mesh_shape['tp']}…")
         return lower().compile()
 
-    with jax.set_mesh(make_mesh((tuple(case.sizes.values()), tuple(case.sizes)), devices)):
-        programs = lowered(case, abstract(case))
+    with jax.set_mesh(make_mesh((tuple(resolved.mesh_shape.values()), tuple(resolved.mesh_shape)), devices)):
+        programs = lowered(resolved, abstract(resolved))
         return read(
             machine,
-            case,
+            resolved,
             {name: partial(compile_it, name, lower) for name, lower in programs.items()},
         )
 
 
-def read(machine: Machine, case: Case, programs: dict[str, Callable]) -> Plan:
-    """The plan of a case, as these programs say when they are compiled, each by a call; the rest by
+def compile_plan(machine: Machine, resolved: ResolvedRun, programs: dict[str, Callable]) -> Plan:
+    """The plan of a resolved, as these programs say when they are compiled, each by a call; the rest by
     formula."""
     done, refused = {}, []
     for name, compile_it in programs.items():
         try:
             done[name] = compiled(
-                name, compile_it, case.sizes, code_on_device=machine.platform == "tpu"
+                name, compile_it, resolved.mesh_shape, code_on_device=machine.platform == "tpu"
             )
         except DoesNotFit as error:
             refused.append(error)
-    return put_together(machine, case, done, refused)
+    return assemble_plan(machine, resolved, done, refused)
 
 
 def meshes(num_devices: int) -> list[dict[str, int]]:

@@ -24,7 +24,7 @@ from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
-from tunix_lite.planning.resolved import Case, shelf
+from tunix_lite.planning.resolved import ResolvedRun, shelf
 from tunix_lite.rollout.programs import PromptCache, Slots, at_home, make_programs
 from tunix_lite.types import Batch, TrainState
 
@@ -127,30 +127,30 @@ class Shapes:
     frozen: dict | None
     reference: dict | None  # what the KL term is taken to; under LoRA the frozen base itself
 
-    def acting(self, case: Case):
-        return acting_params(self.frozen, self.state.params, case.lora)
+    def acting(self, resolved: ResolvedRun):
+        return acting_params(self.frozen, self.state.params, resolved.lora)
 
 
-def abstract(case: Case) -> Shapes:
+def abstract(resolved: ResolvedRun) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
-    table, storage = decoder.weights(case.cfg), STORED[case.run.training.mixed_precision]
-    if case.lora is None:
+    table, storage = decoder.weights(resolved.cfg), STORED[resolved.run.training.mixed_precision]
+    if resolved.lora is None:
         frozen, params = None, weights.shapes(stored_table(table, storage))
     else:
-        frozen = weights.shapes(stored_table(table, case.lora.base))
-        params = weights.shapes(adapter_weights(table, case.lora), STORAGE[storage])
+        frozen = weights.shapes(stored_table(table, resolved.lora.base))
+        params = weights.shapes(adapter_weights(table, resolved.lora), STORAGE[storage])
     reference = None
-    if case.run.algorithm.needs_reference:
-        reference = _copy_to_score(params, case) if frozen is None else frozen
-        if case.copies_adapters:
-            reference = acting_params(frozen, params, case.lora)
-    optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
+    if resolved.run.algorithm.needs_reference:
+        reference = _copy_to_score(params, resolved) if frozen is None else frozen
+        if resolved.copies_adapters:
+            reference = acting_params(frozen, params, resolved.lora)
+    optimizer = make_optimizer(resolved.run.optimizer, resolved.run.training.max_steps)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
 
 
-def _copy_to_score(params, case: Case):
-    copied = jax.eval_shape(partial(decoder.copy_to_score, cfg=case.cfg, dtype=case.dtype), params)
+def _copy_to_score(params, resolved: ResolvedRun):
+    copied = jax.eval_shape(partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype), params)
     return placed(copied, jax.tree.map(lambda x: x.sharding, params))
 
 
@@ -160,19 +160,19 @@ def placed(shapes, places):
     )
 
 
-def batch_shapes(case: Case, with_reference: bool) -> Batch:
+def batch_shapes(resolved: ResolvedRun, with_reference: bool) -> Batch:
     """A batch in rows as Rows.lay_out makes it; of packed rows as many, and as wide, as could ever
     come."""
-    rows, packed = case.rows, case.rows.packing != "none"
-    R = case.sizes["fsdp"] * rows.num_parts * rows.rows_per_part if packed else case.batch.sequences
-    W, M = (rows.width, _most_scored(rows)) if packed else (sum(case.lengths), rows.num_scored)
+    rows, packed = resolved.rows, resolved.rows.packing != "none"
+    R = resolved.mesh_shape["fsdp"] * rows.num_parts * rows.rows_per_part if packed else resolved.batch.sequences
+    W, M = (rows.width, _most_scored(rows)) if packed else (sum(resolved.lengths), rows.num_scored)
 
     def shape(columns, dtype):
         return jax.ShapeDtypeStruct(
             (R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns))
         )
 
-    learns = not case.run.algorithm.needs_demonstrations
+    learns = not resolved.run.algorithm.needs_demonstrations
     names = ["loss_weight", *(["advantages", "old_logprobs"] if learns else [])]
     names += ["ref_logprobs"] if with_reference else []
     fields = {name: shape(W, jnp.float32) for name in names}
@@ -195,75 +195,75 @@ def _most_scored(rows: Rows) -> int:
 # ---- the programs
 
 
-def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
-    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is
+def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable]:
+    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `resolved` is
     the current one."""
-    found = {"update": partial(_update, case, shapes)}
-    if case.run.algorithm.needs_reference:
-        score = scoring_program(policy_of(case).scores, case.rows)
-        found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(case, False))
-    if case.samples:
+    found = {"update": partial(_update, resolved, shapes)}
+    if resolved.run.algorithm.needs_reference:
+        score = scoring_program(policy_of(resolved).scores, resolved.rows)
+        found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(resolved, False))
+    if resolved.samples:
         found |= {
-            "prefill": partial(_prefill, case, shapes),
-            "decode": partial(_decode, case, shapes),
+            "prefill": partial(_prefill, resolved, shapes),
+            "decode": partial(_decode, resolved, shapes),
         }
     return found
 
 
-def policy_of(case: Case) -> Policy:
+def policy_of(resolved: ResolvedRun) -> Policy:
     """What can be asked of the run's policy without weights: to score."""
-    run = case.run
-    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
+    run = resolved.run
+    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[resolved.attention]}
     scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
     scoring["tp_reduce_dtype"] = jnp.dtype(run.training.tp_reduce_dtype)
     return make_policy(
-        case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring
+        resolved.cfg, None, run.learning_temperature, resolved.dtype, None, resolved.rows, **scoring
     )
 
 
-def train_step_of(case: Case) -> Callable:
+def train_step_of(resolved: ResolvedRun) -> Callable:
     """The run's update, as step.make_train_step makes it."""
-    run = case.run
+    run = resolved.run
     optimizer, every = (
         make_optimizer(run.optimizer, run.training.max_steps),
         run.training.sync_gradients_every,
     )
-    parts = case.rows.num_parts
+    parts = resolved.rows.num_parts
     return make_train_step(
-        policy_of(case), run.algorithm, optimizer, parts, case.lora, run.seed, every
+        policy_of(resolved), run.algorithm, optimizer, parts, resolved.lora, run.seed, every
     )
 
 
-def update_arguments(case: Case, shapes: Shapes) -> tuple:
-    return shapes.state, shapes.frozen, batch_shapes(case, case.run.algorithm.needs_reference)
+def update_arguments(resolved: ResolvedRun, shapes: Shapes) -> tuple:
+    return shapes.state, shapes.frozen, batch_shapes(resolved, resolved.run.algorithm.needs_reference)
 
 
-def _update(case: Case, shapes: Shapes):
-    arguments = update_arguments(case, shapes)
-    return train_step_of(case).program(*arguments).lower(*arguments)
+def _update(resolved: ResolvedRun, shapes: Shapes):
+    arguments = update_arguments(resolved, shapes)
+    return train_step_of(resolved).program(*arguments).lower(*arguments)
 
 
-def _sampling(case: Case, shapes: Shapes):
+def _sampling(resolved: ResolvedRun, shapes: Shapes):
     """The programs of the rollout, and the weights as they want them."""
-    run = case.run
+    run = resolved.run
     chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
     int8 = run.rollout.cache == "int8"
     tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
     programs = make_programs(
-        case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
+        resolved.cfg, run.generation, NO_END, NO_PAD, resolved.dtype, chunk, int8, tp_reduce_dtype
     )
-    acting = shapes.acting(case)
-    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
-    places = jax.tree.map(gathered_sharding, places) if case.weights == "gathered" else places
+    acting = shapes.acting(resolved)
+    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), resolved.cfg)
+    places = jax.tree.map(gathered_sharding, places) if resolved.sampling_weights == "gathered" else places
     per_layer_params = jax.eval_shape(
-        partial(decoder.per_layer_params, cfg=case.cfg, dtype=case.dtype), acting
+        partial(decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype), acting
     )
     return programs, placed(per_layer_params, places)
 
 
-def _prefill(case: Case, shapes: Shapes):
-    programs, per_layer_params = _sampling(case, shapes)
-    block, width, room = shelf(case)
+def _prefill(resolved: ResolvedRun, shapes: Shapes):
+    programs, per_layer_params = _sampling(resolved, shapes)
+    block, width, room = shelf(resolved)
     waiting = _at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
     tokens, lengths = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
@@ -273,9 +273,9 @@ def _prefill(case: Case, shapes: Shapes):
     )
 
 
-def _decode(case: Case, shapes: Shapes):
-    programs, per_layer_params = _sampling(case, shapes)
-    slots = _at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
+def _decode(resolved: ResolvedRun, shapes: Shapes):
+    programs, per_layer_params = _sampling(resolved, shapes)
+    slots = _at_home(jax.eval_shape(lambda: programs.make_slots(resolved.slots)), "batch")
     return programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32))
 
 

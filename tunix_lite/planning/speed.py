@@ -16,7 +16,7 @@ from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.planning.resolved import Case, shelf
+from tunix_lite.planning.resolved import ResolvedRun, shelf
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Bound:
 
 
 def bounds(
-    case: Case, hardware: Hardware | None, compiled: dict[str, Compiled]
+    resolved: ResolvedRun, hardware: Hardware | None, compiled: dict[str, Compiled]
 ) -> dict[str, Bound]:
     """By phase, of one step; of a rollout that serves several updates, the share of one."""
-    run, found = case.run, {}
+    run, found = resolved.run, {}
     shared = 1 / run.algorithm.updates_per_rollout
     if not run.algorithm.needs_demonstrations:
         found["rollout"] = _together(
-            _prefill(case, compiled), _decode(case, compiled), hardware, case.sizes, shared
+            _prefill(resolved, compiled), _decode(resolved, compiled), hardware, resolved.mesh_shape, shared
         )
     if run.algorithm.needs_reference:
-        found["scoring"] = _together(_scoring(case, compiled), None, hardware, case.sizes, shared)
-    found["update"] = _together(_update(case, compiled), None, hardware, case.sizes, 1.0)
+        found["scoring"] = _together(_scoring(resolved, compiled), None, hardware, resolved.mesh_shape, shared)
+    found["update"] = _together(_update(resolved, compiled), None, hardware, resolved.mesh_shape, 1.0)
     return found
 
 
@@ -110,130 +110,130 @@ def _sent(
     return by_axis
 
 
-def _ring(case: Case, gathered: float, reduced: float) -> dict[str, float]:
+def _ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
     """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or reduce-scattered
     over fsdp, twice that of one all-reduced over tp."""
-    fsdp, tp = case.sizes["fsdp"], case.sizes["tp"]
+    fsdp, tp = resolved.mesh_shape["fsdp"], resolved.mesh_shape["tp"]
     return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
 
 
-def weight_bytes(case: Case) -> int:
+def weight_bytes(resolved: ResolvedRun) -> int:
     """W: the weights of a tp shard, whole over fsdp, in the types that they are used in."""
-    return estimate.sampling_copy(case, is_gathered=True)
+    return estimate.sampling_copy(resolved, is_gathered=True)
 
 
-def gradient_bytes(case: Case) -> int:
+def gradient_bytes(resolved: ResolvedRun) -> int:
     """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
     others float32."""
 
     def of(w: Weight) -> int:
-        is_narrow = w.inputs and case.run.training.reduce_dtype == "bfloat16"
-        return sizes.elements(w.shape, w.axes, case.sizes, without_fsdp=True) * (
+        is_narrow = w.inputs and resolved.run.training.reduce_dtype == "bfloat16"
+        return sizes.elements(w.shape, w.axes, resolved.mesh_shape, without_fsdp=True) * (
             2 if is_narrow else 4
         )
 
-    return sum(of(w) for w in jax.tree.leaves(sizes.tables(case).trained, is_leaf=is_weight))
+    return sum(of(w) for w in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight))
 
 
-def _streams(case: Case, tokens: float, is_forward: bool = True) -> float:
+def _streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
     """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a
     layer.
 
     Forward they are summed in training.tp_reduce_dtype (models.rounding.product), backward in the
     compute dtype.
     """
-    summed_in = jnp.promote_types(case.run.training.tp_reduce_dtype, case.dtype)
-    dtype = summed_in if is_forward else case.dtype
-    return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(dtype).itemsize
+    summed_in = jnp.promote_types(resolved.run.training.tp_reduce_dtype, resolved.dtype)
+    dtype = summed_in if is_forward else resolved.dtype
+    return 2 * resolved.cfg.num_layers * tokens * resolved.cfg.embed_dim * jnp.dtype(dtype).itemsize
 
 
-def _prefill(case: Case, compiled) -> Work:
+def _prefill(resolved: ResolvedRun, compiled) -> Work:
     """Each prompt read once: 2PT FLOPs and attention; W is read once a block of prompts."""
-    block, width, _ = shelf(case)
-    prompts, length = case.batch.prompts, case.lengths[0]
+    block, width, _ = shelf(resolved)
+    prompts, length = resolved.batch.prompts, resolved.lengths[0]
     calls = -(-prompts // block)
-    attention = flops.attention_flops(case.cfg, [length] * prompts)
-    moved = calls * weight_bytes(case) if case.weights == "sharded" else 0
-    estimated = _ring(case, moved, _streams(case, calls * block * width / case.sizes["fsdp"]))
+    attention = flops.attention_flops(resolved.cfg, [length] * prompts)
+    moved = calls * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
+    estimated = _ring(resolved, moved, _streams(resolved, calls * block * width / resolved.mesh_shape["fsdp"]))
     sent = _sent(compiled.get("prefill"), calls, estimated)
     return Work(
-        flops.forward_flops(case.cfg, prompts * length, 0, attention),
-        calls * weight_bytes(case),
+        flops.forward_flops(resolved.cfg, prompts * length, 0, attention),
+        calls * weight_bytes(resolved),
         sent,
     )
 
 
-def _decode(case: Case, compiled) -> Work:
+def _decode(resolved: ResolvedRun, compiled) -> Work:
     """Every token of every completion, slots at a time: each step reads W and the keys and values
     of its sequences, which stand at half their completion."""
-    cfg, (prompt, new), B = case.cfg, case.lengths, case.batch.sequences
-    steps = new * -(-B // case.slots)
+    cfg, (prompt, new), B = resolved.cfg, resolved.lengths, resolved.batch.sequences
+    steps = new * -(-B // resolved.slots)
     attention = flops.attention_flops(cfg, [prompt + new] * B) - flops.attention_flops(
         cfg, [prompt] * B
     )
     itemsize = (
-        jnp.dtype(case.dtype).itemsize if case.run.rollout.cache != "int8" else 1 + 4 / cfg.head_dim
+        jnp.dtype(resolved.dtype).itemsize if resolved.run.rollout.cache != "int8" else 1 + 4 / cfg.head_dim
     )
-    heads = min(case.sizes["tp"], cfg.num_kv_heads)
-    cache = flops.decode_bytes(cfg, [prompt + new // 2] * case.slots, 0, itemsize) / (
-        case.sizes["fsdp"] * heads
+    heads = min(resolved.mesh_shape["tp"], cfg.num_kv_heads)
+    cache = flops.decode_bytes(cfg, [prompt + new // 2] * resolved.slots, 0, itemsize) / (
+        resolved.mesh_shape["fsdp"] * heads
     )
-    moved = steps * weight_bytes(case) if case.weights == "sharded" else 0
-    estimated = _ring(case, moved, _streams(case, steps * case.slots / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("decode"), steps / min(case.run.rollout.chunk, new), estimated)
+    moved = steps * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
+    estimated = _ring(resolved, moved, _streams(resolved, steps * resolved.slots / resolved.mesh_shape["fsdp"]))
+    sent = _sent(compiled.get("decode"), steps / min(resolved.run.rollout.chunk, new), estimated)
     return Work(
         flops.forward_flops(cfg, B * new, B * new, attention),
-        steps * (weight_bytes(case) + cache),
+        steps * (weight_bytes(resolved) + cache),
         sent,
     )
 
 
-def counted(case: Case) -> tuple[int, int, float]:
+def counted(resolved: ResolvedRun) -> tuple[int, int, float]:
     """(tokens, tokens that count, FLOPs of attention) of one forward over the batch at its
     longest."""
-    (prompt, new), B = case.lengths, case.batch.sequences
+    (prompt, new), B = resolved.lengths, resolved.batch.sequences
     prompts = B
-    if case.rows.packing == "prefix":
+    if resolved.rows.packing == "prefix":
         # as often as one stands
-        prompts = case.batch.prompts * -(-case.batch.num_generations // case.rows.shape.lanes)
-    return prompts * prompt + B * new, B * new, flops.attention_flops(case.cfg, [prompt + new] * B)
+        prompts = resolved.batch.prompts * -(-resolved.batch.num_generations // resolved.rows.shape.lanes)
+    return prompts * prompt + B * new, B * new, flops.attention_flops(resolved.cfg, [prompt + new] * B)
 
 
-def parts(case: Case) -> int:
+def parts(resolved: ResolvedRun) -> int:
     """Micro-batches that hold anything: of packed rows, as many as the tokens at their longest
     fill."""
     # a completion at its longest takes a lane, so all rows are there
-    if case.rows.packing != "sequences":
-        return case.rows.num_parts
-    at_once = case.rows.width * case.rows.rows_per_part * case.sizes["fsdp"]
-    return min(case.rows.num_parts, -(-counted(case)[0] // at_once))
+    if resolved.rows.packing != "sequences":
+        return resolved.rows.num_parts
+    at_once = resolved.rows.width * resolved.rows.rows_per_part * resolved.mesh_shape["fsdp"]
+    return min(resolved.rows.num_parts, -(-counted(resolved)[0] // at_once))
 
 
-def _scoring(case: Case, compiled) -> Work:
+def _scoring(resolved: ResolvedRun, compiled) -> Work:
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
-    tokens, scored, attention = counted(case)
-    once = parts(case) * weight_bytes(case)
-    estimated = _ring(case, once, _streams(case, tokens / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("scoring"), 1, estimated, parts(case))
-    return Work(flops.forward_flops(case.cfg, tokens, scored, attention), once, sent)
+    tokens, scored, attention = counted(resolved)
+    once = parts(resolved) * weight_bytes(resolved)
+    estimated = _ring(resolved, once, _streams(resolved, tokens / resolved.mesh_shape["fsdp"]))
+    sent = _sent(compiled.get("scoring"), 1, estimated, parts(resolved))
+    return Work(flops.forward_flops(resolved.cfg, tokens, scored, attention), once, sent)
 
 
-def _update(case: Case, compiled) -> Work:
+def _update(resolved: ResolvedRun, compiled) -> Work:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
     in sync_gradients_every micro-batches; tp sums two streams a layer each way; the state is read
     and written."""
-    tokens, scored, attention = counted(case)
-    lora_params = num_params(sizes.tables(case).trained) if case.lora else 0
-    turns, gradients = parts(case), gradient_bytes(case)
-    syncs = -(-turns // case.run.training.sync_gradients_every)
-    gathered = 2 * turns * weight_bytes(case) + syncs * gradients
-    here = tokens / case.sizes["fsdp"]
-    estimated = _ring(case, gathered, _streams(case, here) + _streams(case, here, is_forward=False))
+    tokens, scored, attention = counted(resolved)
+    lora_params = num_params(sizes.tables(resolved).trained) if resolved.lora else 0
+    turns, gradients = parts(resolved), gradient_bytes(resolved)
+    syncs = -(-turns // resolved.run.training.sync_gradients_every)
+    gathered = 2 * turns * weight_bytes(resolved) + syncs * gradients
+    here = tokens / resolved.mesh_shape["fsdp"]
+    estimated = _ring(resolved, gathered, _streams(resolved, here) + _streams(resolved, here, is_forward=False))
     state = 2 * sum(
         size
-        for name, size in estimate.resident(case).items()
+        for name, size in estimate.resident(resolved).items()
         if name in ("parameters", "optimizer")
     )
     sent = _sent(compiled.get("update"), 1, estimated, syncs)
-    done = flops.update_flops(case.cfg, tokens, scored, attention, lora_params)
-    return Work(done, 2 * turns * weight_bytes(case) + state, sent)
+    done = flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params)
+    return Work(done, 2 * turns * weight_bytes(resolved) + state, sent)
