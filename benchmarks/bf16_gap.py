@@ -137,7 +137,7 @@ def main() -> None:
             for packing in args.packing:
                 rows = rows_for(packing, args.prompts, args.generations, width, args.new)
                 ours = scored(params, cfg, dtype, drawn, rows)[here]
-                said = np.asarray(drawn.whole_logprobs)[here]
+                said = np.asarray(drawn.full_logprobs)[here]
                 line = {"benchmark": "bf16_gap", "model": name, "dtype": args.dtype, "packing": packing, "slots": slots}
                 line |= {"tokens": int(here.sum()), "mean_logprob": round(float(said.mean()), 3)} | figures(ours - said)
                 far = {"sampler": figures(said - exact), "trainer": figures(ours - exact)}

@@ -182,9 +182,9 @@ def timed(arm, requests: Requests, compiles: list) -> Took:
 
 def bytes_per_step(cfg: Architecture, dtype, params, slots: int, length: int) -> int:
     """Of all weights and of the slots' whole cache: what a step that keeps nothing on the chip has to read."""
-    layered = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
-    return kv_cache.num_bytes(layered) + kv_cache.num_bytes(cache)
+    return kv_cache.tree_bytes(per_layer_params) + kv_cache.tree_bytes(cache)
 
 
 def memory_bandwidth(repeats: int = 5) -> float:

@@ -38,7 +38,7 @@ from jax.experimental import topologies
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import gathered, make_mesh
+from tunix_lite.parallel.mesh import gathered_sharding, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.programs import make_programs
@@ -68,7 +68,8 @@ def weight_shapes(dtype):
     params = weights.shapes(decoder.weights(CFG), dtype)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), CFG)
     return placed(
-        jax.eval_shape(partial(decoder.per_layer_params, cfg=CFG, dtype=dtype), params), jax.tree.map(gathered, places)
+        jax.eval_shape(partial(decoder.per_layer_params, cfg=CFG, dtype=dtype), params),
+        jax.tree.map(gathered_sharding, places),
     )
 
 
@@ -80,7 +81,7 @@ def kv_ratio(slots: int, length: int, dtype) -> float:
     """Bytes of the cache over those of one without windows."""
 
     def num_bytes(cfg):
-        return kv_cache.num_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False)))
+        return kv_cache.tree_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False)))
 
     whole = Architecture(**{**vars(CFG), "pattern": ("global",)})
     return num_bytes(CFG) / num_bytes(whole)

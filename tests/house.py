@@ -69,7 +69,7 @@ HONEST_PATH = (
     ("tunix_lite/planning/batch_size.py", "_prompts_of"),
     ("tunix_lite/planning/batch_size.py", "_divided"),
     ("tunix_lite/planning/batch_size.py", "plan_rows"),
-    ("tunix_lite/learner/policy.py", "Policy"),
+    ("tunix_lite/algorithms/algorithm.py", "Policy"),
     ("tunix_lite/learner/policy.py", "make_policy"),
     ("tunix_lite/learner/policy.py", "in_place"),
     ("tunix_lite/learner/micro_batches.py", "Rows"),

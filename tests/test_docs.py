@@ -31,13 +31,14 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.runs.setup import check_generation
 from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.types import TokenScores
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -234,7 +235,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     table, lora = decoder.weights(cfg), run.model.lora
-    tables = [stored(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
+    tables = [stored_table(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
     for part in tables:
         weights.check_divisible(part, SimpleNamespace(shape=mesh))
     return mesh
@@ -497,7 +498,7 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25
-    loss, _ = algorithm.loss(jnp.full((4, 3), -2.0), batch)
+    loss, _ = algorithm.loss(TokenScores(jnp.full((4, 3), -2.0), jnp.zeros((4, 3))), batch)
     assert loss == 2.0
 
 

@@ -207,7 +207,7 @@ def loaded(folder: Path):
 
 def adapted(folder: Path, adapter: Path):
     model = ModelConfig(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
-    return source.load(source.download(source.locate(model)))
+    return source.load_weights(source.download(source.locate(model)))
 
 
 def test_folders_in_which_nothing_is_wrong_are_taken(good, canary):

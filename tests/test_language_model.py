@@ -134,7 +134,7 @@ def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
     folder, state = adapted
     loaded = one(folder)
     assert loaded.step == 1 and loaded.source.lora.rank == 4 and loaded.source.lora.base == "nf4"
-    there = {path: leaf for path, leaf in hf.flat(loaded.params).items() if path in pairs(state.params)}
+    there = {path: leaf for path, leaf in hf.flatten(loaded.params).items() if path in pairs(state.params)}
     for path, (a, b) in pairs(state.params).items():
         np.testing.assert_array_equal(there[path].a, a)
         np.testing.assert_array_equal(there[path].b, b)

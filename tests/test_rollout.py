@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.policy import Policy, token_logprobs
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout import engine, memory
-from tunix_lite.rollout import work as host_work
-from tunix_lite.rollout.engine import Sampled, make_generate, make_sampler
+from tunix_lite.rollout import engine, memory, scheduler
+from tunix_lite.rollout.engine import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -143,8 +143,8 @@ GROUP, END = 2, (1,)
 def small_blocks():
     """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the shelf's four places twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_work, "NARROWEST", 6)
-        patch.setattr(host_work, "TOKENS_PER_PREFILL", 2 * LONG)
+        patch.setattr(scheduler, "NARROWEST", 6)
+        patch.setattr(scheduler, "TOKENS_PER_PREFILL", 2 * LONG)
         yield
 
 
@@ -158,7 +158,7 @@ def sampler(cfg, slots: int | None, chunk: int, generation=None, eos=END, **more
     return make_sampler(cfg, generation, eos, 0, rollout=RolloutConfig(slots, chunk, **more))
 
 
-def all_of(steps) -> tuple[list[Sampled], dict]:
+def all_of(steps) -> tuple[list[Request], dict]:
     """The completions in order, and the metrics."""
     touched = {}
     while True:
@@ -267,10 +267,10 @@ def test_a_drawn_token_is_a_function_of_key_prompt_generation_and_position_alone
         assert answer.tokens == noisy.argmax(axis=-1).tolist()
         whole = log_softmax(scores)[np.arange(len(scores)), answer.tokens]
         np.testing.assert_allclose(answer.logprobs, whole, atol=1e-5)
-        assert answer.logprobs == answer.whole_logprobs  # nothing is cut off
+        assert answer.logprobs == answer.full_logprobs  # nothing is cut off
 
 
-def in_order(sample, params, prompts, order) -> list[Sampled]:
+def in_order(sample, params, prompts, order) -> list[Request]:
     """The prompts asked in that order; the completions in the order of the prompts."""
     answers, _ = all_of(sample(params, [prompts[p] for p in order], jax.random.key(5), GROUP, indices=order))
     return sorted(answers, key=lambda answer: (answer.index, answer.generation))
@@ -335,13 +335,13 @@ def test_a_cache_has_a_power_of_two_of_columns_or_all_where_that_saves_less_than
 
 def widths_of(monkeypatch) -> list[int]:
     """The columns of a global layer in each chunk that is started from now on."""
-    widths, start_chunk = [], engine.Work.start_chunk
+    widths, start_chunk = [], engine.RolloutScheduler.start_chunk
 
     def watched(work):
         start_chunk(work)
         widths.append(work.slots.cache[-1].k.shape[2])
 
-    monkeypatch.setattr(engine.Work, "start_chunk", watched)
+    monkeypatch.setattr(engine.RolloutScheduler, "start_chunk", watched)
     return widths
 
 
@@ -402,20 +402,20 @@ def test_a_prompt_is_read_once_whatever_the_size_of_its_group(request, rollout):
 
 def test_each_prefill_is_of_two_prompts_and_no_wider_than_it_must_be(four_slots, medium, monkeypatch):
     """Blocks by width, the widest first: (12, 7), (9, 8), (2, 3), (1): the widths 12, 12, 6, 6."""
-    shapes, read_prompts = [], engine.Work.read_prompts
+    shapes, prefill_blocks = [], engine.RolloutScheduler.prefill_blocks
 
     def watched(work):
         prefill = work.programs.prefill
 
-        def recorded(shelf, layered, tokens, *rest):
+        def recorded(shelf, per_layer_params, tokens, *rest):
             shapes.append(tokens.shape)
-            return prefill(shelf, layered, tokens, *rest)
+            return prefill(shelf, per_layer_params, tokens, *rest)
 
         whole, work.programs = work.programs, replace(work.programs, prefill=recorded)
-        read_prompts(work)
+        prefill_blocks(work)
         work.programs = whole
 
-    monkeypatch.setattr(engine.Work, "read_prompts", watched)
+    monkeypatch.setattr(engine.RolloutScheduler, "prefill_blocks", watched)
     all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP))
     assert shapes == [(2, 12), (2, 12), (2, 6), (2, 6)]
 
@@ -545,7 +545,7 @@ def test_a_slot_is_free_two_chunks_after_a_stop_text(ending, small, unstopped):
 def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypatch):
     """jax reads a host array when the program runs, which may be after the host has read the next chunk. Hosts that
     are not equally fast would then give unequal arrays to one program."""
-    given, refill = [], engine.Work.refill
+    given, refill = [], engine.RolloutScheduler.refill
 
     def watched(work):
         def recorded(*args):
@@ -556,7 +556,7 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
         refill(work)
         work.programs = whole
 
-    monkeypatch.setattr(engine.Work, "refill", watched)
+    monkeypatch.setattr(engine.RolloutScheduler, "refill", watched)
     all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
     assert len(given) > 10 and any((array >= 0).any() for array, _ in given), "nothing was stopped"
     for array, as_given in given:
@@ -673,7 +673,7 @@ def test_a_cache_of_gemma_3_1b_takes_27_of_104_parts_of_one_that_keeps_everythin
     """22 local layers keep 512 tokens and 4 global ones 4096: (22 * 512 + 4 * 4096) / (26 * 4096) = 27 / 104."""
     all_global = replace(GEMMA3_1B, pattern=("global",))
     small, large = (
-        kv_cache.num_bytes(jax.eval_shape(lambda c=c: kv_cache.empty_cache(c, 8, 4096, jnp.bfloat16, False)))
+        kv_cache.tree_bytes(jax.eval_shape(lambda c=c: kv_cache.empty_cache(c, 8, 4096, jnp.bfloat16, False)))
         for c in (GEMMA3_1B, all_global)
     )
     assert large == 26 * 8 * 4096 * 256 * 2 * 2  # layers, rows, tokens, head, keys and values, bytes
@@ -693,14 +693,14 @@ def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
     """Per head of a token: 8 codes and a scale of 4 bytes instead of 8 * 4; with a head of 256 in bf16, 260 for 512."""
     k, v = np.random.default_rng(0).normal(size=(2, 3, 2, 7, 8)) * np.logspace(-3, 3, 7)[:, None]
     k[0, 0, 0] = 0  # padding
-    codes_k, codes_v, scales_k, scales_v = map(np.asarray, kv_cache.as_codes(jnp.float32(k), jnp.float32(v)))
+    codes_k, codes_v, scales_k, scales_v = map(np.asarray, kv_cache.quantize_kv(jnp.float32(k), jnp.float32(v)))
     for x, codes, scales in ((k, codes_k, scales_k), (v, codes_v, scales_v)):
         np.testing.assert_allclose(scales, np.abs(x).max(axis=-1) / 127, rtol=1e-6)
         off = np.abs(codes.astype(np.float64) * scales[..., None] - x)
         assert codes.dtype == np.int8 and (off <= (0.5 + 1e-4) * scales[..., None]).all()
 
     def size(cfg, dtype, int8):
-        return kv_cache.num_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, 3, 20, dtype, int8)))
+        return kv_cache.tree_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, 3, 20, dtype, int8)))
 
     assert size(cfg, jnp.float32, True) * 32 == size(cfg, jnp.float32, False) * 12
     assert size(GEMMA3_1B, jnp.bfloat16, True) * 512 == size(GEMMA3_1B, jnp.bfloat16, False) * 260
@@ -750,8 +750,8 @@ def test_weights_are_gathered_if_they_the_cache_and_the_shelf_fit_into_nine_tent
 @pytest.mark.parametrize("gather", [True, False])
 def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, gather):
     set_mesh(2, 2)
-    layered = engine.make_prepare(cfg, jnp.float32, gather)(random_params(cfg))
-    places = [set(leaf.sharding.spec) for leaf in jax.tree.leaves(layered)]
+    per_layer_params = engine.make_prepare(cfg, jnp.float32, gather)(random_params(cfg))
+    places = [set(leaf.sharding.spec) for leaf in jax.tree.leaves(per_layer_params)]
     assert any("tp" in place for place in places)
     assert any("fsdp" in place for place in places) != gather
 
@@ -766,9 +766,9 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
 def test_decoding_updates_the_cache_in_place(cfg):
     programs = make_programs(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
     slots = programs.make_slots(2)
-    layered = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
-    memory = programs.decode.lower(slots, layered, np.float32(1)).compile().memory_analysis()
-    cache = kv_cache.num_bytes(slots.cache)
+    per_layer_params = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
+    memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()
+    cache = kv_cache.tree_bytes(slots.cache)
     assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < 0.3 * cache  # of which the attention scores of one layer
@@ -776,4 +776,4 @@ def test_decoding_updates_the_cache_in_place(cfg):
 
 def test_slots_are_a_multiple_of_fsdp():
     set_mesh(4, 1)
-    assert [engine.in_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]
+    assert [engine.round_up_to_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]

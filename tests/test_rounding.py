@@ -54,7 +54,7 @@ def asked_of(name: str):
     if name == "bundled":
         found = source.locate(source.ModelConfig())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
-        return found.cfg, source.load(found)[1], rows
+        return found.cfg, source.load_weights(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
 
 
@@ -68,7 +68,7 @@ def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     rows = rows_for(packing, width)
     batch, layout = rows.lay_out(Batch(drawn.tokens, drawn.token_mask, here.astype(np.float32)))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=BF16)
-    said = np.asarray(drawn.whole_logprobs)[here]
+    said = np.asarray(drawn.full_logprobs)[here]
     assert said.std() > 0.1, "a model without opinions shows nothing"
     return np.abs(layout.back(scoring_program(scores, rows)(params, batch))[here] - said)
 
@@ -162,12 +162,14 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = make_programs(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4, False)
-    layered = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
-    slots, shelf = (jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_shelf))
-    read = (shelf, layered, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
+    per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    slots, shelf = (
+        jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
+    )
+    read = (shelf, per_layer_params, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
     return {
         "scoring": scoring_program(scores, Rows("none", 1, 14)).lower(params, batch),
-        "decode": programs.decode.lower(slots, layered, jax.ShapeDtypeStruct((), jnp.float32)),
+        "decode": programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32)),
         "prefill": programs.prefill.lower(*read, jax.ShapeDtypeStruct((), jnp.int32)),
     }
 

@@ -76,7 +76,7 @@ def chi_square(tokens, p) -> float:
 
 @pytest.fixture(scope="module")
 def draw():
-    """20000 draws from SCORES: tokens, logprobs, whole_logprobs."""
+    """20000 draws from SCORES: tokens, logprobs, full_logprobs."""
     set_mesh(1, 1)
     keys = sampling.row_keys(jax.random.key(0), np.arange(COUNT) // 100, np.arange(COUNT) % 100)
     many = partial(jnp.broadcast_to, shape=(COUNT, len(SCORES)))
@@ -96,20 +96,20 @@ def test_draws_follow_the_distribution_that_settings_describe(draw, name):
     generation, kept = SETTINGS[name]
     p, whole = exact(SCORES, generation, SEEN)
     assert set(np.flatnonzero(p)) == kept, "by hand"
-    tokens, logprobs, whole_logprobs = draw(generation)
+    tokens, logprobs, full_logprobs = draw(generation)
     assert set(tokens) == kept
     if len(kept) > 1:
         assert chi_square(tokens, p) < CRITICAL[len(kept) - 1]
     np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
-    np.testing.assert_allclose(whole_logprobs, np.log(whole[tokens]), atol=1e-5)
+    np.testing.assert_allclose(full_logprobs, np.log(whole[tokens]), atol=1e-5)
 
 
 def test_temperature_0_takes_the_best_token_that_is_left_and_says_how_likely_it_is_at_1(draw):
-    tokens, logprobs, whole_logprobs = draw(GenerationConfig(repetition_penalty=1.6, top_k=3), temperature=0.0)
+    tokens, logprobs, full_logprobs = draw(GenerationConfig(repetition_penalty=1.6, top_k=3), temperature=0.0)
     p, whole = exact(SCORES, GenerationConfig(repetition_penalty=1.6), SEEN)  # nothing is cut off: it changes no token
     assert set(tokens) == {4} and p.argmax() == 4 and whole.argmax() == 0
     np.testing.assert_allclose(logprobs, np.log(p[4]), atol=1e-5)
-    np.testing.assert_allclose(whole_logprobs, np.log(whole[4]), atol=1e-5)
+    np.testing.assert_allclose(full_logprobs, np.log(whole[4]), atol=1e-5)
 
 
 ROWS, VOCAB = 64, 50
@@ -125,7 +125,7 @@ def random_scores(seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_what_is_cut_off_is_what_numpy_cuts_off(cut):
     scores = random_scores()
-    got = np.asarray(sampling.cut_off(jnp.asarray(scores), **cut))
+    got = np.asarray(sampling.apply_cutoffs(jnp.asarray(scores), **cut))
     left = [exact(row, GenerationConfig(**cut))[0] > 0 for row in scores]
     np.testing.assert_array_equal(np.isfinite(got), left)
     np.testing.assert_array_equal(got[left], scores[left])
@@ -135,7 +135,7 @@ def test_what_is_cut_off_is_what_numpy_cuts_off(cut):
 def test_tokens_as_good_as_the_last_one_that_is_in_are_in():
     scores = jnp.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     for cut in (dict(top_k=2), dict(top_p=0.6), dict(min_p=np.exp(-1) * 0.999)):
-        assert np.flatnonzero(np.isfinite(sampling.cut_off(scores, **cut))[0]).tolist() == [1, 2, 3, 4]
+        assert np.flatnonzero(np.isfinite(sampling.apply_cutoffs(scores, **cut))[0]).tolist() == [1, 2, 3, 4]
 
 
 def kept_in_float64(row, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +174,7 @@ KINDS = ["ties", "impossible tokens", "around zero", "far apart", "one token", "
 def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind, cut):
     scores = some_scores(kind)
     scores[:, 0] = np.where(np.isfinite(scores[:, 0]), scores[:, 0], 0.0)  # one token can be drawn
-    got = np.isfinite(jax.jit(partial(sampling.cut_off, **cut))(scores))
+    got = np.isfinite(jax.jit(partial(sampling.apply_cutoffs, **cut))(scores))
     expected, doubtful = map(np.array, zip(*(kept_in_float64(row, **cut) for row in scores)))
     assert doubtful.sum() <= 0.01 * expected.sum(), "too much is left open"
     np.testing.assert_array_equal(got | doubtful, expected | doubtful)
@@ -195,9 +195,9 @@ def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     wide = replace(CFG, vocab_size=4096)
     cut = GenerationConfig(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
     programs = make_programs(wide, cut, (), 0, jnp.float32, 2, False)
-    layered = make_prepare(wide, jnp.float32, True)(random_params(wide))
+    per_layer_params = make_prepare(wide, jnp.float32, True)(random_params(wide))
     slots = programs.make_slots(4)
-    text = programs.decode.lower(slots, layered, np.float32(1)).compile().as_text()
+    text = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().as_text()
     assert not re.search(r"(?i)\bsort\(|topk", text)
     results = re.findall(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text)
     assert bool(results) == (mesh != (1, 1))
@@ -213,10 +213,10 @@ def test_greedy_decoding_looks_for_no_threshold():
     loops = {}
     for name, generation in (("plain", GenerationConfig(4, 2)), ("cut", GenerationConfig(4, 2, top_k=3, top_p=0.9))):
         programs = make_programs(CFG, generation, (), 0, jnp.float32, 2, False)
-        layered = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
+        per_layer_params = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
         for greedy in (False, True):
             decode = programs.decode_greedy if greedy else programs.decode
-            lowered = decode.lower(jax.eval_shape(lambda p=programs: p.make_slots(2)), layered, np.float32(0))
+            lowered = decode.lower(jax.eval_shape(lambda p=programs: p.make_slots(2)), per_layer_params, np.float32(0))
             loops[name, greedy] = lowered.as_text().count("stablehlo.while")
         assert (programs.decode is programs.decode_greedy) == (name == "plain"), "one program where nothing is cut off"
     assert loops["cut", False] == loops["plain", False] + 2
@@ -224,7 +224,9 @@ def test_greedy_decoding_looks_for_no_threshold():
 
 
 def test_a_repetition_penalty_moves_scores_towards_the_unlikely():
-    got = sampling.penalised(jnp.array([[3.0, -3.0, 0.0, 3.0]]), jnp.array([[True, True, True, False]]), 1.5)
+    got = sampling.apply_repetition_penalty(
+        jnp.array([[3.0, -3.0, 0.0, 3.0]]), jnp.array([[True, True, True, False]]), 1.5
+    )
     np.testing.assert_allclose(got, [[2.0, -4.5, 0.0, 3.0]])
 
 
@@ -242,13 +244,13 @@ def test_what_is_cut_off_is_what_transformers_cut_off(seed):
     ]
     for cut, warper in theirs:
         expected = warper(None, torch.from_numpy(scores.copy())).numpy()
-        np.testing.assert_array_equal(sampling.cut_off(jnp.asarray(scores), **cut), expected)
+        np.testing.assert_array_equal(sampling.apply_cutoffs(jnp.asarray(scores), **cut), expected)
     said = np.random.default_rng(seed).integers(0, VOCAB, (ROWS, 12))
     seen = np.zeros((ROWS, VOCAB), bool)
     np.put_along_axis(seen, said, True, axis=1)
     penalty = process.RepetitionPenaltyLogitsProcessor(1.3)
     expected = penalty(torch.from_numpy(said), torch.from_numpy(scores.copy())).numpy()
-    np.testing.assert_allclose(sampling.penalised(jnp.asarray(scores), seen, 1.3), expected, rtol=1e-6)
+    np.testing.assert_allclose(sampling.apply_repetition_penalty(jnp.asarray(scores), seen, 1.3), expected, rtol=1e-6)
 
 
 # ---- a whole rollout
@@ -304,5 +306,5 @@ def test_pairs_of_tokens_follow_the_distribution_of_pairs(params, rollout):
 def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollout):
     rows = slice(0, 256)
     scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
-    np.testing.assert_allclose(rollout.whole_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
-    assert np.abs(rollout.logprobs - rollout.whole_logprobs)[rows, 4:].max() > 0.1
+    np.testing.assert_allclose(rollout.full_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
+    assert np.abs(rollout.logprobs - rollout.full_logprobs)[rows, 4:].max() > 0.1

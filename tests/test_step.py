@@ -9,16 +9,16 @@ import optax
 import pytest
 
 from tests.conftest import set_mesh
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.micro_batches import Rows, summed
 from tunix_lite.learner.optim import num_updates
-from tunix_lite.learner.policy import Policy, token_logprobs
+from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.vocabulary import Scores
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Batch, Max, TrainState
+from tunix_lite.types import Batch, Max, TokenScores, TrainState
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
@@ -41,8 +41,8 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype):
 
     def gradient(batch):
         def loss(params):
-            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
-            return algorithm.loss(logprobs, batch)
+            scores = sequence_scores(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
+            return algorithm.loss(scores, batch)
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -128,14 +128,14 @@ def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
     batch = batch_of(rollout, rows=20)
     assert end_tokens.any() and (batch.loss_weight[end_tokens] > 0).all()
     old = jnp.asarray(batch.old_logprobs)
-    slope = jax.grad(lambda logprobs: GRPO().loss(logprobs, batch)[0])(old)
+    slope = jax.grad(lambda logprobs: GRPO().loss(TokenScores(logprobs, logprobs), batch)[0])(old)
     assert (np.asarray(slope)[end_tokens] != 0).all()
 
 
 def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     """A policy of one vector, whose gradient is known: loss = - sum_v w_v logprob_v = - w . x."""
     zeros = jnp.zeros((1, 3))
-    policy = Policy(generate=None, scores=lambda params, batch: Scores(params["x"][None] + zeros, zeros))
+    policy = Policy(generate=None, scores=lambda params, batch: TokenScores(params["x"][None] + zeros, zeros))
     slope = np.array(slope, np.float32)
     batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)

@@ -8,7 +8,7 @@ Shape letters, used as suffixes on array names across the package:
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -29,6 +29,22 @@ class Max:
     value: jax.Array  # a number
 
 
+class TokenScores(NamedTuple):
+    """What a policy says of the tokens that count: float32, 0 where no token counts.
+
+    A loss gets it as [R, W], the shape of its batch. Both fields have gradients.
+
+    Example: the token was drawn from (1/4, 3/4), the first of the two -> logprobs log(1/4) =
+    -1.386, entropy 0.562 nats.
+    """
+
+    logprobs: jax.Array  # log p of each token given the tokens before it
+    entropy: jax.Array  # in nats, of the whole distribution that the token was drawn from
+
+    # numpy would make one array of both fields without a word; so it raises TypeError
+    __array_ufunc__ = None
+
+
 # why a completion ended: no room left; end-of-sequence token; as settings say
 FINISH = (
     "length",
@@ -47,7 +63,7 @@ class Rollout:
     completion_mask: Any  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
     logprobs: Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
     finish: Any  # [B] int8, index into FINISH
-    whole_logprobs: Any  # [B, T] float32 under softmax(scores / temperature), nothing cut off
+    full_logprobs: Any  # [B, T] float32 under softmax(scores / temperature), nothing cut off
     # [B, 2] from the start of the rollout until the first tokens, and until the end
     seconds: Any = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took

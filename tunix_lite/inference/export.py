@@ -196,7 +196,7 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     )
     _copy_tokenizer(model, folder)
     with error_context("what was written"):
-        read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
+        read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(
         lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,

@@ -23,16 +23,16 @@ from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
+from tunix_lite.models.lora import LoraConfig, acting_params, check_targets, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import in_shards, make_sampler
-from tunix_lite.rollout.requests import Sampled
+from tunix_lite.rollout.engine import make_sampler, round_up_to_shards
+from tunix_lite.rollout.requests import Request
+from tunix_lite.rollout.scheduler import next_power_of_two
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import power_of_two
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
@@ -58,7 +58,7 @@ class Completion:
     text: str
     tokens: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
-    whole_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
+    full_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
     finish_reason: (
         # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
         str
@@ -77,7 +77,7 @@ class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
     source: FoundModel
-    params: Params  # what acts: all weights, or a base with its adapters attached
+    params: Params  # what acts: all weights, or a base with its adapters acting_params
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
     run: Path | None = None  # the run that trained it
@@ -159,7 +159,7 @@ class LanguageModel:
         seed: int,
         rollout: RolloutConfig,
         most=None,
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[Request]]:
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
         tokens = self._tokens(asked, generation)
@@ -167,14 +167,14 @@ class LanguageModel:
         width = -(-longest // WIDTH) * WIDTH
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
-        slots = min(rollout.num_slots, power_of_two(len(tokens) * num_generations))
+        slots = min(rollout.num_slots, next_power_of_two(len(tokens) * num_generations))
         limits = (
             None
             if most is None
             else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         )
         with jax.set_mesh(self.mesh):
-            slots = in_shards(slots)
+            slots = round_up_to_shards(slots)
             chosen = (
                 self.cfg,
                 self.dtype,
@@ -208,14 +208,14 @@ class LanguageModel:
                 return
             yield answers
 
-    def _completion(self, answer: Sampled) -> Completion:
+    def _completion(self, answer: Request) -> Completion:
         return Completion(
             answer.index,
             answer.generation,
             self.tokenizer.decode(answer.tokens),
             answer.tokens,
             answer.logprobs,
-            answer.whole_logprobs,
+            answer.full_logprobs,
             answer.reason,
             (answer.began, answer.ended),
         )
@@ -376,9 +376,9 @@ def open_model(
                 if found.lora is None:
                     frozen, params = None, source.load_base(found, seed, dtype)
                 else:
-                    frozen, params = source.load(found, seed)
+                    frozen, params = source.load_weights(found, seed)
         else:
-            trained = source.tables(found)[1]
+            trained = source.weight_tables(found)[1]
             with error_context("checkpoint"):
                 step, params = Checkpoints(RunDir(run).checkpoints).restore_params(
                     weights.shapes(trained), step
@@ -387,14 +387,14 @@ def open_model(
                 frozen = (
                     None if found.lora is None else source.load_base(found, seed, found.lora.base)
                 )
-        acting = attached(frozen, params, found.lora)
+        acting = acting_params(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
 def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
-    tables = [table for table in source.tables(found) if table is not None]
+    tables = [table for table in source.weight_tables(found) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
     if devices[0].platform == "cpu":

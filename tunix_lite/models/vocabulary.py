@@ -15,7 +15,6 @@ parts at once, each on its own share, and meet once at the end of a pass.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tunix_lite.models.rounding import stored
 from tunix_lite.parallel.mesh import constrain, divided, gather, parts_of
+from tunix_lite.types import TokenScores
 
 # float32 scores on a device: 64 MiB
 SCORES_AT_ONCE = 2**24
@@ -33,13 +33,6 @@ AXES = (
     "seq",
     "embed",
 )
-
-
-class Scores(NamedTuple):
-    """Of the tokens asked for, float32, in the shape of the targets."""
-
-    logprobs: jax.Array
-    entropy: jax.Array  # of the whole distribution that the token was drawn from
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Settings:
 
 def token_scores(
     hidden_BMD, table_VD, targets_BM, softcap: float | None, temperature: float
-) -> Scores:
+) -> TokenScores:
     """Log-probability of each target and the entropy beside it, [B, M] float32.
 
     hidden: at the position that predicts the target, in the type of the computation, divided over
@@ -69,7 +62,7 @@ def token_scores(
     )
     table = table.reshape(parts, blocks, size, D).swapaxes(0, 1)
     settings = Settings(softcap, temperature, V // parts)
-    return Scores(*_scores(settings, hidden_BMD, table, targets_BM))
+    return TokenScores(*_scores(settings, hidden_BMD, table, targets_BM))
 
 
 def num_blocks(vocabulary: int, tokens: int) -> int:

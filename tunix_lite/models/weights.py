@@ -286,7 +286,7 @@ def drop(x, keys, rate: float):
 # ---- readings of a table
 
 
-def flat(tree) -> dict:
+def flatten(tree) -> dict:
     """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array
     stays whole."""
     return traverse_util.flatten_dict(

@@ -319,7 +319,7 @@ def parts_of(logical: str) -> int:
     return 1 if axis is None else axis_size(axis)
 
 
-def gathered(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
+def gathered_sharding(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
     """The same place without a division over `axis`."""
     return NamedSharding(place.mesh, without(place.spec, axis))
 

@@ -14,7 +14,7 @@ from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import set_rules
 from tunix_lite.planning.batch_size import (
@@ -26,7 +26,7 @@ from tunix_lite.planning.batch_size import (
     row_width,
 )
 from tunix_lite.rollout.engine import MOST_SLOTS
-from tunix_lite.rollout.work import prompt_widths, shelf_of
+from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
             folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
             cfg, family = families.read_config(folder, family)
         lora = (
-            model.lora if model.lora.adapter is None else peft.read_config(model.lora, cfg, family)
+            model.lora
+            if model.lora.adapter is None
+            else peft.read_adapter_config(model.lora, cfg, family)
         )
     return cfg, lora if lora.rank else None
 
@@ -110,7 +112,9 @@ def make_case(
     with error_context("model.mesh_shape"):
         table = decoder.weights(cfg)
         for part in (
-            [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]
+            [table]
+            if lora is None
+            else [stored_table(table, lora.base), adapter_weights(table, lora)]
         ):
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
     if (total := sum(lengths_of(run))) > cfg.max_positions:
@@ -204,7 +208,7 @@ def rollouts_of(run: RunConfig, batch: BatchPlan) -> list[tuple[int, int]]:
 def shelf(case: Case) -> tuple[int, int, int]:
     """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
 
-    Asked of rollout.work itself, for a step and for an evaluation; the larger shelf counts.
+    Asked of rollout.scheduler itself, for a step and for an evaluation; the larger shelf counts.
     """
     run, (prompt, new) = case.run, case.lengths
     chunk, asked = min(run.rollout.chunk, new), rollouts_of(run, case.batch)
@@ -224,5 +228,5 @@ def _shelf(
         use_abstract_mesh(AbstractMesh((), ())),
         use_abstract_mesh(mesh),
     ):
-        block, room = shelf_of(prompts, generations, widths, case.slots, new, chunk)
+        block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk)
     return block, widths[0], block * room

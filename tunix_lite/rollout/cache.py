@@ -50,7 +50,7 @@ def empty_cache(
     rows."""
 
     def zeros(*shape, dtype=jnp.int8 if int8 else dtype):
-        return placed(jnp.zeros(shape, dtype), rows_axis)
+        return constrain_kv(jnp.zeros(shape, dtype), rows_axis)
 
     heads = cfg.num_kv_heads * head_copies(cfg)
     cache = []
@@ -71,29 +71,31 @@ def columns_in_use(tokens: int, length: int) -> int:
     return columns if 4 * columns <= 3 * length else length
 
 
-def resized(kv: KV, columns: int) -> KV:
+def resize_columns(kv: KV, columns: int) -> KV:
     """The cache with so many columns: those of its end are new, or left out. No sequence may have
     wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
 
     def resize(x):
-        return placed(jnp.pad(x[:, :, :columns], [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim]))
+        return constrain_kv(
+            jnp.pad(x[:, :, :columns], [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim])
+        )
 
     return jax.tree.map(resize, kv)
 
 
-def placed(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
+def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     """An array of a KV, told how it lies on the mesh."""
     return constrain(x, *(rows_axis, *AXES[1:])[: x.ndim])
 
 
-def as_kept(cfg: Architecture, k_BTKH, v_BTKH, int8: bool) -> KV:
+def to_cache_format(cfg: Architecture, k_BTKH, v_BTKH, int8: bool) -> KV:
     """New keys and values in the form that the cache has them in."""
     k, v = (jnp.repeat(x, head_copies(cfg), axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
-    return KV(*as_codes(k, v)) if int8 else KV(k, v)
+    return KV(*quantize_kv(k, v)) if int8 else KV(k, v)
 
 
-def as_codes(k_BKTH, v_BKTH):
+def quantize_kv(k_BKTH, v_BKTH):
     """int8 codes of both, then their scales: x is about code * scale, at most half a scale off."""
     scales = [jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / 127 for x in (k_BKTH, v_BKTH)]
     codes = [
@@ -103,12 +105,12 @@ def as_codes(k_BKTH, v_BKTH):
     return *codes, *scales
 
 
-def write(kv: KV, new: KV, positions_B) -> KV:
+def write_token(kv: KV, new: KV, positions_B) -> KV:
     """The cache with one new token per row, in place where the cache is donated."""
     rows_B, columns_B = jnp.arange(len(positions_B)), positions_B % kv.k.shape[2]
 
     def put(rows, x):
-        return placed(
+        return constrain_kv(
             rows.at[rows_B, :, columns_B].set(
                 x[:, :, 0], unique_indices=True, mode="promise_in_bounds"
             )
@@ -132,7 +134,7 @@ def positions_held(newest_B, columns: int):
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
-def by_position(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
+def in_position_order(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
     """The columns of a ring, and which are seen, from the oldest position to the newest: the order
     of a sum."""
     columns = kv.k.shape[2]
@@ -143,7 +145,7 @@ def by_position(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
     )
 
 
-def visible(cfg: Architecture, kind: str, newest_B, columns: int):
+def attended_columns(cfg: Architecture, kind: str, newest_B, columns: int):
     """Which columns the newest token of each row sees, [B, C]."""
     held_BC = positions_held(newest_B, columns)
     is_there_BC = held_BC >= 0
@@ -152,20 +154,20 @@ def visible(cfg: Architecture, kind: str, newest_B, columns: int):
     )
 
 
-def store(kept: KV, kv: KV, first_row, rows_axis: str) -> KV:
+def store_rows(kept: KV, kv: KV, first_row, rows_axis: str) -> KV:
     """`kept` with the rows of `kv` from `first_row` on; columns that kv has not stay as they
     are."""
 
     def put(all_rows, rows):
         start = (first_row, *[0] * (rows.ndim - 1))
-        return placed(
-            jax.lax.dynamic_update_slice(all_rows, placed(rows, rows_axis), start), rows_axis
+        return constrain_kv(
+            jax.lax.dynamic_update_slice(all_rows, constrain_kv(rows, rows_axis), start), rows_axis
         )
 
     return jax.tree.map(put, kept, kv)
 
 
-def load(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
+def load_rows(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
     """The cache with, in each row that is new, the beginning that stands in row rows_B of
     `kept`."""
 
@@ -173,11 +175,11 @@ def load(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
         width = beginnings.shape[2]
         is_new = is_new_B.reshape(-1, *[1] * (beginnings.ndim - 1))
         merged = jnp.where(is_new, jnp.take(beginnings, rows_B, axis=0), all_columns[:, :, :width])
-        return placed(jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2))
+        return constrain_kv(jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2))
 
     return jax.tree.map(put, kv, kept)
 
 
-def num_bytes(cache) -> int:
+def tree_bytes(cache) -> int:
     """Bytes of a cache, or of the shapes of one, over all devices."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

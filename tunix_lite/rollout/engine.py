@@ -15,11 +15,11 @@ import numpy as np
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size, gathered
+from tunix_lite.parallel.mesh import axis_size, gathered_sharding
 from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.requests import Sampled, check_limits, check_prompts
+from tunix_lite.rollout.requests import Request, check_limits, check_prompts
+from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import Work, fitting, prompt_widths
 from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
 # where nobody says how many
@@ -38,7 +38,7 @@ def make_sampler(
     """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
     tokenizer=None).
 
-    It yields, after every chunk, the list of `Sampled` that got new tokens, and returns the metrics
+    It yields, after every chunk, the list of `Request` that got new tokens, and returns the metrics
     of the rollout at the end. prompts: token ids of each; limits: tokens of each completion, [P *
     G], up to max_new_tokens, the default. The same key, prompt index (of `indices`, or its place in
     the list), generation and position draw the same token, whatever the mesh, the number of slots,
@@ -66,7 +66,7 @@ def make_sampler(
         indices: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[Request]]:
         if generation.stop and tokenizer is None:
             raise ValueError(
                 f"stop={list(generation.stop)}: stop texts need a tokenizer, and there is none"
@@ -75,21 +75,21 @@ def make_sampler(
         limits = check_limits(limits, len(prompts) * num_generations, generation)
         indices = range(len(prompts)) if indices is None else indices
         # the widest first: if memory does not suffice, that shows at once
-        order = sorted(range(len(prompts)), key=lambda p: -fitting(len(prompts[p]), widths))
+        order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
         asked = [
-            Sampled(p, indices[p], g, limits[p * num_generations + g])
+            Request(p, indices[p], g, limits[p * num_generations + g])
             for p in order
             for g in range(num_generations)
         ]
-        work = Work(programs, prepare(params), np.float32(temperature), asked, chunk)
-        slots = in_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
-        work.shelve(
+        work = RolloutScheduler(programs, prepare(params), np.float32(temperature), asked, chunk)
+        slots = round_up_to_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
+        work.plan_blocks(
             [prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens
         )
-        work.line_up(key)
-        work.open(slots)
+        work.enqueue(key)
+        work.fill_slots(slots)
         while (drawn := work.next_chunk()) is not None:
-            yield work.read(drawn, ends, generation.stop, tokenizer, prompts)
+            yield work.absorb(drawn, ends, generation.stop, tokenizer, prompts)
         return work.metrics()
 
     return sample
@@ -131,7 +131,7 @@ def make_generate(
             np.full((B, width + new), pad_id, np.int32),
             np.zeros((B, width + new), bool),
         )
-        logprobs, whole_logprobs = np.zeros((2, B, width + new), np.float32)
+        logprobs, full_logprobs = np.zeros((2, B, width + new), np.float32)
         finish, seconds = np.zeros(B, np.int8), np.zeros((B, 2), np.float32)
         metrics: Metrics = {}
 
@@ -150,7 +150,7 @@ def make_generate(
                     )
                     here = np.s_[row, width : width + count]
                     tokens[here], completion_mask[here] = answer.tokens, True
-                    logprobs[here], whole_logprobs[here] = answer.logprobs, answer.whole_logprobs
+                    logprobs[here], full_logprobs[here] = answer.logprobs, answer.full_logprobs
                     finish[row], seconds[row] = (
                         FINISH.index(answer.reason),
                         (answer.began, answer.ended),
@@ -164,7 +164,7 @@ def make_generate(
         token_mask = completion_mask.copy()
         token_mask[:, :width] = np.repeat(left_padded(prompts, width), num_generations, axis=0)
         return Rollout(
-            tokens, token_mask, completion_mask, logprobs, finish, whole_logprobs, seconds, metrics
+            tokens, token_mask, completion_mask, logprobs, finish, full_logprobs, seconds, metrics
         )
 
     return generate
@@ -179,7 +179,7 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         if (place := (treedef, *leaves)) not in compiled:
             places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
-            places = jax.tree.map(gathered, places) if gather else places
+            places = jax.tree.map(gathered_sharding, places) if gather else places
             compiled[place] = jax.jit(
                 partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
             )
@@ -188,7 +188,7 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
     return prepare
 
 
-def in_shards(num_slots: int) -> int:
+def round_up_to_shards(num_slots: int) -> int:
     """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every
     device, whole."""
     return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")

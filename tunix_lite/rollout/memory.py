@@ -10,10 +10,10 @@ import jax
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import axis_size, gathered, sharding, use_rules
+from tunix_lite.parallel.mesh import axis_size, gathered_sharding, sharding, use_rules
 from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.rollout.work import prompt_widths, shelf_of
 
 # of what is free: the rest is for temporaries
 USABLE = 0.9
@@ -44,7 +44,7 @@ def choose_weights(
         cache_bytes(cfg, dtype, generation, rollout, num_slots),
     )
     shelf = max(
-        (shelf_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
+        (prompt_cache_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
         default=0,
     )
     free = free_bytes()
@@ -63,7 +63,7 @@ def gathered_bytes(params, cfg: Architecture, dtype) -> int:
     """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
     shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
-    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered(place)), shapes, places)
+    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered_sharding(place)), shapes, places)
     return sum(jax.tree.leaves(sizes))
 
 
@@ -75,7 +75,7 @@ def cache_bytes(
     return _rows_bytes(cfg, dtype, rollout, num_slots, length, "batch")
 
 
-def shelf_bytes(
+def prompt_cache_bytes(
     cfg: Architecture,
     dtype,
     generation: GenerationConfig,
@@ -87,7 +87,7 @@ def shelf_bytes(
     """Bytes a device holds of prompts that have been read and wait, each for `times`
     completions."""
     new, width = generation.max_new_tokens, generation.max_prompt_length
-    block, room = shelf_of(
+    block, room = prompt_cache_blocks(
         prompts, times, prompt_widths(width), num_slots, new, min(rollout.chunk, new)
     )
     return _rows_bytes(cfg, dtype, rollout, block * room, width, "prompts")

@@ -1,7 +1,7 @@
 """What runs on the devices while sampling: three compiled programs, and the arrays that they hand
 to one another.
 
-prefill      reads prompts, once each, and keeps them in a `Shelf` of prompts that wait to be
+prefill      reads prompts, once each, and keeps them in a `PromptCache` of prompts that wait to be
 continued refill       gives every slot whose sequence has ended the next request of the `Queue`
 decode       draws `chunk` tokens in every slot, and reports what it drew
 
@@ -29,7 +29,7 @@ from tunix_lite.rollout.settings import GenerationConfig
 
 
 @flax.struct.dataclass
-class Shelf:
+class PromptCache:
     """Prompts that have been read, M of them, whole on every fsdp shard."""
 
     cache: list[KV]  # of up to max_prompt_length columns
@@ -65,12 +65,12 @@ class Slots:
 
 
 @flax.struct.dataclass
-class Drawn:
+class DecodedChunk:
     """What one chunk drew: whole on every device, so that every host sees all of it."""
 
     tokens: jax.Array  # [chunk, B]; -1: the slot was not running
     logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
-    whole_logprobs: jax.Array  # [chunk, B] under softmax(scores / temperature)
+    full_logprobs: jax.Array  # [chunk, B] under softmax(scores / temperature)
     requests: jax.Array  # [B]
     running: jax.Array  # [B] after the chunk
     head: jax.Array  # []
@@ -80,29 +80,31 @@ class Drawn:
 class Programs:
     """The compiled programs for one model and one way of sampling."""
 
-    make_shelf: Callable  # (rows) -> Shelf
+    make_prompt_cache: Callable  # (rows) -> PromptCache
     make_slots: Callable  # (slots, columns=all) -> Slots
     # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
     resize: Callable
     make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
-    # (shelf, layered, tokens [M, T], lengths [M], first_row) -> Shelf; the shelf is donated
+    # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache; the
+    # old one is donated
     prefill: Callable
     refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
-    decode: Callable  # (slots, layered, temperature) -> (Slots, Drawn); the slots are donated
+    # (slots, per_layer_params, temperature) -> (Slots, DecodedChunk); the slots are donated
+    decode: Callable
     decode_greedy: Callable  # the same for temperature 0, where nothing need be cut off
     compiles: Counter  # by program, how many times it was compiled
 
 
 def at_home(state, rows_axis: str):
-    """A Slots, Shelf or Queue, each array told where it lies on the mesh: from program to program
-    the same place."""
+    """A Slots, PromptCache or Queue, each array told where it lies on the mesh: from program to
+    program the same place."""
 
     def place(x):
         return constrain(x, *(rows_axis, *["seq"] * x.ndim)[: x.ndim])
 
     def place_any(x):
         return (
-            jax.tree.map(partial(kv_cache.placed, rows_axis=rows_axis), x)
+            jax.tree.map(partial(kv_cache.constrain_kv, rows_axis=rows_axis), x)
             if isinstance(x, KV)
             else place(x)
         )
@@ -152,10 +154,10 @@ def make_programs(
     def seen(*shape):
         return jnp.zeros((*shape, cfg.vocab_size), bool) if penalises else None
 
-    def make_shelf(rows):
+    def make_prompt_cache(rows):
         cache = kv_cache.empty_cache(cfg, rows, prompt, dtype, int8, "prompts")
         hidden, lengths = jnp.zeros((rows, cfg.embed_dim), dtype), jnp.zeros(rows, jnp.int32)
-        return at_home(Shelf(cache, hidden, lengths, seen(rows)), "prompts")
+        return at_home(PromptCache(cache, hidden, lengths, seen(rows)), "prompts")
 
     def make_slots(slots, columns=length):
         zeros = jnp.zeros(slots, jnp.int32)
@@ -179,7 +181,9 @@ def make_programs(
             Queue(rows_Q, sampling.row_keys(key, prompts_Q, generations_Q), limits_Q), "prompts"
         )
 
-    def prefill(shelf: Shelf, layered, tokens_MT, lengths_M, first_row) -> Shelf:
+    def prefill(
+        shelf: PromptCache, per_layer_params, tokens_MT, lengths_M, first_row
+    ) -> PromptCache:
         M, T = tokens_MT.shape
         tokens_MT = constrain(tokens_MT, "batch", "seq")
         is_token_MT = jnp.arange(T) < lengths_M[:, None]
@@ -187,10 +191,10 @@ def make_programs(
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
             attended = attention.xla(cfg, cfg.kinds[layer] == "local", meta, q_BTNH, k_BTKH, v_BTKH)
-            kept = kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8)
+            kept = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, int8)
             return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
 
-        hidden_MTD, kept = forward(layered, cfg, tokens_MT, meta.positions, see)
+        hidden_MTD, kept = forward(per_layer_params, cfg, tokens_MT, meta.positions, see)
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
         if penalises:
             in_it_MV = (
@@ -198,15 +202,18 @@ def make_programs(
                 .at[jnp.arange(M)[:, None], tokens_MT]
                 .max(is_token_MT)
             )
-        filled = Shelf(
-            [kv_cache.store(old, new, first_row, "prompts") for old, new in zip(shelf.cache, kept)],
+        filled = PromptCache(
+            [
+                kv_cache.store_rows(old, new, first_row, "prompts")
+                for old, new in zip(shelf.cache, kept)
+            ],
             put(shelf.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
             put(shelf.lengths, lengths_M),
             put(shelf.seen, in_it_MV) if penalises else None,
         )
         return at_home(filled, "prompts")
 
-    def refill(slots: Slots, shelf: Shelf, queue: Queue, ready, stopped_B) -> Slots:
+    def refill(slots: Slots, shelf: PromptCache, queue: Queue, ready, stopped_B) -> Slots:
         """`ready` requests have their prompts on the shelf; a slot whose request is stopped_B ends
         here."""
         is_free_B = ~slots.running | (slots.requests == stopped_B)
@@ -220,7 +227,7 @@ def make_programs(
 
         state = Slots(
             cache=[
-                kv_cache.load(kv, kept, row_B, is_new_B)
+                kv_cache.load_rows(kv, kept, row_B, is_new_B)
                 for kv, kept in zip(slots.cache, shelf.cache)
             ],
             hidden=take(shelf.hidden[row_B], slots.hidden),
@@ -235,24 +242,29 @@ def make_programs(
         )
         return at_home(state, "batch")
 
-    def decode(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
-        return decode_chunk(slots, layered, temperature, generation)
+    def decode(slots: Slots, per_layer_params, temperature) -> tuple[Slots, DecodedChunk]:
+        return decode_chunk(slots, per_layer_params, temperature, generation)
 
-    def decode_greedy(slots: Slots, layered, temperature) -> tuple[Slots, Drawn]:
-        return decode_chunk(slots, layered, temperature, generation.uncut)
+    def decode_greedy(slots: Slots, per_layer_params, temperature) -> tuple[Slots, DecodedChunk]:
+        return decode_chunk(slots, per_layer_params, temperature, generation.uncut)
 
     def decode_chunk(
-        slots: Slots, layered, temperature, generation: GenerationConfig
-    ) -> tuple[Slots, Drawn]:
-        step = partial(decode_step, layered=layered, temperature=temperature, generation=generation)
+        slots: Slots, per_layer_params, temperature, generation: GenerationConfig
+    ) -> tuple[Slots, DecodedChunk]:
+        step = partial(
+            decode_step,
+            per_layer_params=per_layer_params,
+            temperature=temperature,
+            generation=generation,
+        )
         slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
-        report = Drawn(*drawn, slots.requests, slots.running, slots.head)
+        report = DecodedChunk(*drawn, slots.requests, slots.running, slots.head)
         return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
-    def decode_step(slots: Slots, _, layered, temperature, generation: GenerationConfig):
+    def decode_step(slots: Slots, _, per_layer_params, temperature, generation: GenerationConfig):
         """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
         of a completion."""
-        scores_BV = constrain(decoder.logits(layered, cfg, slots.hidden), "batch", "vocab")
+        scores_BV = constrain(decoder.logits(per_layer_params, cfg, slots.hidden), "batch", "vocab")
         token_B, *logprobs = sampling.draw(
             scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen
         )
@@ -260,14 +272,14 @@ def make_programs(
         token_B = jnp.where(is_live_B, token_B, pad_id)
         num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
         masks = {
-            kind: kv_cache.visible(cfg, kind, newest_B, columns)[:, None]
+            kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
             for kind, columns in num_columns.items()
         }
 
         def see(layer, q_BTNH, k_BTKH, v_BTKH):
             kind = cfg.kinds[layer]
-            kv = kv_cache.write(
-                slots.cache[layer], kv_cache.as_kept(cfg, k_BTKH, v_BTKH, int8), newest_B
+            kv = kv_cache.write_token(
+                slots.cache[layer], kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, int8), newest_B
             )
             seen, mask_B1C = kv, masks[kind]
             is_ring = kind == "local" and num_columns[kind] == cfg.window
@@ -275,13 +287,13 @@ def make_programs(
             if is_ring and rounding.is_rounded(dtype):
                 ring = kv, mask_B1C, newest_B
                 seen, mask_B1C = jax.lax.platform_dependent(
-                    *ring, cpu=kv_cache.by_position, default=lambda *x: x[:2]
+                    *ring, cpu=kv_cache.in_position_order, default=lambda *x: x[:2]
                 )
             return attention.attend(
                 cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales
             ), kv
 
-        hidden_B1D, cache = forward(layered, cfg, token_B[:, None], newest_B[:, None], see)
+        hidden_B1D, cache = forward(per_layer_params, cfg, token_B[:, None], newest_B[:, None], see)
         drawn_B = slots.drawn + is_live_B
         is_last_B = jnp.isin(token_B, jnp.asarray(end_ids, jnp.int32)) | (drawn_B >= slots.limits)
         after = slots.replace(
@@ -296,7 +308,7 @@ def make_programs(
         )
         return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
 
-    resize_layer = counted(kv_cache.resized, static_argnums=1)
+    resize_layer = counted(kv_cache.resize_columns, static_argnums=1)
 
     def resize(slots: Slots, columns: int) -> Slots:
         for layer, kind in enumerate(cfg.kinds):
@@ -308,7 +320,7 @@ def make_programs(
 
     compiled_decode = counted(decode, donate_argnums=0)
     return Programs(
-        make_shelf=counted(make_shelf, static_argnums=0),
+        make_prompt_cache=counted(make_prompt_cache, static_argnums=0),
         make_slots=counted(make_slots, static_argnums=(0, 1)),
         resize=resize,
         make_queue=counted(make_queue),

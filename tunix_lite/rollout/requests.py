@@ -11,7 +11,7 @@ from tunix_lite.rollout.settings import GenerationConfig
 
 
 @dataclass
-class Sampled:
+class Request:
     """A completion, growing from chunk to chunk."""
 
     prompt: int  # the prompt that it answers, counted in the list that was given
@@ -21,7 +21,7 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)
     # under the distribution that was drawn from
     logprobs: list[float] = field(default_factory=list)
-    whole_logprobs: list[float] = field(default_factory=list)  # under softmax(scores / temperature)
+    full_logprobs: list[float] = field(default_factory=list)  # under softmax(scores / temperature)
     reason: str | None = None  # one of types.FINISH, once it has ended
     # seconds from the start of the rollout until its first tokens were seen
     began: float | None = None
@@ -31,7 +31,7 @@ class Sampled:
 
 
 def up_to_stop(
-    answer: Sampled, new: list[int], stop: tuple[str, ...], tokenizer: Tokenizer
+    answer: Request, new: list[int], stop: tuple[str, ...], tokenizer: Tokenizer
 ) -> int | None:
     """How many of the new tokens it takes until a stop text is complete; None if none is."""
     if answer.text is None:
@@ -79,7 +79,7 @@ def check_limits(limits, count: int, generation: GenerationConfig) -> list[int]:
     return [int(limit) for limit in limits]
 
 
-def not_finite(answer: Sampled, prompt, tokenizer: Tokenizer | None) -> str:
+def not_finite(answer: Request, prompt, tokenizer: Tokenizer | None) -> str:
     return (
         f"the model's scores are not finite at token {len(answer.tokens) + 1} or a little later of "
         "completion "

@@ -34,9 +34,9 @@ def draw(scores_BV, keys_B, positions_B, temperature, generation: GenerationConf
     """
     whole_BV = left_BV = scores_BV / jnp.where(temperature > 0, temperature, 1.0)
     if seen_BV is not None:
-        left_BV = penalised(whole_BV, seen_BV, generation.repetition_penalty)
+        left_BV = apply_repetition_penalty(whole_BV, seen_BV, generation.repetition_penalty)
     if generation.cuts:
-        kept_BV = cut_off(left_BV, generation.top_k, generation.top_p, generation.min_p)
+        kept_BV = apply_cutoffs(left_BV, generation.top_k, generation.top_p, generation.min_p)
         left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, scores_BV.shape[1:]))(keys_B)
@@ -68,7 +68,7 @@ def logprobs_of(scores_BV, tokens_B):
     )
 
 
-def penalised(scores_BV, seen_BV, penalty: float):
+def apply_repetition_penalty(scores_BV, seen_BV, penalty: float):
     """Scores with those of the tokens seen so far divided by the penalty, or times it where they
     are negative."""
     return jnp.where(
@@ -76,7 +76,7 @@ def penalised(scores_BV, seen_BV, penalty: float):
     )
 
 
-def cut_off(scores_BV, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+def apply_cutoffs(scores_BV, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
     """The scores with -inf for what is cut off: left are of the top_k best those that first reach
     top_p, and of them those at least min_p times as likely as the best. Tokens as good as the last
     one that is in are in, so top_k may leave more than k, and top_p counts within all of them.

@@ -17,7 +17,7 @@ from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
-from tunix_lite.models.lora import LoraConfig, attached
+from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.planning.resolved import rollouts_of
 from tunix_lite.rollout import memory
@@ -61,7 +61,7 @@ class Learner:
 
     def acting(self, state: TrainState) -> Params:
         """What the policy acts with: the parameters, with adapters attached to their base."""
-        return attached(self.frozen, state.params, self.lora)
+        return acting_params(self.frozen, state.params, self.lora)
 
     def compiled(self, state: TrainState, rows: Batch) -> Callable:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
@@ -132,12 +132,12 @@ def initial_state(
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with error_context("model.weights"):
-        frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
+        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
     with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
-    acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
+    acting, asked = acting_params(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
     weights, why = memory.choose_weights(
         acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
     )

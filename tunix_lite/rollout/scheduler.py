@@ -17,8 +17,8 @@ import numpy as np
 
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.programs import Drawn, Programs
-from tunix_lite.rollout.requests import Sampled, not_finite, up_to_stop
+from tunix_lite.rollout.programs import DecodedChunk, Programs
+from tunix_lite.rollout.requests import Request, not_finite, up_to_stop
 from tunix_lite.types import Metrics
 
 # prompts that are read together, padded: enough to keep any device busy
@@ -29,21 +29,27 @@ CHUNKS_AHEAD = 3
 NARROWEST = 64
 
 
-class Work:
+class RolloutScheduler:
     """One rollout on its way: what is on the devices, and what the host knows of it."""
 
-    def __init__(self, programs: Programs, layered, temperature, asked: list[Sampled], chunk: int):
-        self.programs, self.layered, self.temperature = programs, layered, temperature
+    def __init__(
+        self, programs: Programs, per_layer_params, temperature, asked: list[Request], chunk: int
+    ):
+        self.programs, self.per_layer_params, self.temperature = (
+            programs,
+            per_layer_params,
+            temperature,
+        )
         self.asked, self.chunk = asked, chunk
         # chunks that were started and not read yet
-        self.in_flight: deque[Drawn] = deque()
+        self.in_flight: deque[DecodedChunk] = deque()
         # requests known to have been taken; more may have been
         self.started = 0
         self.unfinished = len(asked)
         self.began = time.perf_counter()
         self.num_chunks = self.chunks_read = self.prefill_tokens = 0
 
-    def shelve(
+    def plan_blocks(
         self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int
     ) -> None:
         """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for
@@ -51,13 +57,14 @@ class Work:
 
         `longest`: tokens of a completion.
         """
-        self.block, self.room = shelf_of(
+        self.block, self.room = prompt_cache_blocks(
             len(prompts), num_generations, widths, num_slots, longest, self.chunk
         )
         # prompts of one width together: what a prompt is padded to depends on it alone, and so do
         # the last digits
         alike = [
-            [*group] for _, group in groupby(prompts, lambda prompt: fitting(len(prompt), widths))
+            [*group]
+            for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths))
         ]
         self.blocks = [
             group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)
@@ -68,9 +75,9 @@ class Work:
         self.length = widths[0] + longest
         # by blocks read
         self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])
-        self.shelf = self.programs.make_shelf(self.room * self.block)
+        self.shelf = self.programs.make_prompt_cache(self.room * self.block)
 
-    def line_up(self, key) -> None:
+    def enqueue(self, key) -> None:
         """Puts all requests into the queue."""
         places = [
             b % self.room * self.block + i
@@ -78,7 +85,7 @@ class Work:
             for i in range(len(block))
         ]
         rows = np.repeat(places, self.num_generations)
-        padding = power_of_two(len(self.asked), least=NARROWEST) - len(self.asked)
+        padding = next_power_of_two(len(self.asked), least=NARROWEST) - len(self.asked)
         columns = (
             [a.index for a in self.asked],
             [a.generation for a in self.asked],
@@ -88,14 +95,14 @@ class Work:
         columns = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
         self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *columns)
 
-    def open(self, num_slots: int) -> None:
+    def fill_slots(self, num_slots: int) -> None:
         """Fills the slots, and starts as many chunks as should be under way."""
         self.columns, self.num_slots = self.columns_needed(), num_slots
         self.slots = self.programs.make_slots(num_slots, self.columns)
         self.stopped = np.full(num_slots, -1, np.int32)
         # all slots are free: what is ready is taken
         while self.started < min(num_slots, len(self.asked)):
-            self.read_prompts()
+            self.prefill_blocks()
             self.refill()
             self.started = min(self.num_ready, num_slots)
         self.start_chunk()
@@ -107,19 +114,21 @@ class Work:
         """Requests whose prompts have been read."""
         return int(self.ready[self.num_read])
 
-    def read_prompts(self) -> None:
+    def prefill_blocks(self) -> None:
         """Reads all blocks of prompts that have room, which is that of blocks whose requests have
         all been taken."""
         while self.num_read < len(self.blocks):
             if self.ready[max(0, self.num_read - self.room + 1)] > self.started:
                 return
             block = self.blocks[self.num_read]
-            width = fitting(max(map(len, block)), self.widths)
+            width = padded_width(max(map(len, block)), self.widths)
             tokens, lengths = np.zeros((self.block, width), np.int32), np.ones(self.block, np.int32)
             for i, row in enumerate(block):
                 tokens[i, : len(row)], lengths[i] = row, len(row)
             place = np.int32(self.num_read % self.room * self.block)
-            self.shelf = self.programs.prefill(self.shelf, self.layered, tokens, lengths, place)
+            self.shelf = self.programs.prefill(
+                self.shelf, self.per_layer_params, tokens, lengths, place
+            )
             self.num_read += 1
             self.prefill_tokens += sum(map(len, block))
 
@@ -150,15 +159,15 @@ class Work:
         if (columns := self.columns_needed()) != self.columns:
             self.slots, self.columns = self.programs.resize(self.slots, columns), columns
         if self.num_chunks and self.started < len(self.asked):
-            self.read_prompts()
+            self.prefill_blocks()
             self.refill()
         decode = self.programs.decode if self.temperature > 0 else self.programs.decode_greedy
-        self.slots, drawn = decode(self.slots, self.layered, self.temperature)
+        self.slots, drawn = decode(self.slots, self.per_layer_params, self.temperature)
         jax.tree.map(lambda x: x.copy_to_host_async(), drawn)
         self.in_flight.append(drawn)
         self.num_chunks += 1
 
-    def next_chunk(self) -> Drawn | None:
+    def next_chunk(self) -> DecodedChunk | None:
         """What the oldest chunk under way drew, with the next one started; None if nothing is
         unfinished."""
         if not self.unfinished:
@@ -174,9 +183,9 @@ class Work:
             self.start_chunk()
         return drawn
 
-    def read(
-        self, drawn: Drawn, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts
-    ) -> list[Sampled]:
+    def absorb(
+        self, drawn: DecodedChunk, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts
+    ) -> list[Request]:
         """Hands each token to its completion, and finds those that have ended. Raises
         FloatingPointError."""
         now, touched = time.perf_counter() - self.began, []
@@ -194,7 +203,7 @@ class Work:
             answer.began = now if answer.began is None else answer.began
             answer.tokens += new
             answer.logprobs += drawn.logprobs[: len(new), slot].tolist()
-            answer.whole_logprobs += drawn.whole_logprobs[: len(new), slot].tolist()
+            answer.full_logprobs += drawn.full_logprobs[: len(new), slot].tolist()
             if not drawn.running[slot] and answer.reason is None:
                 answer.reason = ends.get(answer.tokens[-1], "length")
             if answer.reason is not None:
@@ -218,7 +227,7 @@ class Work:
         }
 
 
-def shelf_of(
+def prompt_cache_blocks(
     num_prompts: int,
     num_generations: int,
     widths: list[int],
@@ -233,7 +242,7 @@ def shelf_of(
     all steps run one program.
     """
     fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
-    block = -(-min(power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
+    block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
     # blocks that there can be
     most = -(-num_prompts // block) + len(widths) - 1
@@ -248,11 +257,11 @@ def prompt_widths(longest: int) -> list[int]:
     return widths
 
 
-def fitting(length: int, widths: list[int]) -> int:
+def padded_width(length: int, widths: list[int]) -> int:
     """The least of the widths that holds `length` tokens."""
     return min(width for width in widths if width >= length)
 
 
-def power_of_two(count: int, least: int = 1) -> int:
+def next_power_of_two(count: int, least: int = 1) -> int:
     """The least power of two that is not below either."""
     return 1 << (max(count, least) - 1).bit_length()
