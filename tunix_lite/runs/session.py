@@ -42,6 +42,8 @@ class Job:
     began: float | None = None
     # the setting with which the same command goes on; None: hydra.run.dir of the run's folder
     resume_hint: str | None = None
+    # what the same process has found already about this run (setup.find_parts); None: nothing
+    found: Parts | None = None
     # what stopped the run, or may have: there once the run has been opened
     stopping: Stopping | None = None
 
@@ -87,7 +89,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
 
     # Checks: whatever the settings get wrong ends here.
     run_dir = RunDir(folder, jax.process_index())
-    parts = prepare(run, run_dir)
+    parts = prepare(run, run_dir, job.found)
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps

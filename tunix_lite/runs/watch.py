@@ -35,7 +35,8 @@ from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import planning_case, write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tasks.task import Judged
-from tunix_lite.tracking.rundir import closing_with
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.rundir import RunDir, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Metrics, TrainState
 
@@ -265,7 +266,8 @@ class Watch:
         if graded is not None and self.is_due(
             done.step, self.session.run.tracking.samples_interval_steps
         ):
-            self.keep_samples(done.step, graded)
+            shown = self.session.run.tracking.samples_shown
+            keep_samples(self.session.run_dir, self.session.console, done.step, graded, shown)
         self.session.status.steps = done.step
 
     def save(self) -> None:
@@ -299,16 +301,6 @@ class Watch:
         file = self.session.run_dir.write_skipped(done.step, arrays)
         text = f"step {done.step} skipped: {numbers(metrics)}; its batch is in {file}"
         self.session.console.say(text, style="red")
-
-    def keep_samples(self, step: int, graded: Judged) -> None:
-        """Write all completions of a step, and show a few of them, from best to worst."""
-        rows = sample_rows(graded)
-        self.session.run_dir.write_samples(step, rows)
-        rewarded = [row for row in rows if row["reward"] is not None]
-        ranked = sorted(rewarded, key=lambda row: -row["reward"])
-        count = min(self.session.run.tracking.samples_shown, len(ranked))
-        chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
-        self.session.console.samples(step, [ranked[i] for i in chosen])
 
 
 def open_watch(session: Session, learner: Learner) -> Watch:
@@ -382,6 +374,19 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     )
     closing.enter_context(watch.unfinished.kept(session.stopping))
     return watch
+
+
+def keep_samples(
+    run_dir: RunDir, console: Console, step: int, graded: Judged, num_shown: int
+) -> None:
+    """Write all completions of a step, and show so many of them, from best to worst."""
+    rows = sample_rows(graded)
+    run_dir.write_samples(step, rows)
+    rewarded = [row for row in rows if row["reward"] is not None]
+    ranked = sorted(rewarded, key=lambda row: -row["reward"])
+    count = min(num_shown, len(ranked))
+    chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
+    console.samples(step, [ranked[i] for i in chosen])
 
 
 def sample_rows(graded: Judged) -> list[dict[str, Any]]:
