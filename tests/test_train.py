@@ -269,7 +269,7 @@ def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
     folder = copied(finished, tmp_path)
     os.truncate(folder / "fingerprint.json", 100)
     with pytest.raises(
-        ConfigError, match=f"resume: {folder}/fingerprint.json cannot be read .*; resume.force=true goes"
+        ConfigError, match=f"resume: {folder}/fingerprint.json is not JSON .*; resume.force=true goes"
     ):
         train(compose([*SHORT, "training.max_steps=6"]), folder)
     (folder / "checkpoints" / "4" / "default" / "manifest.ocdbt").unlink()  # which ends it soon
