@@ -52,11 +52,11 @@ WRITTEN = []  # what its status.json said, one after the other: the word, the st
 
 
 def noting_latest(really):
-    def becomes_latest(self):
+    def point_latest_here(self):
         LATEST.append((self.path, Checkpoints(self.checkpoints).steps()))
         really(self)
 
-    return becomes_latest
+    return point_latest_here
 
 
 def noting(written: list):
@@ -76,7 +76,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "heartbeat", BEATS.append)
-        patch.setattr(RunDir, "becomes_latest", noting_latest(RunDir.becomes_latest))
+        patch.setattr(RunDir, "point_latest_here", noting_latest(RunDir.point_latest_here))
         patch.setattr(Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
@@ -268,9 +268,7 @@ def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tm
 def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
     folder = copied(finished, tmp_path)
     os.truncate(folder / "fingerprint.json", 100)
-    with pytest.raises(
-        ConfigError, match=f"resume: {folder}/fingerprint.json is not JSON .*; resume.force=true goes"
-    ):
+    with pytest.raises(ConfigError, match=f"resume: {folder}/fingerprint.json is not JSON .*; resume.force=true goes"):
         train(compose([*SHORT, "training.max_steps=6"]), folder)
     (folder / "checkpoints" / "4" / "default" / "manifest.ocdbt").unlink()  # which ends it soon
     with pytest.raises(ConfigError, match=r"resume: step 4 cannot be read \(.*\); remove .*/4 to go on from step 2$"):
@@ -339,7 +337,7 @@ IN_CHUNKS = ["rollout.chunk=2"]  # of 8 tokens: four at least
 def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been(finished, tmp_path, monkeypatch):
     """It saves the state of step 1, which the second rollout has not changed, and leaves within the rollout."""
     whole, wanted = finished
-    really, chunks = Stopping.look, []
+    really, chunks = Stopping.check_between_chunks, []
 
     def look(self):
         """The signal comes in the second rollout, after the second chunk of it."""
@@ -351,7 +349,7 @@ def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been
     run = compose([*SHORT, *IN_CHUNKS, "training.save_interval_steps=4"])
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(Stopping, "look", look)
+        patch.setattr(Stopping, "check_between_chunks", look)
         stopped = train(run, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
     assert int(stopped.step) == 1 and sum(chunks) == 2, "no chunk after the signal"

@@ -23,7 +23,7 @@ from tunix_lite.distributed.join import (
 )
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
-from tunix_lite.distributed.stopping import job_began
+from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import weights_digest
 from tunix_lite.runs.session import Job
@@ -91,7 +91,7 @@ def start(run: RunConfig, folder: Path) -> None:
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
-        job = Job(job_began(os.environ), resume_hint, FOUND.pop(_key(run), None))
+        job = Job(job_start_time(os.environ), resume_hint, FOUND.pop(_key(run), None))
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):
@@ -107,10 +107,10 @@ def join(run: RunConfig) -> None:
     folder = given or fresh_folder(run.project_name, sys.argv)
     with error_context(""):
         # can it be read?
-        job_began(os.environ)
+        job_start_time(os.environ)
         if "$" in folder and not is_alone(run.launch, os.environ):
             # by each process, at another time of day: the first one's counts
-            folder = program.resolved(folder, values)
+            folder = program.fill_in_folder(folder, values)
         ours = process_info(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)

@@ -65,7 +65,7 @@ class Learner:
 
     def compiled(self, state: TrainState, rows: Batch) -> Callable:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
-        with self.stopping.until_done(COMPILATION):
+        with self.stopping.uninterruptible(COMPILATION):
             return self.train_step.compiled(state, self.frozen, rows)
 
 
@@ -101,7 +101,7 @@ def build_learner(session: Session) -> Learner:
 
     # The policy as the loop uses it: a signal ends a rollout, and the reference's time is taken.
     seconds: Counter = Counter()
-    generate = partial(policy.generate, between_chunks=session.stopping.look)
+    generate = partial(policy.generate, between_chunks=session.stopping.check_between_chunks)
     policy = timed(replace(policy, generate=generate), seconds)
     return Learner(
         state=state,

@@ -12,7 +12,7 @@ import jax
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
-from tunix_lite.distributed.stopping import Leave, Stopping
+from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
 from tunix_lite.runs.leaving import saved
@@ -93,7 +93,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
-    explained = partial(disk_errors_explained, run_dir.path, status.when, whole_steps)
+    explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), contextlib.ExitStack() as outside:
         # The folder and its log.
@@ -129,13 +129,13 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
                 workers = parts.task.with_workers(run.rewards, console.say, stopping)
                 session.task = closing.enter_context(workers)
                 yield session
-        except Leave as leave:
-            session.state = leave.state
+        except StopRun as stop:
+            session.state = stop.state
         except BaseException as error:
             _failed(session, error)
             raise
         status.write("stopped" if status.stopped else "completed")
-        for text, style in status.last_words(resume_hint):
+        for text, style in status.closing_lines(resume_hint):
             console.say(text, style=style)
 
 

@@ -113,7 +113,7 @@ class Watch:
         # The plan, by the programs of this run, which compile now.
         console.busy("compiling…")
         case = planning_case(session.run, session.parts, learner.rollout)
-        with session.stopping.until_done(COMPILATION):
+        with session.stopping.uninterruptible(COMPILATION):
             programs = training_programs(
                 case, learner.policy, learner.train_step, state, learner.frozen
             )
@@ -125,7 +125,7 @@ class Watch:
         console.say(str(self.throughput))
 
         # The accuracy at the start, or the one that an earlier start did not come to.
-        session.stopping.may_leave = True
+        session.stopping.may_stop = True
         if self.start == 0 or self.unmeasured is not None:
             measured = self.evaluated()
             if measured:
@@ -144,16 +144,16 @@ class Watch:
     def updating(self, experience: Experience, update: Callable) -> Iterator[None]:
         """Around the update alone: until it is done nothing can stop the run.
 
-        Raises Leave, on all processes, if one of them was asked to stop: nothing has changed yet.
+        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
         """
         stopping = self.session.stopping
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
-        stopping.before_update()
+        stopping.check_before_update()
         self._collected = time.perf_counter()
         self._updates_before = num_updates(self.state.opt_state)
-        stopping.may_leave = False
-        with stopping.until_done(UPDATE, times=experience.updates_left):
+        stopping.may_stop = False
+        with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
         self._updated = time.perf_counter()
 
@@ -169,7 +169,7 @@ class Watch:
 
         # An end from here on keeps this step: it is logged even if its evaluation is cut short.
         self.accuracy = None
-        session.stopping.may_leave = done.ends_rollout
+        session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
         metrics |= self.observed(done)
@@ -247,7 +247,7 @@ class Watch:
             self.learner.seed_key,
             num_examples,
         )
-        session.status.saw(metrics["eval/accuracy"])
+        session.status.record_accuracy(metrics["eval/accuracy"])
         return {**metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
@@ -323,7 +323,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         run_dir.checkpoints,
         run.training.keep_checkpoints,
         run.training.keep_best_checkpoints,
-        run_dir.becomes_latest,
+        run_dir.point_latest_here,
     )
 
     # Trackers go on where this run does: lines of later steps are of a run that was killed.
