@@ -92,17 +92,17 @@ def test_a_total_has_the_same_bits_in_every_order_and_is_the_sum(count):
     rng = np.random.default_rng(count)
     x = np.exp(-rng.exponential(5, count)).astype(np.float32)
     orders = [x, x[::-1], np.sort(x), np.concatenate([x[1:], x[:1]])]
-    totals = [float(jax.jit(rounding.total)(jnp.asarray(order))[0]) for order in orders]
+    totals = [float(jax.jit(rounding.sum_exactly)(jnp.asarray(order))[0]) for order in orders]
     assert len(set(totals)) == 1
     assert totals[0] == pytest.approx(math.fsum(x.astype(np.float64)), rel=3e-7)
-    np.testing.assert_array_equal(jax.grad(lambda x: rounding.total(x)[0])(jnp.asarray(x)), np.ones(count))
+    np.testing.assert_array_equal(jax.grad(lambda x: rounding.sum_exactly(x)[0])(jnp.asarray(x)), np.ones(count))
 
 
 def test_zeros_anywhere_do_not_change_a_sum_of_values():
     rng = np.random.default_rng(0)
     probs, values = rng.random((2, 3, 5, 2, 30)), rng.normal(size=(2, 3, 30, 8))
     probs, values = jnp.asarray(probs, BF16), jnp.asarray(values, BF16)
-    sums = jax.jit(partial(rounding.one_by_one, preferred_element_type=jnp.float32))
+    sums = jax.jit(partial(rounding.sum_one_by_one, preferred_element_type=jnp.float32))
     plain = jnp.einsum("bktqs,bksh->btkqh", probs.astype(jnp.float32), values.astype(jnp.float32))
     np.testing.assert_allclose(sums(probs, values), plain, rtol=1e-5, atol=1e-5)
     for before, after in ((1, 0), (2, 3), (7, 30)):
