@@ -220,8 +220,8 @@ def batch() -> Batch:
 class Likelihood:
     """The negative log-likelihood of the batch."""
 
-    def loss(self, logprobs, batch):
-        return -jnp.sum(batch.loss_weight * logprobs), {}
+    def loss(self, scores, batch):
+        return -jnp.sum(batch.loss_weight * scores.logprobs), {}
 
 
 def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1):

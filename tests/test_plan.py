@@ -99,7 +99,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     batch = batch.replace(old_logprobs=np.asarray(drawn.logprobs), loss_weight=batch.loss_weight.astype(np.float32))
     laid_out, _ = case.rows.lay_out(batch)
     found["scoring"] = scoring_program(policy.scores, case.rows).lower(reference, laid_out).compile().memory_analysis()
-    batch = batch.replace(ref_logprobs=np.asarray(policy.ref_logprobs(batch)))
+    batch = batch.replace(ref_logprobs=np.asarray(policy.scorers["reference"](batch)))
     laid_out, _ = case.rows.lay_out(batch)
     found["update"] = step.program(state, frozen, laid_out).lower(state, frozen, laid_out).compile().memory_analysis()
     step(state, frozen, laid_out)
