@@ -51,7 +51,7 @@ HONEST_PATH = (
     ("tunix_lite/commands/program.py", "main"),
     ("tunix_lite/commands/program.py", "_check"),
     ("tunix_lite/commands/program.py", "compose"),
-    ("tunix_lite/commands/program.py", "composed"),
+    ("tunix_lite/commands/program.py", "compose_values"),
     ("tunix_lite/commands/program.py", "_or_exit"),
     ("tunix_lite/config.py", "RunConfig"),
     ("tunix_lite/config.py", "build"),

@@ -22,9 +22,9 @@ from test_sizes import PUBLISHED, REFUSED
 
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
-from tunix_lite.commands.chat import Chat
-from tunix_lite.commands.export import Export
-from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.export import ExportConfig
+from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
@@ -53,7 +53,13 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanConfig, "replay": Replay}
+PROGRAMS = {
+    "generate": GenerateConfig,
+    "chat": ChatConfig,
+    "export": ExportConfig,
+    "plan": PlanConfig,
+    "replay": Replay,
+}
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -245,7 +251,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     """Its own settings and those of a run can be built. The folder of a run need not exist."""
     if overrides is None:
         return
-    values = program.composed(overrides, of=(f"+command={name}",))
+    values = program.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
     if name == "plan":

@@ -394,7 +394,7 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
 def test_what_a_model_says_acts_on_no_terminal_and_is_itself_in_a_file(monkeypatch):
     for is_terminal, shown in ((True, r"a\x1b[2J\u202e" + "\n"), (False, "a\x1b[2J\u202e\n")):
         monkeypatch.setattr(sys.stdout, "isatty", lambda it=is_terminal: it, raising=False)
-        assert generate_command.shown("a\x1b[2J\u202e\n") == shown
+        assert generate_command.escape_for_terminal("a\x1b[2J\u202e\n") == shown
 
 
 def test_every_command_shows_its_settings(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.join import heartbeat
-from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
+from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Stopping, StopRun
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
 from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
@@ -81,7 +81,7 @@ def train_in_job(
     told = partial(
         disk_errors_explained,
         run_dir.path,
-        status.when,
+        status.progress,
         Checkpoints(run_dir.checkpoints).whole_steps,
     )
     with told(), contextlib.ExitStack() as outside:
@@ -105,7 +105,7 @@ def train_in_job(
         try:
             with told(), contextlib.ExitStack() as closing:
                 state = fit(run, parts, run_dir, console, status, stopping, closing)
-        except Leave as leave:
+        except StopRun as leave:
             state = leave.state
         except BaseException as error:
             # else found while loading: whatever the folder said before still holds
@@ -117,7 +117,7 @@ def train_in_job(
                     console.say(f"{word} after step {status.steps}; {saved(run_dir)}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
-        for text, style in status.last_words(goes_on):
+        for text, style in status.closing_lines(goes_on):
             console.say(text, style=style)
         return state, stopping
 
@@ -151,7 +151,7 @@ def fit(
     # until all is on disk
     closing.enter_context(stopping)
     kept = settings.keep_checkpoints, settings.keep_best_checkpoints
-    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
     row = None if begins else unmeasured(run, run_dir, start)
     cut = None if begins or not start else start if row is None else start - 1
     trackers: list[Tracker] = (
@@ -171,7 +171,10 @@ def fit(
         )
     seed_key, seconds = jax.random.key(run.seed), Counter()
     policy = timed(
-        replace(policy, generate=partial(policy.generate, between_chunks=stopping.look)), seconds
+        replace(
+            policy, generate=partial(policy.generate, between_chunks=stopping.check_between_chunks)
+        ),
+        seconds,
     )
     profiled = settings.profile_communication and run_dir.is_first
     profile = Profile(run_dir.path if profiled else None, settings.max_steps - start)
@@ -188,7 +191,7 @@ def fit(
         if status.steps > start:
             heartbeat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
-        status.saw(seen["eval/accuracy"])
+        status.record_accuracy(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
     fingerprint_pending = parts.overwrites_other_run(run_dir)
@@ -219,14 +222,14 @@ def fit(
 
     console.busy("compiling…")
     case = planning_case(run, parts, rollout)
-    with stopping.until_done(COMPILATION):
+    with stopping.uninterruptible(COMPILATION):
         plan = plan_of_this_run(case, training_programs(case, policy, train_step, state, frozen))
     if run_dir.is_first:
         report.write(plan, run_dir.path)
     console.say(memory_line(plan))
     check_fits(plan, console.say)
     console.say(str(throughput))
-    stopping.may_leave = True
+    stopping.may_stop = True
     if (start == 0 or row is not None) and (seen := measure()):
         _log(trackers, start, (row or {}) | seen)
         status.write("running")
@@ -245,15 +248,15 @@ def fit(
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
-                with stopping.until_done(COMPILATION):
+                with stopping.uninterruptible(COMPILATION):
                     # here: compiling is not updating
                     update = train_step.compiled(state, frozen, laid_out)
                 if step == start:
                     profile.write_table(update, parts.mesh)
-                stopping.before_update()
+                stopping.check_before_update()
             collected, made = time.perf_counter(), num_updates(state.opt_state)
-            stopping.may_leave = False
-            with stopping.until_done(UPDATE, times=updates - step % updates):
+            stopping.may_stop = False
+            with stopping.uninterruptible(UPDATE, times=updates - step % updates):
                 state, learned = jax.block_until_ready(update(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
         skipped = skipped + 1 if metrics["train/skipped"] else 0
@@ -264,7 +267,7 @@ def fit(
         metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
 
         done, accuracy = step + 1, None
-        can_end = stopping.may_leave = done % updates == 0
+        can_end = stopping.may_stop = done % updates == 0
         stopping.has_learned = True
         ends.tell.append(partial(tell, done, metrics, judged))
         if is_due(done, run.evaluation.interval_steps, settings.max_steps):

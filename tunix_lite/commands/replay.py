@@ -16,7 +16,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.inference.language_model import LanguageModel, open_model
+from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
@@ -57,7 +57,7 @@ class Replay:
 
 
 def main() -> None:
-    program.command("replay", Replay, replay)
+    program.run_command("replay", Replay, replay)
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
@@ -71,7 +71,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
         if saw(folder, settings.skipped, step)
         else " (not those that saw them, which are not kept)"
     )
-    seed = program.run_settings(folder.path, run.model.family)[1]
+    seed = run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
         raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")

@@ -50,7 +50,7 @@ class Exported:
     serve: str  # the command that serves it
 
 
-def check(
+def check_export(
     model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool
 ) -> str:
     """The kind that will be written. Raises ConfigError for what cannot be, before anything is
@@ -119,7 +119,7 @@ def export(
     """
     out = Path(out).expanduser().resolve()
     source = model.source
-    kind = check(source.lora is not None, out, kind, dtype, overwrite)
+    kind = check_export(source.lora is not None, out, kind, dtype, overwrite)
     for what, folder in (
         ("the base", source.folder),
         ("the adapter", source.lora and source.lora.adapter),

@@ -25,9 +25,7 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
-from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import PromptCache, Slots, at_home, make_programs
 from tunix_lite.types import RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -165,10 +163,9 @@ def placed(shapes, places):
 def batch_shapes(case: Case) -> RowBatch:
     """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
     algorithm = case.run.algorithm
-    values = [
-        *_values_before_scoring(case),
-        *(["ref_logprobs"] if algorithm.needs_reference else []),
-    ]
+    values = _values_before_scoring(case)
+    if algorithm.needs_reference:
+        values.append("ref_logprobs")
     streams = stream_names(algorithm)
     return case.rows.shapes(case.batch.sequences, sum(case.lengths), values, streams)
 
@@ -258,7 +255,7 @@ def _sampling(case: Case, shapes: Shapes):
 def _prefill(case: Case, shapes: Shapes):
     programs, per_layer_params = _sampling(case, shapes)
     block, width, room = shelf(case)
-    waiting = at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
+    waiting = _at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
     tokens, lengths = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
     )
@@ -269,23 +266,15 @@ def _prefill(case: Case, shapes: Shapes):
 
 def _decode(case: Case, shapes: Shapes):
     programs, per_layer_params = _sampling(case, shapes)
-    slots = at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
+    slots = _at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
     return programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32))
 
 
-def at_home(shapes, rows_axis: str):
-    """The shapes of Slots or a PromptCache, placed as rollout.programs.at_home places arrays."""
+def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:
+    """The shapes, placed where the programs of the rollout place the arrays."""
 
-    def place(x, axes):
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding((rows_axis, *axes)[: x.ndim], x.shape)
-        )
-
-    def place_any(x):
-        if isinstance(x, KV):
-            return jax.tree.map(lambda part: place(part, kv_cache.AXES[1:]), x)
-        return place(x, ["seq"] * x.ndim)
+    def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape))
 
     with use_rules("rollout"):
-        homes = jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))
-        return homes if shapes.seen is None else homes.replace(seen=place(shapes.seen, ["vocab"]))
+        return at_home(shapes, rows_axis, place)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from jax.sharding import AbstractMesh, use_abstract_mesh
-
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.policy import DTYPES
@@ -25,7 +23,6 @@ from tunix_lite.planning.batch_size import (
     plan_rows,
     row_width,
 )
-from tunix_lite.rollout.engine import MOST_SLOTS
 from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 
 
@@ -135,8 +132,7 @@ def make_case(
 def slots_of(run: RunConfig, batch: BatchPlan, fsdp: int) -> int:
     """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of
     fsdp."""
-    slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
-    return -(-slots // fsdp) * fsdp
+    return run.rollout.slots(batch.sequences, fsdp)
 
 
 # attention's words, where cuDNN is not on this machine
@@ -222,11 +218,6 @@ def _shelf(
     prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int
 ) -> tuple[int, int, int]:
     widths = prompt_widths(prompt)
-    mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
-    # none between two of different sizes
-    with (
-        use_abstract_mesh(AbstractMesh((), ())),
-        use_abstract_mesh(mesh),
-    ):
-        block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk)
+    fsdp = case.sizes["fsdp"]
+    block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk, fsdp)
     return block, widths[0], block * room
