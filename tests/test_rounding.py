@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import ragged_prompts, random_params
-from tunix_lite.learner.micro_batches import PACKING, Rows
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
+from tunix_lite.learner.rows import PACKING, RowLayout
 from tunix_lite.models import attention, decoder, quantize, rounding, source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
@@ -40,13 +40,13 @@ CASES = [
 CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
 
 
-def rows_for(packing: str, width: int) -> Rows:
+def rows_for(packing: str, width: int) -> RowLayout:
     """Room for 4 prompts of up to `width` tokens with 4 completions of 14 each, in two micro-batches."""
     if packing == "none":
-        return Rows("none", 2, 14)
+        return RowLayout("none", 2, 14)
     if packing == "sequences":
-        return Rows("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
-    return Rows("prefix", 2, None, RowShape(14, 2, width), 4)
+        return RowLayout("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
+    return RowLayout("prefix", 2, None, RowShape(14, 2, width), 4)
 
 
 def asked_of(name: str):
@@ -168,7 +168,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     )
     read = (shelf, per_layer_params, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
     return {
-        "scoring": scoring_program(scores, Rows("none", 1, 14)).lower(params, batch),
+        "scoring": scoring_program(scores, RowLayout("none", 1, 14)).lower(params, batch),
         "decode": programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32)),
         "prefill": programs.prefill.lower(*read, jax.ShapeDtypeStruct((), jnp.int32)),
     }
