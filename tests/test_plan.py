@@ -21,7 +21,6 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.micro_batches import STATIC
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
@@ -34,7 +33,7 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, batch_shapes
+from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, scored_batch_shapes
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import engine
@@ -147,11 +146,11 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     tokens, counts = np.ones((8, 22), np.int32), np.arange(22) >= np.full((8, 1), 10)
     ones = np.ones((8, 22), np.float32)
     batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32), ones, ones))
-    foreseen = batch_shapes(case, with_reference=False)
+    foreseen = scored_batch_shapes(case)
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
         shape = getattr(foreseen, name)
-        if name in STATIC:
+        if name in ("prefix_columns", "lane_columns", "streams"):
             assert shape == array
         elif array is None or name in ("scored", "previous", "is_scored"):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
@@ -296,7 +295,11 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
     assert speed.gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
     rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
-    rounded = plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {}).phases[-1].bound
+    rounded = (
+        plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})
+        .phases[-1]
+        .bound
+    )
     assert update.sent_bytes - rounded.sent_bytes == 2 * 3 * (88 * 16) * 2  # forward in bfloat16, too
     # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
     assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
@@ -514,7 +517,7 @@ def test_without_the_compiler_the_message_says_what_to_install_and_what_goes_wit
 
 def test_cudnn_of_a_gpu_that_is_not_here_is_estimated_and_not_compiled(monkeypatch):
     words = ["model=gemma3_1b", "training.attention=cudnn", "training.mixed_precision=bf16"]
-    assert planned(words, target="h100x8").plans[0].case.attention == "cudnn"
+    assert planned(words, target="h100x8").plans[0].resolved.attention == "cudnn"
     monkeypatch.setattr(command, "devices_of", lambda machine: [])
     said = "cuDNN's kernel can be lowered only where cuDNN is installed, .*training.attention=xla .*analytic=true"
     with pytest.raises(ConfigError, match=said):
@@ -626,10 +629,10 @@ def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     monkeypatch.setattr(at_start, "attached", lambda: machine(GiB // 2))
     monkeypatch.setattr(at_start, "compiled", lambda *args: None)
     set_mesh(2, 2)
-    run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
+    resolved, lines = case_of(cfg, ["training.micro_batch_size=auto"]), []
     tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
     with pytest.raises(ConfigError, match=tried):
-        at_start.choose_micro_batch(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+        at_start.choose_micro_batch(resolved, lines.append)
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
@@ -694,7 +697,7 @@ def test_where_the_optimizer_fits_and_the_shelf_does_not_weights_stay_divided(cf
     case = case_of(cfg, fsdp=2, tp=1)
     adds, there = estimate.rollout(case), sum(estimate.resident(case).values())
     needed = adds["weights to sample"] + adds["cache"] + adds["prompts"]
-    chosen = [estimate.choose_weights(case, there + math.ceil(needed / 0.9) + more) for more in (1, -2)]
+    chosen = [estimate.choose_sampling_weights(case, there + math.ceil(needed / 0.9) + more) for more in (1, -2)]
     assert adds["prompts"] > 10 and chosen == ["gathered", "sharded"]
 
 

@@ -775,5 +775,5 @@ def test_decoding_updates_the_cache_in_place(cfg):
 
 
 def test_slots_are_a_multiple_of_fsdp():
-    set_mesh(4, 1)
-    assert [engine.round_up_to_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]
+    assert [RolloutConfig(num_slots=asked).slots(1000, 4) for asked in (1, 4, 63, None)] == [4, 4, 64, 256]
+    assert RolloutConfig().slots(6, 4) == 8

@@ -15,7 +15,6 @@ from tunix_lite.planning.plan import Plan, estimated
 from tunix_lite.planning.resolved import (
     find_model,
     micro_batches_to_try,
-    slots_of,
     with_micro_batch,
 )
 
@@ -30,7 +29,7 @@ class Trial:
     overrides: tuple[str, ...]
     run: RunConfig
     machine: Machine
-    sizes: dict[str, int]
+    mesh_shape: dict[str, int]
 
 
 def advice(
@@ -69,10 +68,10 @@ def _trials(start: Trial) -> Iterator[Trial]:
     yield from (trial for make in (*CHANGES, _tensor_parallel) for trial in make(start))
     yield _few(start)
     for machine in _larger(start.machine):
-        sizes = {"fsdp": machine.num_devices // start.mesh_shape["tp"], "tp": start.mesh_shape["tp"]}
-        larger = replace(
-            start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes))
-        )
+        tp = start.mesh_shape["tp"]
+        mesh_shape = {"fsdp": machine.num_devices // tp, "tp": tp}
+        overrides = (f"target={machine.name}", _mesh(mesh_shape))
+        larger = replace(start, machine=machine, mesh_shape=mesh_shape, overrides=overrides)
         if _estimate(larger) is not None:
             yield larger
             yield _few(larger)
@@ -134,7 +133,7 @@ def _rollout(trial: Trial) -> Iterator[Trial]:
 def _slots(trial: Trial) -> Iterator[Trial]:
     """Half as many sequences sampled at once, and again: slower, and less cache."""
     fsdp = trial.mesh_shape["fsdp"]
-    slots = slots_of(trial.run, plan_batch(trial.run, fsdp), fsdp)
+    slots = trial.run.rollout.slots(plan_batch(trial.run, fsdp).sequences, fsdp)
     while (slots := slots // 2 // fsdp * fsdp) >= fsdp:
         yield _with(trial, "rollout", num_slots=slots)
 
@@ -191,8 +190,9 @@ def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
     """Other meshes of the same devices, with more of tp."""
     devices, tp = trial.machine.num_devices, trial.mesh_shape["tp"]
     for more in (n for n in range(tp + 1, devices + 1) if devices % n == 0):
-        sizes = {"fsdp": devices // more, "tp": more}
-        yield replace(trial, sizes=sizes, overrides=_merged(trial.overrides, (_mesh(sizes),)))
+        mesh_shape = {"fsdp": devices // more, "tp": more}
+        overrides = _merged(trial.overrides, (_mesh(mesh_shape),))
+        yield replace(trial, mesh_shape=mesh_shape, overrides=overrides)
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:
@@ -212,8 +212,8 @@ def _larger(machine: Machine) -> Iterator[Machine]:
     yield from map(find_machine, names)
 
 
-def _mesh(sizes: dict[str, int]) -> str:
-    return f"model.mesh_shape={as_text((tuple(sizes.values()), tuple(sizes)))}"
+def _mesh(mesh_shape: dict[str, int]) -> str:
+    return f"model.mesh_shape={as_text((tuple(mesh_shape.values()), tuple(mesh_shape)))}"
 
 
 # The cheapest first.

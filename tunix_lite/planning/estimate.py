@@ -258,8 +258,8 @@ def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, in
         return [(rows, width, width)]
     shape = resolved.rows.shape
     return [
-        (rows, shape.lead, shape.lead),
-        (rows * shape.lanes, shape.lane, shape.lead + shape.lane),
+        (rows, shape.prefix_columns, shape.prefix_columns),
+        (rows * shape.num_lanes, shape.lane_columns, shape.prefix_columns + shape.lane_columns),
     ]
 
 
@@ -287,7 +287,7 @@ def head_at_work(resolved: ResolvedRun, rows: int) -> int:
 
     # Tokens that are scored at once.
     shape = resolved.rows.shape
-    in_a_row = shape.width - shape.lead if shape else 0
+    in_a_row = shape.width - shape.prefix_columns if shape else 0
     scored = rows * (in_a_row or resolved.rows.num_scored)
 
     blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)

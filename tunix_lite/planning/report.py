@@ -71,8 +71,8 @@ def _head(plan: Plan) -> list[str]:
         f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat "
         f"{training.remat}",
         f"batch      {resolved.batch}, of {prompt} + {new} tokens",
-        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while training: "
-        f"{resolved.attention}",
+        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
+        f"training: {resolved.attention}",
     ]
 
 

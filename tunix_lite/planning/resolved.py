@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -47,14 +47,14 @@ class ResolvedRun:
     mesh_shape: dict[str, int]
     batch: BatchPlan
     # how the sequences of a batch are laid out
-    rows: Rows
+    rows: RowLayout
     # sequences decoded at once, a multiple of fsdp
     slots: int
     # one of attention.IMPLEMENTATIONS, and in words why
     attention: str
     attention_reason: str = ""
-    # gathered over fsdp while sampling, or sharded. Where rollout.weights is auto, a plan chooses by
-    # the memory of its machine, and a run by what is free once it is loaded.
+    # gathered over fsdp while sampling, or sharded. Where rollout.weights is auto, a plan chooses
+    # by the memory of its machine, and a run by what is free once it is loaded.
     sampling_weights: str = "gathered"
 
     @property
@@ -243,7 +243,7 @@ NOT_TRIED = "a small one does not compile"
 
 
 def choose_attention(
-    run: RunConfig, cfg: Architecture, rows: Rows, platform: str, is_attached: bool
+    run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
     """The implementation of attention that training uses, and in words why. Raises ValueError.
 
@@ -295,7 +295,5 @@ def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
     """The run with micro-batches of this size, the accumulation derived; None:
     sync_gradients_every of them."""
     accumulation = run.training.sync_gradients_every if size is None else None
-    changed = replace(
-        run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation
-    )
+    changed = replace(run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation)
     return replace(run, training=changed)
