@@ -27,7 +27,7 @@ from tunix_lite.parallel.mesh import gathered, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.types import Batch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -251,9 +251,10 @@ def _sampling(case: Case, shapes: Shapes):
     chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
     int8 = run.rollout.cache == "int8"
     tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
-    programs = make_programs(
+    spec = SamplerSpec(
         case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
     )
+    programs = make_programs(spec)
     acting = shapes.acting(case)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered, places) if case.weights == "gathered" else places
