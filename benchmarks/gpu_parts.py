@@ -178,7 +178,7 @@ def loss_and_gradient(cfg: Architecture, params, batch: Batch, rows: Rows, dtype
 
     def objective(params, batch):
         scores = policy.scores(params, batch.replace(num_parts=None))
-        return GRPO(num_generations=GENERATIONS).loss(scores.logprobs, batch)[0], scores.logprobs
+        return GRPO(num_generations=GENERATIONS).loss(scores, batch)[0], scores.logprobs
 
     (loss, logprobs), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, laid_out)
     return float(loss), layout.back(np.asarray(logprobs)), jax.device_get(grads)
@@ -307,7 +307,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
     """The gap of log-probabilities in bfloat16 between sampler and trainer, by attention, packing and slots."""
     on_device()
     bundled = source.download(source.locate(ModelConfig()))
-    _, params = source.load(bundled)
+    _, params = source.load_weights(bundled)
     cfg, tokenizer = bundled.cfg, bundled.tokenizer
     questions = [f"What is {a} + {b} - {a + b - 7}?" for a in range(3, 7) for b in (8, 15)]
     prompts = [tokenizer.prompt(question) for question in questions[: 4 if setting.tiny else 8]]
@@ -346,7 +346,7 @@ def sampler_gap(cfg: Architecture, params, rollout, packing: str, width: int, ne
     rows = rows_for(packing, len(mask), width, new)
     attend = attention.IMPLEMENTATIONS[kernel]
     policy = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, attend=attend)
-    return np.abs(np.asarray(policy.ref_logprobs(batch)) - rollout.full_logprobs)[mask]
+    return np.abs(np.asarray(policy.scorers["reference"](batch)) - rollout.full_logprobs)[mask]
 
 
 # ---- resume: stopping and going on equals never stopping
@@ -501,7 +501,7 @@ def updating(
         laid_out, _ = rows.lay_out(batch)
         if remat == "block" and kernel == next(iter(kernels)):
             scoring = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, remat=remat, attend=attend)
-            compiled = scoring.ref_logprobs.compiled(laid_out)
+            compiled = scoring.scorers["reference"].compiled(laid_out)
             seconds = median_seconds(partial(block, compiled, params, laid_out))
             done = flops.forward_flops(cfg, tokens, scored, pairs)
             yield {"name": f"scoring, {kernel}"} | rates(seconds, tokens, done, hardware)

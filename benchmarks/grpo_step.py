@@ -100,7 +100,7 @@ def main() -> None:
             old_logprobs=rollout.logprobs,
         )
         judged = time.perf_counter()
-        batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
+        batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
         scored = time.perf_counter()
         state, metrics = train_step(state, None, rows.lay_out(batch)[0])
         jax.block_until_ready((state, metrics))

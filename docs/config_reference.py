@@ -14,9 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite import config
 from tunix_lite.algorithms import advantages, grpo, sft, weighting
-from tunix_lite.commands.chat import Chat
-from tunix_lite.commands.export import Export
-from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.export import ExportConfig
+from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay
@@ -73,9 +73,9 @@ GROUPS = (
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
-    Group("The command generate", "", Generate, None),
-    Group("The command chat", "", Chat, None),
-    Group("The command export", "", Export, None),
+    Group("The command generate", "", GenerateConfig, None),
+    Group("The command chat", "", ChatConfig, None),
+    Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
 )

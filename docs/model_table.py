@@ -8,7 +8,7 @@ from config_reference import as_table
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 
 PAGE = "guide/models"
 MARKER = "<!-- generated: sizes -->"
@@ -29,7 +29,9 @@ def render() -> str:
 def _row(name: str, model) -> tuple[str, ...]:
     table = decoder.weights(model.architecture)
     sizes = ", ".join(str(tp) for tp in TP if _divides(table, tp))
-    gigabytes = (f"{weights.num_bytes(stored(table, storage)) / 1e9:.2f}" for storage in STORED)
+    gigabytes = (
+        f"{weights.num_bytes(stored_table(table, storage)) / 1e9:.2f}" for storage in STORED
+    )
     return f"`model={name}`", f"`{model.weights}`", f"{_count(model):,}", sizes, *gigabytes
 
 

@@ -25,7 +25,7 @@ STEPS = ["training.max_steps=3", "training.save_interval_steps=0", "rollout.chun
 def end(folder: str) -> dict:
     """What the run has kept when only process 1 was asked to stop; then that of a run with a bad row in step 3."""
     run = compose([*train_worker.RUN, *STEPS, "model.mesh_shape=[[2,1],[fsdp,tp]]"])
-    really, chunks = Stopping.look, []
+    really, chunks = Stopping.check_between_chunks, []
 
     def look(self):
         chunks.append(self.has_learned)
@@ -33,9 +33,9 @@ def end(folder: str) -> dict:
             os.kill(os.getpid(), signal.SIGTERM)
         really(self)
 
-    Stopping.look = look
+    Stopping.check_between_chunks = look
     stopped = train(run, Path(folder))
-    Stopping.look = really
+    Stopping.check_between_chunks = really
     kept = Checkpoints(Path(folder) / "checkpoints").steps()
     whole = train(run, Path(folder))
     seed = seed_of_a_bad_row()

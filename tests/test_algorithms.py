@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunix_lite.algorithms.advantages import centre, leave_one_out, standardise
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO, kl
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
-from tunix_lite.learner.policy import Policy
-from tunix_lite.types import Batch, Rollout
+from tunix_lite.learner.step import make_train_step
+from tunix_lite.types import Batch, Rollout, TokenScores
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
 
@@ -62,10 +63,16 @@ def batch() -> Batch:
     )
 
 
+def scores_of(logprobs) -> TokenScores:
+    """Scores of a policy whose entropy does not matter here."""
+    return TokenScores(logprobs, jnp.zeros_like(logprobs))
+
+
 def test_the_grpo_loss_and_its_gradient_equal_float64_numpy(batch):
     logprobs = np.random.default_rng(1).normal(-1, 0.5, batch.tokens.shape).astype(np.float32)
     algorithm = GRPO(clip_low=0.2, clip_high=0.28)
-    (loss, metrics), slope = jax.value_and_grad(algorithm.loss, has_aux=True)(jnp.asarray(logprobs), batch)
+    objective = lambda logprobs: algorithm.loss(scores_of(logprobs), batch)  # noqa: E731
+    (loss, metrics), slope = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(logprobs))
 
     w, A, old, new = (
         np.asarray(x, np.float64) for x in (batch.loss_weight, batch.advantages, batch.old_logprobs, logprobs)
@@ -83,7 +90,7 @@ def test_the_grpo_loss_and_its_gradient_equal_float64_numpy(batch):
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient(batch):
-    slope = jax.grad(lambda lp: GRPO().loss(lp, batch)[0])(jnp.asarray(batch.old_logprobs))
+    slope = jax.grad(lambda lp: GRPO().loss(scores_of(lp), batch)[0])(jnp.asarray(batch.old_logprobs))
     np.testing.assert_allclose(slope, -batch.loss_weight * batch.advantages, rtol=1e-6)
 
 
@@ -93,7 +100,9 @@ def test_what_stands_off_the_completion_never_matters(batch):
         ref_logprobs=np.where(batch.loss_weight > 0, batch.ref_logprobs, 1e30),
     )
     algorithm, logprobs = GRPO(kl_coef=0.1), jnp.asarray(batch.old_logprobs) + 0.1
-    calm, noisy = (jax.value_and_grad(lambda lp, b=b: algorithm.loss(lp, b)[0])(logprobs) for b in (batch, wild))
+    calm, noisy = (
+        jax.value_and_grad(lambda lp, b=b: algorithm.loss(scores_of(lp), b)[0])(logprobs) for b in (batch, wild)
+    )
     np.testing.assert_allclose(noisy[0], calm[0], rtol=1e-6)
     np.testing.assert_allclose(noisy[1], calm[1], rtol=1e-6)
 
@@ -131,7 +140,7 @@ def test_the_kl_term_regularises(seed):
 def test_the_kl_coefficient_pulls_towards_the_reference(batch):
     none = batch.replace(advantages=np.zeros_like(batch.advantages))
     logprobs = jnp.asarray(none.old_logprobs)
-    slope = np.asarray(jax.grad(lambda lp: GRPO(kl_coef=0.5).loss(lp, none)[0])(logprobs))
+    slope = np.asarray(jax.grad(lambda lp: GRPO(kl_coef=0.5).loss(scores_of(lp), none)[0])(logprobs))
     counts = none.loss_weight > 0
     expected = 0.5 * none.loss_weight * (none.old_logprobs - none.ref_logprobs)
     np.testing.assert_allclose(slope[counts], expected[counts], rtol=1e-4)
@@ -139,7 +148,7 @@ def test_the_kl_coefficient_pulls_towards_the_reference(batch):
 
 def test_sft_is_the_weighted_negative_log_likelihood(batch):
     logprobs = jnp.asarray(batch.old_logprobs)
-    loss, _ = SFT().loss(logprobs, batch)
+    loss, _ = SFT().loss(scores_of(logprobs), batch)
     np.testing.assert_allclose(loss, -(batch.loss_weight * batch.old_logprobs).sum(), rtol=1e-6)
 
 
@@ -156,3 +165,25 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     policy = Policy(lambda *_, on_finished: said, None)
     batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)
     assert (batch.old_logprobs == {"sampled": -1, "whole": -2}[chosen]).all()
+
+
+class OldLoss:
+    """An algorithm whose loss is called with log-probabilities, as in earlier versions."""
+
+    def loss(self, logprobs_BT, batch):
+        return -jnp.sum(batch.loss_weight * logprobs_BT), {}
+
+
+def test_a_loss_of_log_probabilities_is_refused_with_what_to_write():
+    with pytest.raises(ValueError) as error:
+        make_train_step(Policy(None, None), OldLoss(), None)
+    message = str(error.value)
+    assert message.startswith("OldLoss.loss(logprobs_BT, batch): a loss is now called with (scores, batch)")
+    assert "scores.logprobs" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("weights", [np.ones((2, 3), np.float32), jnp.ones((2, 3))], ids=["numpy", "jax"])
+def test_scores_are_never_taken_for_log_probabilities(weights):
+    """numpy would make one array of both fields, and a loss of twice as many numbers."""
+    with pytest.raises(TypeError):
+        weights * TokenScores(jnp.ones((2, 3)), jnp.ones((2, 3)))

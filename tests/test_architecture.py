@@ -34,11 +34,12 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards"},
     "tasks": {"tasks", "models.tokenizer", "plain_text", "rewards", "types"},
-    "learner": {"learner", "models", "parallel", "types"},
+    "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
     "checkpoint.py": {"distributed", "errors", "files", "plain_text", "types"},
     # Settings, what a run costs by them, and the run.
     "config.py": {
+        "algorithms.algorithm",
         "distributed.process_place",
         "errors",
         "files",
@@ -71,6 +72,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "runs": {
         "runs",
         "__init__",
+        "algorithms.algorithm",
         "checkpoint",
         "config",
         "distributed",
@@ -92,6 +94,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "api.py": {"commands.program", "inference", "rollout.engine", "train"},
     "commands": {
         "commands",
+        "algorithms.algorithm",
         "checkpoint",
         "config",
         "distributed",

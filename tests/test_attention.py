@@ -12,7 +12,7 @@ import strict_kernel
 from conftest import set_mesh
 
 from tunix_lite.models import attention
-from tunix_lite.models.attention import AttentionMeta, choose, obstacle, visible
+from tunix_lite.models.attention import AttentionMeta, attention_mask, choose, obstacle
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, put, use_rules
 
@@ -52,15 +52,15 @@ BRANCHED = meta([1, 1, 1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2, 0, 1], [0, 0, 1, 1,
     ],
 )
 def test_a_token_sees_its_own_segment_and_branch_within_the_window(row, window, seen):
-    assert as_text(visible(window, row, row)) == seen
+    assert as_text(attention_mask(window, row, row)) == seen
     queries, keys = jax.tree.map(lambda x: x[:, 3:6], row), jax.tree.map(lambda x: x[:, 1:6], row)
-    assert as_text(visible(window, queries, keys)) == [line[1:6] for line in seen[3:6]]
+    assert as_text(attention_mask(window, queries, keys)) == [line[1:6] for line in seen[3:6]]
 
 
 def test_a_row_of_one_sequence_may_be_padded_on_both_sides():
     row = attention.one_sequence_per_row(jnp.array([[False, False, True, True, True, False]]))
     np.testing.assert_array_equal(row.positions[0, 2:5], [0, 1, 2])
-    assert as_text(visible(2, row, row)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
+    assert as_text(attention_mask(2, row, row)) == ["......", "......", "..x...", "..xx..", "...xx.", "......"]
 
 
 # ---- xla

@@ -10,11 +10,11 @@ import yaml
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.commands.chat import Chat
-from tunix_lite.commands.export import Export
-from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.export import ExportConfig
+from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.program import compose, composed, conf_dir
+from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import EvaluationConfig, ModelConfig, RunConfig, TrackingConfig, TrainingConfig, build
 from tunix_lite.distributed.process_place import LaunchConfig
@@ -38,9 +38,9 @@ KINDS = {
     "algorithm/dr_grpo": GRPO,
     "algorithm/sft": SFT,
     "task": TaskConfig,
-    "command/chat": Chat,
-    "command/export": Export,
-    "command/generate": Generate,
+    "command/chat": ChatConfig,
+    "command/export": ExportConfig,
+    "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
     "command/replay": Replay,
     "generation": GenerationConfig,
@@ -66,7 +66,7 @@ MODELS = sorted(f.name.removesuffix(".yaml") for f in (CONF / "model").glob("*.y
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
-    values = composed([f"model={name}"])["model"]
+    values = compose_values([f"model={name}"])["model"]
     assert set(values) == {f.name for f in dataclasses.fields(ModelConfig)}
     assert set(values["lora"]) == {f.name for f in dataclasses.fields(LoraConfig)}
     if values["architecture"] is not None:
@@ -224,7 +224,7 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
     sys.modules.pop("noisy", None)
     for key in ("model.weights", "model.mesh_shape", "training.max_steps", "training.micro_batch_size",
                 "model.lora.targets", "seed", "project_name", "sharding.train.embed"):  # fmt: skip
-        values = composed([])
+        values = compose_values([])
         *groups, name = key.split(".")
         place = values
         for group in groups:

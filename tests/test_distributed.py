@@ -661,7 +661,7 @@ def test_what_gloo_says_is_in_the_log_and_what_others_say_on_the_screen(tmp_path
     """File 1 is that of compiled code and of programs that are started."""
     code = (
         "import os, subprocess, sys; from pathlib import Path; from tunix_lite.distributed import gloo\n"
-        "print('one'); gloo.greets_the_log(); print('two', flush=True)\n"
+        "print('one'); gloo.redirect_greetings(); print('two', flush=True)\n"
         "os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\\n')\n"
         "gloo.log_into(Path('log')); os.write(1, b'[Gloo] Rank [Gloo] Rank 1 is connected to 1\\n')\n"
         "os.write(1, b'1\\n7\\n')\n"

@@ -22,22 +22,23 @@ from test_sizes import PUBLISHED, REFUSED
 
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
-from tunix_lite.commands.chat import Chat
-from tunix_lite.commands.export import Export
-from tunix_lite.commands.generate import Generate
+from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.export import ExportConfig
+from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.runs.setup import check_generation
 from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.types import TokenScores
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"
@@ -52,7 +53,13 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 SHELL = {"bash", "sh", "shell", "console"}
 DIRECTIVES = {"{literalinclude}", "{include}", "{toctree}", "{eval-rst}", "{note}", "{warning}", "{figure}", "{image}"}
 LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
-PROGRAMS = {"generate": Generate, "chat": Chat, "export": Export, "plan": PlanConfig, "replay": Replay}
+PROGRAMS = {
+    "generate": GenerateConfig,
+    "chat": ChatConfig,
+    "export": ExportConfig,
+    "plan": PlanConfig,
+    "replay": Replay,
+}
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -234,7 +241,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     table, lora = decoder.weights(cfg), run.model.lora
-    tables = [stored(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
+    tables = [stored_table(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
     for part in tables:
         weights.check_divisible(part, SimpleNamespace(shape=mesh))
     return mesh
@@ -244,7 +251,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     """Its own settings and those of a run can be built. The folder of a run need not exist."""
     if overrides is None:
         return
-    values = program.composed(overrides, of=(f"+command={name}",))
+    values = program.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
     if name == "plan":
@@ -497,7 +504,7 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25
-    loss, _ = algorithm.loss(jnp.full((4, 3), -2.0), batch)
+    loss, _ = algorithm.loss(TokenScores(jnp.full((4, 3), -2.0), jnp.zeros((4, 3))), batch)
     assert loss == 2.0
 
 

@@ -73,7 +73,7 @@ def check_found(run: RunConfig, cfg, family) -> None:
     """The run's model is the one that write_model wrote."""
     found = source.locate(run.model)
     assert (found.cfg, found.family) == (cfg, family)
-    jax.tree.map(np.testing.assert_array_equal, source.load(found)[1], random_params(cfg))
+    jax.tree.map(np.testing.assert_array_equal, source.load_weights(found)[1], random_params(cfg))
 
 
 # ---- a size
@@ -89,7 +89,7 @@ def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
     assert int(state.step) == 1
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
-    shapes = {path: x.shape for path, x in hf.flat(state.params).items()}
+    shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
     assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["layers/q"] == (2, 64, 4, 16)
 
 

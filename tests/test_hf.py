@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tunix_lite.models import attention, decoder, hf
 from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import num_bytes
 
 CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
@@ -55,7 +55,7 @@ def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, s
     cfg = Architecture(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
     hf.save_params(random_params(cfg), cfg, LLAMA, tmp_path)
     allowed, total = {}, 0  # tensor -> bytes of its leaf and those before it
-    for path, leaf in hf.flat(stored(decoder.weights(cfg), storage)).items():
+    for path, leaf in hf.flatten(stored_table(decoder.weights(cfg), storage)).items():
         total += num_bytes(leaf)
         allowed |= {name: total for name in hf.hf_names(path, cfg, LLAMA)}
 

@@ -34,7 +34,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
 from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.inference import export as exporting
-from tunix_lite.inference.language_model import load
+from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import confined, decoder, hf, peft, source
 from tunix_lite.models.charsmap import longest_replacement
@@ -51,7 +51,7 @@ from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.runs.fingerprint import read as read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
-from tunix_lite.tracking.rows import check_rows, lines_of
+from tunix_lite.tracking.rows import check_rows, read_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
 
@@ -188,7 +188,7 @@ def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good
     model, adapter, run = (shutil.copytree(good / name, tmp_path / name) for name in ("model", "adapter", "run"))
     run_dir = put_in(run, "model.json", kind)
     is_missing = kind in ("a pipe", "a folder", "a link to /dev/zero", "a link to itself")  # as is_file says
-    is_refused(lambda: program.run_settings(run_dir), "model.json")
+    is_refused(lambda: run_settings(run_dir), "model.json")
     is_refused(lambda: load(run_dir), "" if is_missing else "model.json")
     put_in(adapter, "adapter_config.json", kind)
     is_refused(lambda: adapted(good / "model", adapter), "model.lora: adapter: ", "adapter_config.json")
@@ -207,7 +207,7 @@ def loaded(folder: Path):
 
 def adapted(folder: Path, adapter: Path):
     model = ModelConfig(weights=str(folder), mesh_shape=((1, 1), ("fsdp", "tp")), lora=LoraConfig(adapter=str(adapter)))
-    return source.load(source.download(source.locate(model)))
+    return source.load_weights(source.download(source.locate(model)))
 
 
 def test_folders_in_which_nothing_is_wrong_are_taken(good, canary):
@@ -863,7 +863,7 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
     folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
     CHECKPOINTS[name](folder / "1")
     (folder / "1" / "about.json").unlink()  # else nobody asks orbax for how many updates were skipped
-    digests.write(folder / "1", LATER)
+    digests.write_digests(folder / "1", LATER)
     really, asked = ocp.CheckpointManager.restore, []
 
     def restore(self, step, **more):
@@ -1032,7 +1032,7 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
     deep = b'{"step": 3, "x": ' + b"[" * 100 + b"]" * 100 + b"}"
     odd = b'{"step": 4, "train/loss": 0.5, "text": "x", "list": [1], "digits": 1' + b"0" * 400 + b', "none": null}'
     file.write_bytes(b"\n".join([b'{"step": 1}', long, deep, odd, b'{"step": 5}']))
-    found = [*lines_of(file)]
+    found = [*read_rows(file)]
     assert [row and row["step"] for _, _, row in found] == [1, None, None, 4, 5]
     assert max(len(line) for _, line, _ in found) == MOST_LINE
     with pytest.raises(ValueError, match="line 2 of .*metrics.jsonl is not the metrics of a step"):

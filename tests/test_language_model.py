@@ -134,7 +134,7 @@ def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
     folder, state = adapted
     loaded = one(folder)
     assert loaded.step == 1 and loaded.source.lora.rank == 4 and loaded.source.lora.base == "nf4"
-    there = {path: leaf for path, leaf in hf.flat(loaded.params).items() if path in pairs(state.params)}
+    there = {path: leaf for path, leaf in hf.flatten(loaded.params).items() if path in pairs(state.params)}
     for path, (a, b) in pairs(state.params).items():
         np.testing.assert_array_equal(there[path].a, a)
         np.testing.assert_array_equal(there[path].b, b)
@@ -394,7 +394,7 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
 def test_what_a_model_says_acts_on_no_terminal_and_is_itself_in_a_file(monkeypatch):
     for is_terminal, shown in ((True, r"a\x1b[2J\u202e" + "\n"), (False, "a\x1b[2J\u202e\n")):
         monkeypatch.setattr(sys.stdout, "isatty", lambda it=is_terminal: it, raising=False)
-        assert generate_command.shown("a\x1b[2J\u202e\n") == shown
+        assert generate_command.escape_for_terminal("a\x1b[2J\u202e\n") == shown
 
 
 def test_every_command_shows_its_settings(capsys, monkeypatch):

@@ -23,7 +23,7 @@ from test_train import lines, without_time
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.distributed.stopping import Leave, Stopping
+from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import RunFailed
 from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.runs import leaving
@@ -163,9 +163,9 @@ def test_a_rollout_is_left_after_a_chunk_and_the_next_one_is_as_if_it_had_not_be
 
     def look():
         chunks.append(1)
-        raise Leave
+        raise StopRun
 
-    with pytest.raises(Leave):
+    with pytest.raises(StopRun):
         generate(params, ragged_prompts(5), jax.random.key(7), 4, between_chunks=look)
     assert len(chunks) == 1
     again = generate(params, ragged_prompts(5), jax.random.key(7), 4)
@@ -180,11 +180,11 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
     done.set_result({"reward 'a'": ("", 1.0)})
     own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
     stopping = Stopping(None, print)
-    stopping.may_leave, stopping._said = True, "SIGTERM" if ours else None
+    stopping.may_stop, stopping._said = True, "SIGTERM" if ours else None
     task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
     judging = SimpleNamespace(task=task)
     began = time.monotonic()
-    with pytest.raises(Leave) if ours or theirs else contextlib.nullcontext():
+    with pytest.raises(StopRun) if ours or theirs else contextlib.nullcontext():
         found = task_module.Judging._found(judging, (waiting if ours else done, None), "digest")
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
     assert time.monotonic() - began < 2
@@ -336,7 +336,7 @@ def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_dis
     state, status = TrainState(jax.numpy.int32(3), {}, ()), SimpleNamespace(steps=3, stopped=None)
     ends = leaving.Unfinished(None, RunDir(tmp_path), status, print, lambda: state, list, fails, 3)
     with pytest.raises(OSError, match="No space left"), ends.kept(Stopping(None, print)):
-        raise Leave
+        raise StopRun
 
 
 @pytest.mark.parametrize(

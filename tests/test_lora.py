@@ -15,8 +15,8 @@ from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, attached, merge, pairs
-from tunix_lite.models.quantize import init_stored, quantize, stored
+from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights, attach, merge, pairs
+from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.engine import make_generate
@@ -31,7 +31,7 @@ LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
 def base_in_numpy(storage: str):
     """Random weights stored as a base would be."""
     mesh = set_mesh(1, 1)
-    wanted = stored(decoder.weights(CFG), storage)
+    wanted = stored_table(decoder.weights(CFG), storage)
 
     def pack(x, leaf):
         if isinstance(leaf, Weight):
@@ -50,7 +50,7 @@ def base_of(storage: str = "fp32"):
     mesh = jax.sharding.get_mesh()
     values = base_in_numpy(storage)
     jax.set_mesh(mesh)
-    return jax.tree.map(jax.device_put, values, weights.shardings(stored(decoder.weights(CFG), storage)))
+    return jax.tree.map(jax.device_put, values, weights.shardings(stored_table(decoder.weights(CFG), storage)))
 
 
 def adapters_of(lora: LoraConfig = LORA, seed: int = 1, trained: bool = True):
@@ -161,7 +161,7 @@ def test_nf4_has_the_levels_that_were_published():
 def test_every_element_is_the_nearest_level_of_its_block(storage, levels):
     values = np.random.default_rng(0).normal(size=(256, 6)).astype(np.float32)
     values[:64, 0] = 0.0  # a block without a scale
-    like = stored({"w": Weight(values.shape, ("embed", "mlp"))}, storage)["w"]
+    like = stored_table({"w": Weight(values.shape, ("embed", "mlp"))}, storage)["w"]
     packed = quantize(jnp.asarray(values), like, 1)
     block = {"int8": 128, "nf4": 64}[storage]
     grid = np.arange(-127, 128) / 127 if storage == "int8" else np.asarray(nf4_levels(), np.float64)
@@ -220,8 +220,8 @@ def batch() -> Batch:
 class Likelihood:
     """The negative log-likelihood of the batch."""
 
-    def loss(self, logprobs, batch):
-        return -jnp.sum(batch.loss_weight * logprobs), {}
+    def loss(self, scores, batch):
+        return -jnp.sum(batch.loss_weight * scores.logprobs), {}
 
 
 def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1):
@@ -302,6 +302,6 @@ def test_adapters_decay_and_biases_do_not():
 
 def test_without_a_base_the_params_act_themselves():
     params = {"w": 1}
-    assert attached(None, params, None) is params
-    assert isinstance(attached(base_of(), adapters_of(), LORA)["layers"]["q"], Lora)
+    assert acting_params(None, params, None) is params
+    assert isinstance(acting_params(base_of(), adapters_of(), LORA)["layers"]["q"], Lora)
     assert isinstance(base_of("int8")["layers"]["q"], Int8) and isinstance(base_of("nf4")["layers"]["q"], Nf4)

@@ -132,13 +132,13 @@ def test_gradients_equal_those_of_transformers(both):
     def loss(params):
         return -jnp.mean(token_logprobs(params, tokens, np.ones_like(tokens, bool), cfg=cfg)[:, 1:])
 
-    ours = hf.flat(jax.jit(jax.grad(loss))(params))
+    ours = hf.flatten(jax.jit(jax.grad(loss))(params))
     model.zero_grad()
     asked = torch.tensor(tokens)
     logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
     (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    table = hf.flat(decoder.weights(cfg))
+    table = hf.flatten(decoder.weights(cfg))
     for path, weight in table.items():
         names = hf.hf_names(path, cfg, family)
         for name, grad in zip(names, ours[path] if weight.is_stacked else [ours[path]]):

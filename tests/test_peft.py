@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 
 def test_adapters_come_back_as_they_went(folder):
-    read = peft.read_config(LoraConfig(adapter=str(folder)), CFG, GEMMA3)
+    read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), CFG, GEMMA3)
     assert (read.rank, read.alpha) == (3, 6.0)
     for shape in ((1, 1), (2, 2)):
         set_mesh(*shape)
@@ -82,14 +82,14 @@ NAME = "base_model.model.model.layers.4.mlp.down_proj.lora_A.weight"
 def test_adapters_that_do_not_fit_are_refused_by_name(folder, damage, message):
     damage(folder)
     with pytest.raises(ValueError, match=message):
-        peft.read_config(LoraConfig(adapter=str(folder)), CFG, GEMMA3)
+        peft.read_adapter_config(LoraConfig(adapter=str(folder)), CFG, GEMMA3)
 
 
 def test_a_rank_beside_an_adapter_must_agree(folder):
     with pytest.raises(ValueError, match="has rank 3, and model.lora.rank=8; leave rank at 0"):
-        peft.read_config(LoraConfig(rank=8, adapter=str(folder)), CFG, GEMMA3)
+        peft.read_adapter_config(LoraConfig(rank=8, adapter=str(folder)), CFG, GEMMA3)
     with pytest.raises(ValueError, match=r"has alpha=6.0, and model.lora.alpha=5.0; leave it out"):
-        peft.read_config(LoraConfig(alpha=5.0, adapter=str(folder)), CFG, GEMMA3)
+        peft.read_adapter_config(LoraConfig(alpha=5.0, adapter=str(folder)), CFG, GEMMA3)
 
 
 # ---- with PEFT itself
@@ -150,7 +150,7 @@ def test_an_adapter_of_pefts_says_the_same_here(theirs, tmp_path, use_rslora):
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(tmp_path)
     cfg, family = read_config(theirs)
-    lora = peft.read_config(LoraConfig(adapter=str(tmp_path)), cfg, family)
+    lora = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), cfg, family)
     base = hf.load_params(theirs, cfg, family)
     ours = our_logits(attach(base, peft.load_adapters(tmp_path, cfg, family, lora), lora), cfg)
     expected = their_logits(adapted)
@@ -205,7 +205,7 @@ def test_adapters_of_a_gemma_3_with_a_vision_tower_are_for_its_text_part(tmp_pat
     adapted = library.PeftModel.from_pretrained(model, tmp_path / "adapter")
     np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4)
     adapted.save_pretrained(tmp_path / "again")
-    read = peft.read_config(LoraConfig(adapter=str(tmp_path / "again")), cfg, family)
+    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "again")), cfg, family)
     again = peft.load_adapters(tmp_path / "again", cfg, family, read)
     np.testing.assert_allclose(our_logits(attach(base, again, read), cfg), ours, atol=1e-5)
 

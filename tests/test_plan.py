@@ -26,7 +26,7 @@ from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.lora import attached
+from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import at_start, estimate, plan, report, speed
@@ -82,7 +82,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     set_mesh(fsdp, tp)
     case = make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
-    frozen, params = source.load(model, 0, STORED[run.training.mixed_precision])
+    frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
     rollout = replace(run.rollout, num_slots=case.slots, weights=case.weights)
     generate = engine.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
@@ -93,13 +93,13 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
 
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
-    drawn = generate(attached(frozen, params, case.lora), prompts, jax.random.key(0), generations)
+    drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
     mask, tokens = np.asarray(drawn.completion_mask), np.asarray(drawn.tokens)
     batch = Batch(tokens, np.asarray(drawn.token_mask), mask / mask.sum(), np.ones(mask.shape, np.float32))
     batch = batch.replace(old_logprobs=np.asarray(drawn.logprobs), loss_weight=batch.loss_weight.astype(np.float32))
     laid_out, _ = case.rows.lay_out(batch)
     found["scoring"] = scoring_program(policy.scores, case.rows).lower(reference, laid_out).compile().memory_analysis()
-    batch = batch.replace(ref_logprobs=np.asarray(policy.ref_logprobs(batch)))
+    batch = batch.replace(ref_logprobs=np.asarray(policy.scorers["reference"](batch)))
     laid_out, _ = case.rows.lay_out(batch)
     found["update"] = step.program(state, frozen, laid_out).lower(state, frozen, laid_out).compile().memory_analysis()
     step(state, frozen, laid_out)

@@ -35,11 +35,11 @@ from faulty_rewards import (
     undecodable,
 )
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.policy import Policy
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.policy import Policy, token_logprobs
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache

@@ -54,7 +54,7 @@ def asked_of(name: str):
     if name == "bundled":
         found = source.locate(source.ModelConfig())
         rows = [found.tokenizer.prompt(text) for text in ("7 + 5", "What is 31 - 4?", "12 + 60 =", "9")]
-        return found.cfg, source.load(found)[1], rows
+        return found.cfg, source.load_weights(found)[1], rows
     return SHAPES[name], random_params(SHAPES[name], scale=0.15), ragged_prompts(4, 128)
 
 

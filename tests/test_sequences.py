@@ -75,8 +75,8 @@ def test_a_sum_over_a_sequence_and_its_slope_are_those_of_the_sequence_by_itself
 class LossOfItsOwn(GRPO):
     """It inherits what GRPO says, which is about another loss."""
 
-    def loss(self, logprobs_BT, batch):
-        return jnp.mean(logprobs_BT.mean(axis=1) ** 2), {}
+    def loss(self, scores, batch):
+        return jnp.mean(scores.logprobs.mean(axis=1) ** 2), {}
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import optax
 import pytest
 
 from tests.conftest import set_mesh
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.micro_batches import Rows, summed
 from tunix_lite.learner.optim import num_updates
-from tunix_lite.learner.policy import Policy, token_logprobs
+from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.vocabulary import TokenScores
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Batch, Max, TrainState
+from tunix_lite.types import Batch, Max, TokenScores, TrainState
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
@@ -41,8 +41,8 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype):
 
     def gradient(batch):
         def loss(params):
-            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
-            return algorithm.loss(logprobs, batch)
+            scores = sequence_scores(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
+            return algorithm.loss(scores, batch)
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -128,7 +128,7 @@ def test_the_end_of_sequence_token_gets_gradient(rollout, end_tokens):
     batch = batch_of(rollout, rows=20)
     assert end_tokens.any() and (batch.loss_weight[end_tokens] > 0).all()
     old = jnp.asarray(batch.old_logprobs)
-    slope = jax.grad(lambda logprobs: GRPO().loss(logprobs, batch)[0])(old)
+    slope = jax.grad(lambda logprobs: GRPO().loss(TokenScores(logprobs, logprobs), batch)[0])(old)
     assert (np.asarray(slope)[end_tokens] != 0).all()
 
 

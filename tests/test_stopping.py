@@ -49,14 +49,14 @@ def test_what_the_job_spent_before_counts(clock):
 
 
 def test_a_job_began_when_its_launcher_says_so_else_when_this_process_did():
-    assert stopping.job_began({"TUNIX_LITE_STARTED": "1700000000"}) == 1.7e9
+    assert stopping.job_start_time({"TUNIX_LITE_STARTED": "1700000000"}) == 1.7e9
     for environ in ({}, {"TUNIX_LITE_STARTED": ""}):
-        first = stopping.job_began(environ)
-        assert first <= time.time() and stopping.job_began(environ) == first
+        first = stopping.job_start_time(environ)
+        assert first <= time.time() and stopping.job_start_time(environ) == first
     with pytest.raises(
         ValueError, match=r"^TUNIX_LITE_STARTED=noon is no number of seconds since 1970, as `date \+%s`"
     ):
-        stopping.job_began({"TUNIX_LITE_STARTED": "noon"})
+        stopping.job_start_time({"TUNIX_LITE_STARTED": "noon"})
 
 
 def heard(said: list) -> list:
@@ -131,21 +131,21 @@ def test_what_nohup_ignores_stays_ignored():
 
 def test_a_rollout_is_left_only_where_the_state_is_whole():
     with stopping.Stopping(None, print) as asked:
-        asked.look()
-        asked.before_update()
+        asked.check_between_chunks()
+        asked.check_before_update()
         signal.raise_signal(signal.SIGTERM)
-        asked.look()
-        asked.before_update()
-        assert not asked.is_asked()
-        asked.may_leave = True
-        assert asked.is_asked()
-        for ask in (asked.look, asked.before_update):
-            with pytest.raises(stopping.Leave):
+        asked.check_between_chunks()
+        asked.check_before_update()
+        assert not asked.is_requested()
+        asked.may_stop = True
+        assert asked.is_requested()
+        for ask in (asked.check_between_chunks, asked.check_before_update):
+            with pytest.raises(stopping.StopRun):
                 ask()
 
 
 @pytest.mark.parametrize(
-    "may_leave, has_learned, under_way, promise",
+    "may_stop, has_learned, under_way, promise",
     [
         (True, True, None, "stopping, with a checkpoint"),
         (False, True, None, "stopping before the next rollout, with a checkpoint"),
@@ -167,18 +167,16 @@ def test_a_rollout_is_left_only_where_the_state_is_whole():
         ),
     ],
 )
-def test_what_a_signal_does_is_said_at_once_though_compiled_code_runs(
-    may_leave, has_learned, under_way, promise, clock
-):
+def test_what_a_signal_does_is_said_at_once_though_compiled_code_runs(may_stop, has_learned, under_way, promise, clock):
     """An update took 20 s before, and this one has run for 5."""
     said = []
     with stopping.Stopping(None, said.append, grace=30) as asked:
-        with asked.until_done(stopping.UPDATE):
+        with asked.uninterruptible(stopping.UPDATE):
             clock[0] = 20.0
-        asked.may_leave, asked.has_learned = may_leave, has_learned
+        asked.may_stop, asked.has_learned = may_stop, has_learned
         times = 2 if under_way == "two updates" else 1
         what = stopping.UPDATE if times == 2 else under_way
-        with asked.until_done(what, times) if what else contextlib.nullcontext():
+        with asked.uninterruptible(what, times) if what else contextlib.nullcontext():
             clock[0] = 25.0
             signal.raise_signal(signal.SIGTERM)
             assert heard(said) == [f"SIGTERM: {promise}; once more stops at once"]
@@ -205,14 +203,14 @@ class Together:
     def chunks(self, process: int, most: int, signal_at: int | None, left: list) -> None:
         self.turn.process = process
         asked = stopping.Stopping(None, print)  # threads: it handles no signals
-        asked.may_leave = True
+        asked.may_stop = True
         try:
             for chunk in range(most):
                 self.now[process] += self.seconds[process]
                 if chunk == signal_at:
                     asked._said = "SIGTERM"
-                asked.look()
-        except stopping.Leave:
+                asked.check_between_chunks()
+        except stopping.StopRun:
             left[process] = chunk
 
     def run(self, most: int, signal_at: int | None) -> list:

@@ -31,13 +31,13 @@ def test_a_status_continues_what_an_earlier_part_of_the_run_said(tmp_path):
     run_dir = RunDir(tmp_path)
     status = Status(run_dir, {"seed": 0})
     status.start(0)
-    status.saw(0.25)
-    status.saw(0.5)
+    status.record_accuracy(0.25)
+    status.record_accuracy(0.5)
     status.steps = 7
     status.write("failed", error="the power went out")
     resumed = Status(run_dir, {"seed": 0})
     resumed.start(4)
-    resumed.saw(0.75)
+    resumed.record_accuracy(0.75)
     resumed.write("completed")
     said = json.loads((tmp_path / "status.json").read_text())
     assert said["eval"] == {"first": {"accuracy": 0.25}, "last": {"accuracy": 0.75}}
@@ -76,12 +76,12 @@ def test_what_was_seen_until_the_checkpoint_is_known_whatever_the_status_says(tm
 def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status = Status(RunDir(tmp_path))
     status.start(3)
-    (ended,) = status.last_words("hydra.sweep.dir=/sweep")
+    (ended,) = status.closing_lines("hydra.sweep.dir=/sweep")
     assert ended == (f"3 steps in 0s; everything is in {tmp_path}", "")
-    status.saw(0.25)
-    status.saw(0.5)
+    status.record_accuracy(0.25)
+    status.record_accuracy(0.5)
     status.stopped = "SIGTERM"
-    accuracy, _, stopped = status.last_words("hydra.sweep.dir=/sweep")
+    accuracy, _, stopped = status.closing_lines("hydra.sweep.dir=/sweep")
     assert accuracy == ("held-out accuracy 25.0% → 50.0%", "bold green")
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
 
@@ -90,7 +90,7 @@ def test_a_run_that_stops_before_its_first_step_promises_nothing(tmp_path):
     status = Status(RunDir(tmp_path))
     status.start(0)
     status.stopped = "SIGHUP"
-    _, (stopped, _) = status.last_words("hydra.run.dir=/run")
+    _, (stopped, _) = status.closing_lines("hydra.run.dir=/run")
     assert stopped == "stopped by SIGHUP; the same command begins anew, as no step was made"
 
 
@@ -106,13 +106,13 @@ def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
     latest = tmp_path / "outputs" / "latest"
     RunDir(run).make()
     assert not latest.exists()
-    RunDir(run).becomes_latest()
+    RunDir(run).point_latest_here()
     assert latest.resolve() == run.resolve()
     RunDir(latest).make()
-    RunDir(latest).becomes_latest()
+    RunDir(latest).point_latest_here()
     other = RunDir(run.parent / "other", process=1)
     other.make()
-    other.becomes_latest()
+    other.point_latest_here()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 
 

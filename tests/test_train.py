@@ -50,11 +50,11 @@ WRITTEN = []  # what its status.json said, one after the other: the word, the st
 
 
 def noting_latest(really):
-    def becomes_latest(self):
+    def point_latest_here(self):
         LATEST.append((self.path, Checkpoints(self.checkpoints).steps()))
         really(self)
 
-    return becomes_latest
+    return point_latest_here
 
 
 def noting(written: list):
@@ -74,7 +74,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "heartbeat", BEATS.append)
-        patch.setattr(RunDir, "becomes_latest", noting_latest(RunDir.becomes_latest))
+        patch.setattr(RunDir, "point_latest_here", noting_latest(RunDir.point_latest_here))
         patch.setattr(train_module.Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
@@ -337,7 +337,7 @@ IN_CHUNKS = ["rollout.chunk=2"]  # of 8 tokens: four at least
 def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been(finished, tmp_path, monkeypatch):
     """It saves the state of step 1, which the second rollout has not changed, and leaves within the rollout."""
     whole, wanted = finished
-    really, chunks = train_module.Stopping.look, []
+    really, chunks = train_module.Stopping.check_between_chunks, []
 
     def look(self):
         """The signal comes in the second rollout, after the second chunk of it."""
@@ -475,8 +475,8 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling(t
     task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
     tokens, mask, counts = task.demonstrations(task.batch(4, run.seed, 0)[0])
     forward = jax.jit(decoder.forward, static_argnums=1)
-    hidden = forward(source.load(model)[1], model.cfg, tokens, attention.one_sequence_per_row(mask))
-    scores = np.asarray(decoder.logits(source.load(model)[1], model.cfg, hidden), np.float64)[:, :-1]
+    hidden = forward(source.load_weights(model)[1], model.cfg, tokens, attention.one_sequence_per_row(mask))
+    scores = np.asarray(decoder.logits(source.load_weights(model)[1], model.cfg, hidden), np.float64)[:, :-1]
     logprobs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     of_tokens = np.take_along_axis(logprobs, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
     wanted = -of_tokens[np.asarray(counts)[:, 1:]].mean()

@@ -105,7 +105,7 @@ class Checkpoints:
         self._check_there()
         for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
             (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
-            digests.write(half, LATER)
+            digests.write_digests(half, LATER)
 
     @contextlib.contextmanager
     def _reading(self, handler: ocp.CheckpointHandler):
@@ -141,7 +141,7 @@ class Checkpoints:
             return "its folder is empty"
         # damaged digests: whoever reads the checkpoint says so
         with contextlib.suppress(ValueError):
-            for name, (size, _) in (digests.read(folder) or {}).items():
+            for name, (size, _) in (digests.read_digests(folder) or {}).items():
                 if not (folder / name).is_file() or (folder / name).stat().st_size != size:
                     return f"{name} is not as it was written"
         for name in ("default/_METADATA", "default/manifest.ocdbt"):
@@ -170,9 +170,9 @@ class Checkpoints:
         folder, found = self.folder / str(step), []
         try:
             check_only_files(folder)
-            kept = digests.read(folder) or {}
+            kept = digests.read_digests(folder) or {}
             by_size = sorted(kept, key=lambda name: kept[name][0])
-            found = digests.changed(
+            found = digests.changed_files(
                 folder, kept, by_size[jax.process_index() :: jax.process_count()]
             )
         except ValueError as error:

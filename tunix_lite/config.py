@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from tunix_lite.algorithms.algorithm import check_loss
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
@@ -195,7 +196,7 @@ class ResumeConfig:
 class RunConfig:
     """Everything that a run depends on."""
 
-    algorithm: Any  # has collect(policy, task, params, examples, key) and loss(logprobs, batch)
+    algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
     task: TaskConfig
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -216,6 +217,7 @@ class RunConfig:
         if self.rewards.workers:
             with error_context("task"):
                 check_portable(self.task.functions())
+        check_loss(self.algorithm)
         declared = reduction_of(self.algorithm)
         if declared not in (None, *REDUCES) or (
             declared is None and self.training.packing != "none"

@@ -15,14 +15,14 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.join import heartbeat
-from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Leave, Stopping
+from tunix_lite.distributed.stopping import COMPILATION, UPDATE, Stopping, StopRun
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.learner.optim import learning_rate_at, make_optimizer, num_updates
 from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import source
 from tunix_lite.models.attention import IMPLEMENTATIONS
-from tunix_lite.models.lora import attached
+from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_at_rest,
@@ -81,7 +81,7 @@ def train_in_job(
     told = partial(
         disk_errors_explained,
         run_dir.path,
-        status.when,
+        status.progress,
         Checkpoints(run_dir.checkpoints).whole_steps,
     )
     with told(), contextlib.ExitStack() as outside:
@@ -105,7 +105,7 @@ def train_in_job(
         try:
             with told(), contextlib.ExitStack() as closing:
                 state = fit(run, parts, run_dir, console, status, stopping, closing)
-        except Leave as leave:
+        except StopRun as leave:
             state = leave.state
         except BaseException as error:
             # else found while loading: whatever the folder said before still holds
@@ -117,7 +117,7 @@ def train_in_job(
                     console.say(f"{word} after step {status.steps}; {saved(run_dir)}", style="red")
             raise
         status.write("stopped" if status.stopped else "completed")
-        for text, style in status.last_words(goes_on):
+        for text, style in status.closing_lines(goes_on):
             console.say(text, style=style)
         return state, stopping
 
@@ -151,7 +151,7 @@ def fit(
     # until all is on disk
     closing.enter_context(stopping)
     kept = settings.keep_checkpoints, settings.keep_best_checkpoints
-    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.becomes_latest)
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
     row = None if begins else unmeasured(run, run_dir, start)
     cut = None if begins or not start else start if row is None else start - 1
     trackers: list[Tracker] = (
@@ -171,7 +171,10 @@ def fit(
         )
     seed_key, seconds = jax.random.key(run.seed), Counter()
     policy = timed(
-        replace(policy, generate=partial(policy.generate, between_chunks=stopping.look)), seconds
+        replace(
+            policy, generate=partial(policy.generate, between_chunks=stopping.check_between_chunks)
+        ),
+        seconds,
     )
     profiled = settings.profile_communication and run_dir.is_first
     profile = Profile(run_dir.path if profiled else None, settings.max_steps - start)
@@ -183,12 +186,12 @@ def fit(
         if not run.evaluation.num_examples:
             return {}
         began = time.perf_counter()
-        acting = attached(frozen, state.params, lora)
+        acting = acting_params(frozen, state.params, lora)
         # a launcher's clock starts with the first beat, and before it all is compiled
         if status.steps > start:
             heartbeat("evaluating")
         seen = evaluate(policy, task, acting, seed_key, run.evaluation.num_examples)
-        status.saw(seen["eval/accuracy"])
+        status.record_accuracy(seen["eval/accuracy"])
         return {**seen, "time/eval": time.perf_counter() - began}
 
     fingerprint_pending = parts.overwrites_other_run(run_dir)
@@ -219,14 +222,14 @@ def fit(
 
     console.busy("compiling…")
     case = planning_case(run, parts, rollout)
-    with stopping.until_done(COMPILATION):
+    with stopping.uninterruptible(COMPILATION):
         plan = plan_of_this_run(case, training_programs(case, policy, train_step, state, frozen))
     if run_dir.is_first:
         report.write(plan, run_dir.path)
     console.say(memory_line(plan))
     check_fits(plan, console.say)
     console.say(str(throughput))
-    stopping.may_leave = True
+    stopping.may_stop = True
     if (start == 0 or row is not None) and (seen := measure()):
         _log(trackers, start, (row or {}) | seen)
         status.write("running")
@@ -238,22 +241,22 @@ def fit(
         with profile.step(step - start):
             if step % updates == 0:
                 key = jax.random.fold_in(seed_key, step)
-                acting = attached(frozen, state.params, lora)
+                acting = acting_params(frozen, state.params, lora)
                 with error_context(f"step {step + 1}", RunFailed):
                     examples, dropped = task.batch(parts.batch.prompts, run.seed, step // updates)
                     batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
-                with stopping.until_done(COMPILATION):
+                with stopping.uninterruptible(COMPILATION):
                     # here: compiling is not updating
                     update = train_step.compiled(state, frozen, laid_out)
                 if step == start:
                     profile.write_table(update, parts.mesh)
-                stopping.before_update()
+                stopping.check_before_update()
             collected, made = time.perf_counter(), num_updates(state.opt_state)
-            stopping.may_leave = False
-            with stopping.until_done(UPDATE, times=updates - step % updates):
+            stopping.may_stop = False
+            with stopping.uninterruptible(UPDATE, times=updates - step % updates):
                 state, learned = jax.block_until_ready(update(state, frozen, laid_out))
         metrics |= {name: float(value) for name, value in learned.items()}
         skipped = skipped + 1 if metrics["train/skipped"] else 0
@@ -264,7 +267,7 @@ def fit(
         metrics |= throughput.metrics(batch, metrics["time/update"], metrics["time/step"])
 
         done, accuracy = step + 1, None
-        can_end = stopping.may_leave = done % updates == 0
+        can_end = stopping.may_stop = done % updates == 0
         stopping.has_learned = True
         ends.tell.append(partial(tell, done, metrics, judged))
         if is_due(done, run.evaluation.interval_steps, settings.max_steps):
@@ -305,12 +308,12 @@ def initial_state(
     """
     model, dtype = parts.model, DTYPES[run.training.mixed_precision]
     with error_context("model.weights"):
-        frozen, params = source.load(model, run.seed, STORED[run.training.mixed_precision])
+        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
     with error_context("resume"):
         reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
     slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
-    acting, asked = attached(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
+    acting, asked = acting_params(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
     weights, why = memory.choose_weights(
         acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
     )

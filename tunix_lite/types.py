@@ -8,7 +8,7 @@ Shape letters, used as suffixes on array names across the package:
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -27,6 +27,22 @@ class Max:
     is that of all."""
 
     value: jax.Array  # a number
+
+
+class TokenScores(NamedTuple):
+    """What a policy says of the tokens that count: float32, 0 where no token counts.
+
+    A loss gets it as [R, W], the shape of its batch. Both fields have gradients.
+
+    Example: the token was drawn from (1/4, 3/4), the first of the two -> logprobs log(1/4) =
+    -1.386, entropy 0.562 nats.
+    """
+
+    logprobs: jax.Array  # log p of each token given the tokens before it
+    entropy: jax.Array  # in nats, of the whole distribution that the token was drawn from
+
+    # numpy would make one array of both fields without a word; so it raises TypeError
+    __array_ufunc__ = None
 
 
 # why a completion ended: no room left; end-of-sequence token; as settings say

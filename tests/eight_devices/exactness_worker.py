@@ -127,7 +127,8 @@ def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> 
     """What the frozen reference of the KL term thinks of a batch, on the current mesh."""
     reference = placed(model.arrays()[0], decoder.weights(model.cfg), np.float32)
     rows = rows_of(Way(packing=packing, parts=parts))
-    return make_policy(model.cfg, None, model.temperature, reference=reference, rows=rows).ref_logprobs(batch)
+    policy = make_policy(model.cfg, None, model.temperature, reference=reference, rows=rows)
+    return policy.scorers["reference"](batch)
 
 
 def update_of(batch_file: str) -> dict:

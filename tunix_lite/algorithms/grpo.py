@@ -18,7 +18,7 @@ import numpy as np
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.kept import advantages_of_kept, agreeing, weights_of_kept
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Max
+from tunix_lite.types import Batch, Max, Metrics, TokenScores
 
 # beyond it a ratio is clipped anyway, and exp stays finite
 MAX_LOG_RATIO = 20.0
@@ -95,15 +95,15 @@ class GRPO:
             else rollout.full_logprobs,
         )
         if self.needs_reference:
-            batch = batch.replace(ref_logprobs=policy.ref_logprobs(batch))
+            batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
         agree = float(agreeing(rewards_PG, kept_PG).mean())
         metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": agree}
         return batch, metrics, judged
 
-    def loss(self, logprobs_BT, batch: Batch):
+    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum."""
         counts_BT = batch.loss_weight > 0
-        gap_BT = jnp.where(counts_BT, logprobs_BT - batch.old_logprobs, 0.0)
+        gap_BT = jnp.where(counts_BT, scores.logprobs - batch.old_logprobs, 0.0)
         ratio_BT = jnp.exp(jnp.clip(gap_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
         gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
@@ -118,7 +118,7 @@ class GRPO:
             "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_BT)))),
         }
         if self.needs_reference:
-            ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - logprobs_BT, 0.0)
+            ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - scores.logprobs, 0.0)
             metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_BT, ratio_BT))
             loss += self.kl_coef * metrics["train/kl"]
         return loss, metrics

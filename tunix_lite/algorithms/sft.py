@@ -4,10 +4,11 @@ p(token_t)."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Metrics, TokenScores
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,5 @@ class SFT:
             None,
         )
 
-    def loss(self, logprobs_BT, batch: Batch):
-        return -jnp.sum(batch.loss_weight * logprobs_BT), {}
+    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Metrics]:
+        return -jnp.sum(batch.loss_weight * scores.logprobs), {}

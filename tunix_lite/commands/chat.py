@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import opened, shown
+from tunix_lite.commands.generate import escape_for_terminal, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.plain_text import visible
@@ -13,7 +13,7 @@ HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatConfig:
     """Whom to talk to."""
 
     # the folder of a run, whose newest weights speak; null: model.weights as they are
@@ -27,12 +27,12 @@ class Chat:
 
 
 def main() -> None:
-    program.command("chat", Chat, chat)
+    program.run_command("chat", ChatConfig, chat)
 
 
-def chat(run: RunConfig, settings: Chat) -> None:
+def chat(run: RunConfig, settings: ChatConfig) -> None:
     """Reads lines until there are no more, and answers each as the conversation so far asks."""
-    model = opened(run, settings)
+    model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
             f"{model.source.name} has no chat template; tunix-lite generate continues a text"
@@ -78,6 +78,6 @@ def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
     seed = (run.seed + turn) % 2**32
     for text in model.stream(asked, run.generation, seed, run.rollout):
         pieces.append(text)
-        print(shown(text), end="", flush=True)
+        print(escape_for_terminal(text), end="", flush=True)
     print()
     return "".join(pieces)

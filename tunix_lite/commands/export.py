@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import opened
+from tunix_lite.commands.generate import open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.inference import export as exporting
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportConfig:
     """What to write, and where."""
 
     # the folder of a run, whose newest weights are written; null: model.weights as is
@@ -34,18 +34,20 @@ class Export:
 
 
 def main() -> None:
-    program.command("export", Export, export)
+    program.run_command("export", ExportConfig, export_chosen_model)
 
 
-def export(run: RunConfig, settings: Export) -> None:
+def export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
     """Loads, writes, reads back, compares, and says how to serve it."""
     lora = run.model.lora
     has_adapters = bool(lora.rank or lora.adapter)
     guess = ("adapter" if has_adapters else "full") if settings.kind == "auto" else settings.kind
     out = Path(settings.out or Path(settings.checkpoint) / "export" / guess).expanduser()
-    kind = exporting.check(has_adapters, out, settings.kind, settings.dtype, settings.overwrite)
+    kind = exporting.check_export(
+        has_adapters, out, settings.kind, settings.dtype, settings.overwrite
+    )
     written = exporting.export(
-        opened(run, settings, "fp32"), out, kind, settings.dtype, settings.overwrite
+        open_chosen_model(run, settings, "fp32"), out, kind, settings.dtype, settings.overwrite
     )
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{written.kind}: {size:,.1f} MB in {written.folder}")

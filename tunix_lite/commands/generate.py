@@ -11,14 +11,14 @@ import jax
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.inference.language_model import Asked, LanguageModel, open_model
+from tunix_lite.inference.language_model import LanguageModel, Prompt, open_model, run_settings
 from tunix_lite.parallel.mesh import of_all
 from tunix_lite.plain_text import shortened, visible
 from tunix_lite.tasks.sources import json_of, lines_of
 
 
 @dataclass(frozen=True)
-class Generate:
+class GenerateConfig:
     """What to answer, and where to put it."""
 
     # the folder of a run, whose newest weights speak; null: model.weights as they are
@@ -46,10 +46,10 @@ class Generate:
 
 
 def main() -> None:
-    program.command("generate", Generate, generate)
+    program.run_command("generate", GenerateConfig, generate)
 
 
-def generate(run: RunConfig, settings: Generate) -> None:
+def generate(run: RunConfig, settings: GenerateConfig) -> None:
     """Reads the prompts, loads the model and writes what it says."""
     if settings.prompt is not None:
         asked, most = [settings.prompt], None
@@ -69,11 +69,11 @@ def generate(run: RunConfig, settings: Generate) -> None:
             )
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
-    model = opened(run, settings)
+    model = open_chosen_model(run, settings)
     with error_context("generate"):
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
             for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
-                print(shown(text), end="", flush=True)
+                print(escape_for_terminal(text), end="", flush=True)
             print()
             return
         how = settings.num_generations, run.seed, settings.batch_size
@@ -93,24 +93,24 @@ def generate(run: RunConfig, settings: Generate) -> None:
     for row in rows:
         question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(
-            shown(
+            escape_for_terminal(
                 "> "
                 f"{question}\n{row['text']}{' [cut]' if row['finish_reason'] == 'length' else ''}\n"
             )
         )
 
 
-def shown(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """What a model says, as it is for a file or a pipe; on a terminal, with what would act on it
     escaped."""
     return visible(text) if sys.stdout.isatty() else text
 
 
-def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
+def open_chosen_model(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
     """The model that `model` and `checkpoint` name, on its mesh; dtype None: as
     training.mixed_precision says."""
     folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
-    seed = run.seed if folder is None else program.run_settings(folder, run.model.family)[1]
+    seed = run.seed if folder is None else run_settings(folder, run.model.family)[1]
     model = open_model(
         run.model, folder, settings.step, dtype or run.training.mixed_precision, seed
     )
@@ -119,7 +119,7 @@ def opened(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
     return model
 
 
-def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
+def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
     """The prompts of a file, "prompt" or "messages" of each line of .jsonl, else each line; and the
     most tokens of each one's completions: "max_new_tokens" of its line, else `most`. Raises
     ConfigError."""
@@ -137,7 +137,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Asked], list[int]]:
     return list(asked), list(limits)
 
 
-def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Asked, int]:
+def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Prompt, int]:
     try:
         row = json_of(line, f"{file}, line {number}")
     except ValueError as error:

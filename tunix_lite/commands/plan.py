@@ -49,7 +49,7 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # of attached ones, what a run would have
     take_gpu_memory()
-    program.command("plan", PlanConfig, plan)
+    program.run_command("plan", PlanConfig, plan)
 
 
 def plan(run: RunConfig, settings: PlanConfig) -> None:
@@ -133,7 +133,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         f"{report.source(found)}"
     )
     if found.fits:
-        return replace(plans, command=command(words, overrides), change=f"would fit, with {peak}:")
+        return replace(
+            plans, command=command_that_fits(words, overrides), change=f"would fit, with {peak}:"
+        )
     least = (
         f"the least is {peak}, with {' '.join(overrides)}"
         if overrides
@@ -144,7 +146,7 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     )
 
 
-def command(words: list[str], overrides: tuple[str, ...]) -> str:
+def command_that_fits(words: list[str], overrides: tuple[str, ...]) -> str:
     """The same command line with these overrides in it."""
     new = {text.partition("=")[0]: text for text in overrides}
     kept = [word for word in words if word.partition("=")[0] not in new]

@@ -47,13 +47,15 @@ EXIT_INTERRUPTED = 130
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
     """The run that these overrides describe; `more_conf` is a folder of the user's own options.
     Raises ConfigError."""
-    return build(RunConfig, composed(overrides, more_conf))
+    return build(RunConfig, compose_values(overrides, more_conf))
 
 
-def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()) -> dict:
+def compose_values(
+    overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()
+) -> dict:
     """The settings as plain values; `of` are overrides that a program begins with. Raises
     ConfigError."""
-    overrides = in_full(overrides)
+    overrides = expand_short_forms(overrides)
     with error_context(""):
         check_config_dir(more_conf)
     search = (
@@ -61,12 +63,12 @@ def composed(overrides: list[str], more_conf: str | None = None, of: tuple[str, 
     )
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            return plain(hydra.compose("config", [*search, *of, *overrides]))
+            return _plain_values(hydra.compose("config", [*search, *of, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides, more_conf, of)) from error
 
 
-def in_full(words: list[str]) -> list[str]:
+def expand_short_forms(words: list[str]) -> list[str]:
     """The command line with what is short written out: resume=X is resume.folder=X."""
     return [
         "resume.folder=" + word.removeprefix("resume=") if word.startswith("resume=") else word
@@ -74,7 +76,7 @@ def in_full(words: list[str]) -> list[str]:
     ]
 
 
-def plain(settings: DictConfig) -> dict:
+def _plain_values(settings: DictConfig) -> dict:
     return OmegaConf.to_container(settings, resolve=True)
 
 
@@ -127,10 +129,10 @@ def _known(options: list[str], of: tuple[str, ...]) -> list[str]:
     """The settings that there are with these options: model=random has some that the default model
     has not."""
     try:
-        return [str(key) for key in _leaves(plain(hydra.compose("config", options)))]
+        return [str(key) for key in _leaves(_plain_values(hydra.compose("config", options)))]
     except (HydraException, OmegaConfBaseException):
         # one of them is what is wrong
-        return [str(key) for key in _leaves(plain(hydra.compose("config", list(of))))]
+        return [str(key) for key in _leaves(_plain_values(hydra.compose("config", list(of))))]
 
 
 def _leaves(values, prefix=""):
@@ -141,7 +143,7 @@ def _leaves(values, prefix=""):
             yield f"{prefix}{key}"
 
 
-def resolved(text: str, values: dict) -> str:
+def fill_in_folder(text: str, values: dict) -> str:
     """A folder as the command line gives it, with ${now:...} and plain settings filled in. Raises
     ConfigError."""
     setup_globals()
@@ -163,19 +165,21 @@ def main(
     is checked first.
     """
     keep_freed_memory()
-    sys.argv[1:] = in_full(sys.argv[1:])
+    sys.argv[1:] = expand_short_forms(sys.argv[1:])
     _or_exit(lambda: _check_places(sys.argv[1:]))
     _or_exit(lambda: _check(check, sys.argv[1:]))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(settings: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        _or_exit(lambda: task(build(RunConfig, plain(settings)), folder), made_by_hydra=folder)
+        _or_exit(
+            lambda: task(build(RunConfig, _plain_values(settings)), folder), made_by_hydra=folder
+        )
 
     job()
 
 
-def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
+def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
     """Runs a program beside training: settings of its own, built as `kind`, and all those of a run.
 
     It makes no folder of its own. With checkpoint=RUN, `model` is what that run trained, where
@@ -195,7 +199,7 @@ def command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> 
 
     def act() -> None:
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
-        values = composed(overrides, known.config_dir, (f"+command={name}",))
+        values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         for text in known.overrides:
             key, _, said = text.partition("=")
             if key in LITERAL and key not in values:

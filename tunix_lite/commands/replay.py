@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.algorithms.algorithm import Algorithm, check_loss
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.inference.language_model import LanguageModel, open_model
-from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
+from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, TokenScores
 
 # characters of a text
 SHOWN = 80
@@ -56,7 +57,7 @@ class Replay:
 
 
 def main() -> None:
-    program.command("replay", Replay, replay)
+    program.run_command("replay", Replay, replay)
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
@@ -70,12 +71,13 @@ def replay(run: RunConfig, settings: Replay) -> None:
         if saw(folder, settings.skipped, step)
         else " (not those that saw them, which are not kept)"
     )
-    seed = program.run_settings(folder.path, run.model.family)[1]
+    seed = run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
         raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
-    logprobs_BT = scored(model, batch, run.learning_temperature, settings.batch_size)
-    losses_B, found = judged(run.algorithm, batch, logprobs_BT)
+    check_loss(run.algorithm)
+    scores = scored(model, batch, run.learning_temperature, settings.batch_size)
+    losses_B, found = judged(run.algorithm, batch, scores)
     finite_B = np.isfinite(losses_B)
     print(
         f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step "
@@ -178,28 +180,31 @@ def nearest(folder: RunDir, skipped: int) -> int:
     return max(same or before)
 
 
-def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> np.ndarray:
-    """[B, T] float32, what these weights think of the batch."""
+def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> TokenScores:
+    """What these weights say of the batch: arrays of the host, [B, T] float32."""
     score = jax.jit(
-        partial(token_logprobs, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
+        partial(sequence_scores, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
     )
     B, parts = len(batch.tokens), []
     with jax.set_mesh(model.mesh):
         for start in range(0, B, batch_size):
             # of one size, so that one is compiled
             rows = np.minimum(np.arange(start, start + batch_size), B - 1)
-            parts.append(
-                np.asarray(score(model.params, batch.tokens[rows], batch.token_mask[rows]))
-            )
-    return np.concatenate(parts)[:B]
+            found = score(model.params, batch.tokens[rows], batch.token_mask[rows])
+            parts.append(jax.device_get(found))
+    return TokenScores(*(np.concatenate(arrays)[:B] for arrays in zip(*parts)))
 
 
-def judged(algorithm, batch: Batch, logprobs_BT) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
+def judged(
+    algorithm: Algorithm, batch: Batch, scores: TokenScores
+) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
     """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum
     over sequences."""
     counts_BT = batch.loss_weight != 0
     given = {
-        "logprobs": logprobs_BT,
+        "logprobs": scores.logprobs,
+        # where log-probabilities are not finite, it is no news that entropies are not
+        "entropy": np.where(np.isfinite(scores.logprobs), scores.entropy, 0.0),
         "loss_weight": batch.loss_weight,
         "advantages": batch.advantages,
     }
@@ -207,7 +212,8 @@ def judged(algorithm, batch: Batch, logprobs_BT) -> tuple[np.ndarray, dict[int, 
     losses, found = [], {}
     for b in range(len(batch.tokens)):
         row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), batch)
-        losses.append(float(algorithm.loss(jnp.asarray(logprobs_BT[b : b + 1]), row)[0]))
+        of_row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), scores)
+        losses.append(float(algorithm.loss(of_row, row)[0]))
         wrong = {
             name: int((~np.isfinite(x[b]) & counts_BT[b]).sum())
             for name, x in given.items()

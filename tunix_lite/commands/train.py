@@ -22,7 +22,7 @@ from tunix_lite.distributed.join import (
 )
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
-from tunix_lite.distributed.stopping import job_began
+from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import weights_digest
 from tunix_lite.runs.setup import Parts, prepare
@@ -71,11 +71,11 @@ def start(run: RunConfig, folder: Path) -> None:
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = program.sweep_folder()
-    goes_on = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
+    resume_hint = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
-        _, stopping = train_in_job(run, folder, job_began(os.environ), goes_on)
+        _, stopping = train_in_job(run, folder, job_start_time(os.environ), resume_hint)
         # perhaps said when the last step was made
         if sweep is not None and (reason := stopping.reason()):
             print(f"{reason}: no further run of the sweep begins", flush=True)
@@ -90,10 +90,10 @@ def join(run: RunConfig) -> None:
     folder = given or fresh_folder(run.project_name, sys.argv)
     with error_context(""):
         # can it be read?
-        job_began(os.environ)
+        job_start_time(os.environ)
         if "$" in folder and not is_alone(run.launch, os.environ):
             # by each process, at another time of day: the first one's counts
-            folder = program.resolved(folder, values)
+            folder = program.fill_in_folder(folder, values)
         ours = process_info(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)

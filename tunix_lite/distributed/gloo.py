@@ -26,12 +26,12 @@ END_SECONDS = 1.0
 _filters: list["Filter"] = []
 
 
-def greets_the_log() -> None:
+def redirect_greetings() -> None:
     """From now on, its greetings are kept for `log_into`. Once, and before several processes use
     CPU devices."""
     if not _filters:
         _filters.append(Filter())
-        atexit.register(pass_on_the_rest)
+        atexit.register(restore_stdout)
 
 
 def log_into(file: Path) -> None:
@@ -40,7 +40,7 @@ def log_into(file: Path) -> None:
         each.log_into(file)
 
 
-def pass_on_the_rest() -> None:
+def restore_stdout() -> None:
     """At the end of the process: file 1 is the screen again, and what was under way to it is
     there."""
     for each in _filters:

@@ -83,7 +83,7 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
     import jax
 
     if accelerator() == "CPU":
-        gloo.greets_the_log()
+        gloo.redirect_greetings()
     # it would take SIGTERM for itself: stopping.py
     jax.config.update("jax_enable_preemption_service", False)
     limits = {
@@ -249,7 +249,7 @@ def exit_at_once_on_failure():
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        gloo.pass_on_the_rest()
+        gloo.restore_stdout()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

@@ -32,7 +32,7 @@ PERIOD = 2.0
 _OURS = time.time()
 
 
-def job_began(environ: Mapping[str, str]) -> float:
+def job_start_time(environ: Mapping[str, str]) -> float:
     """When, in seconds since 1970: as a launcher or a job script says, else when this process did.
     Raises ValueError.
 
@@ -48,7 +48,7 @@ def job_began(environ: Mapping[str, str]) -> float:
         ) from None
 
 
-class Leave(BaseException):
+class StopRun(BaseException):
     """The run ends here, on all of its processes: between two whole steps, with nothing changed
     since the last one.
 
@@ -83,7 +83,7 @@ class Stopping:
         # of a step, in seconds; when we were last asked
         self._longest, self._looked = 0.0, None
         # nothing has changed since the last step at which a run can be resumed
-        self.may_leave = False
+        self.may_stop = False
         # there is a step to keep that was not there when the run began
         self.has_learned = False
         # what cannot be ended, how often it comes, since when
@@ -167,7 +167,7 @@ class Stopping:
             else "and no step has been made that could be saved"
         )
         if self._under_way is None:
-            when = "" if self.may_leave or not self.has_learned else " before the next rollout"
+            when = "" if self.may_stop or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
         what, times, since = self._under_way
         if what == COMPILATION:
@@ -185,7 +185,7 @@ class Stopping:
         return f"{name}: stopping after the {what} under way{about}, with a checkpoint{once_more}"
 
     @contextlib.contextmanager
-    def until_done(self, what: str, times: int = 1) -> Iterator[None]:
+    def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
         """Inside runs what cannot be ended, an UPDATE or a COMPILATION; `times`: that often, until
         the run can stop."""
         began = time.monotonic()
@@ -199,22 +199,22 @@ class Stopping:
 
     # ---- whoever can stop asks
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this process need not wait for what the state does not depend on; the others may
         not know yet."""
-        return self.may_leave and self._said is not None
+        return self.may_stop and self._said is not None
 
-    def look(self) -> None:
-        """Between two chunks of a rollout: raises Leave, at the same chunk on all processes, if one
-        was asked to stop.
+    def check_between_chunks(self) -> None:
+        """Between two chunks of a rollout: raises StopRun, at the same chunk on all processes,
+        if one was asked to stop.
 
         Alone, that costs nothing. Several processes ask each other now and then, after a number of
         chunks that all of them know, since all know how long the chunks have taken on the slowest.
         """
-        if not self.may_leave:
+        if not self.may_stop:
             return
         if jax.process_count() == 1:
-            return self.leave(self.is_asked())
+            return self.stop_if(self.is_requested())
         now = time.monotonic()
         self._asked = now if self._asked is None else self._asked
         self._chunks += 1
@@ -224,20 +224,20 @@ class Stopping:
         someone, seconds = np.max(multihost_utils.process_allgather(mine), axis=0)
         self._every = int(np.clip(self._period / max(float(seconds), 1e-6), 1, 2 * self._every))
         self._chunks, self._asked = 0, time.monotonic()
-        self.leave(bool(someone))
+        self.stop_if(bool(someone))
 
-    def before_update(self) -> None:
-        """Before the state changes: raises Leave, on all processes, if one was asked to stop."""
-        if self.may_leave:
+    def check_before_update(self) -> None:
+        """Before the state changes: raises StopRun, on all processes, if one was asked to stop."""
+        if self.may_stop:
             asked = self._said is not None
             if jax.process_count() > 1:
                 asked = bool(np.max(multihost_utils.process_allgather(np.int32(asked))))
-            self.leave(asked)
+            self.stop_if(asked)
 
-    def leave(self, now: bool) -> None:
-        """Raises Leave, if `now`; all processes of the run must come here with the same answer."""
+    def stop_if(self, now: bool) -> None:
+        """Raises StopRun if `now`. All processes of the run must call it with the same answer."""
         if now:
-            raise Leave
+            raise StopRun
 
     def reason(self) -> str | None:
         """Why to end after this step, the same on all processes; None: go on. Ask once a step.

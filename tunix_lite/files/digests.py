@@ -19,7 +19,7 @@ MOST_THREADS = 8
 MOST_BYTES = 2**28
 
 
-def write(folder: Path, but: Collection[str] = ()) -> None:
+def write_digests(folder: Path, but: Collection[str] = ()) -> None:
     """Writes digests.json: size and digest of every other file in the folder, but for these names.
 
     It is there as a whole or not at all. Takes a quarter of the cores at most, as a run goes on
@@ -42,7 +42,7 @@ def write(folder: Path, but: Collection[str] = ()) -> None:
     fresh.replace(folder / NAME)
 
 
-def read(folder: Path) -> dict[str, tuple[int, str]] | None:
+def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
     """(size, digest) by the name of the file; None where no digests are kept. Raises ValueError if
     they are damaged."""
     if not os.path.lexists(folder / NAME):
@@ -62,7 +62,9 @@ def _is_below(name: str) -> bool:
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
-def changed(folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]) -> list[str]:
+def changed_files(
+    folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]
+) -> list[str]:
     """What is no longer as it was written, of these files; each in words: `default/d/ab12 has other
     bytes than ...`."""
 

@@ -50,7 +50,7 @@ class Exported:
     serve: str  # the command that serves it
 
 
-def check(
+def check_export(
     model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool
 ) -> str:
     """The kind that will be written. Raises ConfigError for what cannot be, before anything is
@@ -119,7 +119,7 @@ def export(
     """
     out = Path(out).expanduser().resolve()
     source = model.source
-    kind = check(source.lora is not None, out, kind, dtype, overwrite)
+    kind = check_export(source.lora is not None, out, kind, dtype, overwrite)
     for what, folder in (
         ("the base", source.folder),
         ("the adapter", source.lora and source.lora.adapter),
@@ -196,7 +196,7 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     )
     _copy_tokenizer(model, folder)
     with error_context("what was written"):
-        read = peft.read_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
+        read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(
         lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,

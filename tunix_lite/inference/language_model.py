@@ -23,7 +23,7 @@ from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.lora import LoraConfig, attached, check_targets, merge
+from tunix_lite.models.lora import LoraConfig, acting_params, check_targets, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -46,7 +46,7 @@ STEPS_PER_LOOK = 4
 LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
 
 # a user message, or a conversation of {"role": ..., "content": ...}
-Asked = str | list[dict]
+Prompt = str | list[dict]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LanguageModel:
     """A loaded model on its mesh. Made by `load`."""
 
     source: FoundModel
-    params: Params  # what acts: all weights, or a base with its adapters attached
+    params: Params  # what acts: all weights, or a base with its adapters acting_params
     mesh: jax.sharding.Mesh
     dtype: type  # of the computation
     run: Path | None = None  # the run that trained it
@@ -94,7 +94,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: Asked | Sequence[Asked],
+        prompts: Prompt | Sequence[Prompt],
         generation: GenerationConfig = LONG,
         num_generations: int = 1,
         seed: int = 0,
@@ -135,7 +135,7 @@ class LanguageModel:
 
     def stream(
         self,
-        prompt: Asked,
+        prompt: Prompt,
         generation: GenerationConfig = LONG,
         seed: int = 0,
         rollout: RolloutConfig | None = None,
@@ -153,7 +153,7 @@ class LanguageModel:
 
     def _sample(
         self,
-        asked: list[Asked],
+        asked: list[Prompt],
         generation,
         num_generations: int,
         seed: int,
@@ -221,7 +221,7 @@ class LanguageModel:
         )
 
     def score(
-        self, prompts: Asked | Sequence[Asked], completions: str | Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], completions: str | Sequence[str]
     ) -> list[np.ndarray]:
         """log p of each token of each completion, the end of the turn included, at temperature 1;
         float32 [T] each."""
@@ -255,7 +255,7 @@ class LanguageModel:
             self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
         )
 
-    def _tokens(self, asked: list[Asked], generation: GenerationConfig) -> dict[int, list[int]]:
+    def _tokens(self, asked: list[Prompt], generation: GenerationConfig) -> dict[int, list[int]]:
         """The tokens of each prompt, by its index; what is too long treated as
         generation.long_prompts says."""
         tokens, longest = {}, generation.max_prompt_length
@@ -294,7 +294,7 @@ def _score(cfg: Architecture, dtype):
     return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
 
 
-def _listed(prompts: Asked | Sequence[Asked]) -> list[Asked]:
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list; a conversation, a list of dicts, is one."""
     is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict))
     return [prompts] if is_one else list(prompts)
@@ -365,7 +365,7 @@ def open_model(
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(found, mesh)
     with error_context("model"):
-        check_room(found, mesh)
+        check_memory(found, mesh)
     # else the checkpoint has all the weights
     if run is None or found.lora is not None:
         with error_context(""):
@@ -376,9 +376,9 @@ def open_model(
                 if found.lora is None:
                     frozen, params = None, source.load_base(found, seed, dtype)
                 else:
-                    frozen, params = source.load(found, seed)
+                    frozen, params = source.load_weights(found, seed)
         else:
-            trained = source.tables(found)[1]
+            trained = source.weight_tables(found)[1]
             with error_context("checkpoint"):
                 step, params = Checkpoints(RunDir(run).checkpoints).restore_params(
                     weights.shapes(trained), step
@@ -387,14 +387,14 @@ def open_model(
                 frozen = (
                     None if found.lora is None else source.load_base(found, seed, found.lora.base)
                 )
-        acting = attached(frozen, params, found.lora)
+        acting = acting_params(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
-def check_room(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
+def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights: a folder may
     say any size."""
-    tables = [table for table in source.tables(found) if table is not None]
+    tables = [table for table in source.weight_tables(found) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
     if devices[0].platform == "cpu":
@@ -435,14 +435,14 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
             with error_context(f"{file}: model.lora"):
                 check_targets(lora["targets"])
-        with named_after(file):
+        with prefix_with_file(file):
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(said["seed"])
     return settings, said["seed"]
 
 
 @contextlib.contextmanager
-def named_after(file: Path) -> Iterator[None]:
+def prefix_with_file(file: Path) -> Iterator[None]:
     """Puts the file before a message that begins with a setting."""
     try:
         yield

@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.learner.micro_batches import Rows, mapped
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.models.vocabulary import TokenScores, token_scores
+from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Params, TokenScores
 
 # of the computation
 DTYPES = {
@@ -28,21 +32,22 @@ ROWS = Rows()
 
 
 @dataclass(frozen=True)
-class Policy:
-    """All that an algorithm may ask of a model. Tests and other engines supply their own.
+class FrozenScorer:
+    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer."""
 
-    generate(params, prompts, key, num_generations, temperature=..., on_finished=None) -> Rollout
-    may call on_finished(row, tokens) when a completion has ended; what it does not call it for is
-    judged at the end. `params` are what the policy acts with; under LoRA, the frozen base with its
-    adapters attached.
-    """
+    params: Params  # on the mesh, never donated
+    rows: Rows  # how a batch is laid out for it
+    # (params, batch in rows) -> its compiled program, which it keeps
+    program: Callable
 
-    generate: Callable  # as above
-    # (params, batch in rows) -> TokenScores, [R, W] each, 0 where no token counts; inside jit
-    scores: Callable
-    # (batch) -> [B, T] of the host, 0 where no token counts; None: no reference. That of
-    # make_policy knows its program:
-    ref_logprobs: Callable | None = None  # ref_logprobs.compiled(batch in rows)
+    def __call__(self, batch: Batch) -> np.ndarray:
+        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+        laid_out, layout = self.rows.lay_out(batch)
+        return layout.back(self.compiled(laid_out)(self.params, laid_out))
+
+    def compiled(self, batch: Batch) -> Callable:
+        """Returns the compiled program for this batch in rows, or for its shapes."""
+        return self.program(self.params, batch)
 
 
 def make_policy(
@@ -62,14 +67,8 @@ def make_policy(
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     if reference is None:
         return Policy(generate, scores)
-    compiled = compiled_once(scoring_program(scores, rows).lower)
-
-    def ref_logprobs(batch: Batch):
-        laid_out, layout = rows.lay_out(batch)
-        return layout.back(compiled(reference, laid_out)(reference, laid_out))
-
-    ref_logprobs.compiled = partial(compiled, reference)
-    return Policy(generate, scores, ref_logprobs)
+    program = compiled_once(scoring_program(scores, rows).lower)
+    return Policy(generate, scores, {"reference": FrozenScorer(reference, rows, program)})
 
 
 def scoring_program(scores: Callable, rows: Rows):
@@ -122,19 +121,27 @@ def in_place(x_RM, batch: Batch):
 
 
 def token_logprobs(
-    params,
-    tokens_BT,
-    token_mask_BT,
+    params: Params, tokens_BT: jax.Array, token_mask_BT: jax.Array, **settings: Any
+) -> jax.Array:
+    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts,
+    is 0. Settings are those of `sequence_scores`."""
+    return sequence_scores(params, tokens_BT, token_mask_BT, **settings).logprobs
+
+
+def sequence_scores(
+    params: Params,
+    tokens_BT: jax.Array,
+    token_mask_BT: jax.Array,
     *,
     cfg: Architecture,
     temperature: float = 1.0,
-    dtype=jnp.float32,
-):
-    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts,
-    is 0."""
+    dtype: DTypeLike = jnp.float32,
+) -> TokenScores:
+    """The scores of all tokens of sequences that are not laid out in rows, [B, T] each; position 0,
+    which nothing predicts, is 0."""
     hidden_BTD = decoder.forward(
         params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), dtype
     )[:, :-1]
     table_VD = decoder.output_table(params, cfg)
     found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
-    return jnp.pad(found.logprobs, ((0, 0), (1, 0)))
+    return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in found))

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tunix_lite.algorithms.algorithm import Algorithm, Policy, check_loss
 from tunix_lite.learner.micro_batches import summed
 from tunix_lite.learner.optim import updated
-from tunix_lite.models.lora import LoraConfig, attached
+from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiling import compiled_once
 
 # folded into the seed, so that dropout and sampling share no numbers
@@ -16,8 +17,8 @@ DROPOUT = 0xD0
 
 
 def make_train_step(
-    policy,
-    algorithm,
+    policy: Policy,
+    algorithm: Algorithm,
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
     lora: LoraConfig | None = None,
@@ -34,10 +35,11 @@ def make_train_step(
     their shapes, and `train_step.compiled(*args)` is compiled: it knows its memory and what it
     sends.
     """
+    check_loss(algorithm)
 
     def objective(params, frozen, batch, keys_R):
-        scores = policy.scores(attached(frozen, params, lora, keys_R), batch)
-        loss, metrics = algorithm.loss(scores.logprobs, batch)
+        scores = policy.scores(acting_params(frozen, params, lora, keys_R), batch)
+        loss, metrics = algorithm.loss(scores, batch)
         entropy = jnp.sum(batch.loss_weight * scores.entropy)
         return loss, {
             "train/loss": loss,

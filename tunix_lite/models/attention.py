@@ -54,7 +54,7 @@ def one_sequence_per_row(token_mask_BT) -> AttentionMeta:
     return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
 
-def visible(window: int | None, q: AttentionMeta, k: AttentionMeta):
+def attention_mask(window: int | None, q: AttentionMeta, k: AttentionMeta):
     """[B, queries, keys] bool: whether a query may see a key. window: None means no limit."""
     q, k = jax.tree.map(lambda x: x[:, :, None], q), jax.tree.map(lambda x: x[:, None], k)
     seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
@@ -145,7 +145,7 @@ def _xla(cfg, is_local, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_B
     arrays = queries, keys, q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if piece_length(q_BTNH, S) >= T:
-        mask_BTS = visible(window_of(cfg, is_local), queries, keys)
+        mask_BTS = attention_mask(window_of(cfg, is_local), queries, keys)
         return attend(cfg, *arrays[2:], mask_BTS)
     if isinstance(is_local, bool):
         return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
@@ -175,7 +175,7 @@ def piece_length(q_BTNH, S: int) -> int:
 def _in_pieces(cfg, window, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_BKSH, v_BKSH):
     @jax.checkpoint
     def piece(queries, keys, *qkv):
-        return attend(cfg, *qkv, visible(window, queries, keys), name="scores of a piece")
+        return attend(cfg, *qkv, attention_mask(window, queries, keys), name="scores of a piece")
 
     T, S = q_BTNH.shape[1], k_BKSH.shape[2]
     pieces, length = [], piece_length(q_BTNH, S)
@@ -205,7 +205,7 @@ def cudnn(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
     """cuDNN's flash attention."""
 
     def flash(queries, keys, q_BTNH, k_BSKH, v_BSKH):
-        mask_BTS = visible(window_of(cfg, is_local), queries, keys)
+        mask_BTS = attention_mask(window_of(cfg, is_local), queries, keys)
         attend = flash_attention if current_rules()["batch"] else flash_of_shards
         return attend(
             cfg.query_scale**-0.5,

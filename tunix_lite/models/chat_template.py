@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 
 from tunix_lite.models import confined
-from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
+from tunix_lite.models.template_environment import TemplateFailed, compile_template, render_template
 from tunix_lite.plain_text import escaped, shown
 
 # characters of a template; published ones have up to 20,000
@@ -41,7 +41,7 @@ class ChatTemplate:
                 "characters"
             )
         if text == _ours():
-            return cls(text, where, compiled(text))
+            return cls(text, where, compile_template(text))
         try:
             confined.ask("compile", text)
         except confined.Refused as error:
@@ -53,7 +53,7 @@ class ChatTemplate:
         now = datetime.now()
         try:
             if self.compiled is not None:
-                return rendered(self.compiled, values, now)
+                return render_template(self.compiled, values, now)
             return confined.ask("render", self.text, values, now)
         except (TemplateFailed, confined.Refused) as error:
             raise ValueError(f"the chat template in {self.where} {_in_a_line(error)}") from error
@@ -68,7 +68,7 @@ def _in_a_line(error: Exception) -> str:
     return escaped(str(error).replace("\n", " "), 500)
 
 
-def plain(value):
+def to_plain_values(value):
     """`value` in plain types: a template is a stranger's program and is handed nothing that can
     act."""
     for kind, made in (
@@ -84,12 +84,12 @@ def plain(value):
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {to_plain_values(key): to_plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (
-            type(value)(map(plain, value))
+            type(value)(map(to_plain_values, value))
             if type(value) in (list, tuple)
-            else [plain(item) for item in value]
+            else [to_plain_values(item) for item in value]
         )
     raise ValueError(
         f"a chat template takes texts, numbers, lists and dicts; this is a {type(value).__name__}"
@@ -101,7 +101,7 @@ def as_template_reads(message: dict) -> dict:
     names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
-    message = {key: value for key, value in plain(message).items() if value is not None}
+    message = {key: value for key, value in to_plain_values(message).items() if value is not None}
     said = [
         message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message
     ]

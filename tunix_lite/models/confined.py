@@ -36,7 +36,7 @@ STARTS = 3
 MOST_ANSWER = 2**28
 START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
-    "from tunix_lite.models.confined_worker import work; work(*rest)"
+    "from tunix_lite.models.confined_worker import serve; serve(*rest)"
 )
 # what starting Python may need; no token
 KEPT = (

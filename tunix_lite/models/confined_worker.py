@@ -18,17 +18,17 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import cache
 
-from tunix_lite.models.template_environment import TemplateFailed, compiled, rendered
+from tunix_lite.models.template_environment import TemplateFailed, compile_template, render_template
 
 # of an answer: whether it succeeded, and how many bytes follow
 HEAD = struct.Struct("<?Q")
 # of a request
 LENGTH = struct.Struct("<Q")
 
-_compiled = cache(compiled)
+_compiled = cache(compile_template)
 
 
-def work(memory: int, seconds: float) -> None:
+def serve(memory: int, seconds: float) -> None:
     """Answers requests until there are no more. `memory`: bytes at most; `seconds`: of the
     processor for a request."""
     answers = os.dup(1)
@@ -70,7 +70,7 @@ def _compile(text: str) -> str:
 
 
 def _render(text: str, values: dict, now: datetime) -> str:
-    return rendered(_compiled(text), values, now)
+    return render_template(_compiled(text), values, now)
 
 
 def _match(pattern: str, texts: list[str]) -> str:

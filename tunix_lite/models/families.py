@@ -414,7 +414,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
             f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}"
         )
     read_back = config_from(_as_json(cfg, family), family)
-    if lost := differences(as_computed(cfg), as_computed(read_back)):
+    if lost := architecture_differences(as_computed(cfg), as_computed(read_back)):
         raise ValueError(
             f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)"
         )
@@ -470,7 +470,7 @@ def _scaling_json(scaling: RopeScaling | None) -> dict:
     }
 
 
-def differences(ours: Architecture, theirs: Architecture) -> list[str]:
+def architecture_differences(ours: Architecture, theirs: Architecture) -> list[str]:
     """The fields in which two architectures differ, as text."""
     return [
         f"{f.name}={getattr(ours, f.name)!r} against {getattr(theirs, f.name)!r}"

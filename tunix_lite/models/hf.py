@@ -24,11 +24,11 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
-from tunix_lite.models.quantize import quantize, stored
+from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import (
     Weight,
     dense,
-    flat,
+    flatten,
     is_quantized,
     is_weight,
     shardings,
@@ -178,7 +178,7 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
     """Every tensor of the model, by its name on disk."""
     return {
         name: unstacked(weight)
-        for path, weight in flat(decoder.weights(cfg)).items()
+        for path, weight in flatten(decoder.weights(cfg)).items()
         for name in hf_names(path, cfg, family)
     }
 
@@ -253,10 +253,12 @@ def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None
                 f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}"
             )
     if problems:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {listed(problems)}")
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json: {problem_summary(problems)}"
+        )
 
 
-def listed(problems: list[str]) -> str:
+def problem_summary(problems: list[str]) -> str:
     """Some of them on one line, of each kind (what stands before the colon) one first, and how many
     more there are."""
     kinds = [problem.partition(":")[0] for problem in problems]
@@ -275,9 +277,9 @@ def load_params(
     config.json ties it to.
     """
     check_weights(folder, cfg, family)
-    tensors, plain = Tensors(folder, family), flat(decoder.weights(cfg))
+    tensors, plain = Tensors(folder, family), flatten(decoder.weights(cfg))
     loaded = {}
-    for path, leaf in flat(stored(decoder.weights(cfg), storage)).items():
+    for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
         weight, places = plain[path], tuple(jax.tree.leaves(shardings(leaf)))
         whole = _room(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
@@ -383,7 +385,7 @@ def save_params(
     are written as the plain weights that they amount to. Files hold up to 5 GB; more than one come
     with an index.
     """
-    table, leaves = flat(decoder.weights(cfg)), flat(params)
+    table, leaves = flatten(decoder.weights(cfg)), flatten(params)
     # tensor name -> (path, layer), in the order of the layers
     where = {
         name: (path, i if table[path].is_stacked else None)

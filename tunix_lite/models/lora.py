@@ -23,7 +23,7 @@ from tunix_lite.models.weights import (
     Lora,
     Weight,
     dense,
-    flat,
+    flatten,
     is_quantized,
     pair,
     stacked,
@@ -110,7 +110,7 @@ def adapter_weights(table, lora: LoraConfig) -> dict:
 
     Raises ValueError if no projection matches, or something that is none.
     """
-    declared = flat(table)
+    declared = flatten(table)
     matched = [path for path in declared if re.fullmatch(lora.targets, path)]
     if not matched:
         raise ValueError(
@@ -141,7 +141,7 @@ def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Param
 
     keys: one per sequence of the batch, [B], if dropout is to act.
     """
-    leaves = flat(base)
+    leaves = flatten(base)
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         here = None if keys is None else _keys(keys, i, a.shape[0])
         leaves[path] = Lora(leaves[path], a, b, here, lora.scale, lora.dropout)
@@ -154,7 +154,9 @@ def _keys(keys_B, place: int, num_layers: int):
     return jax.vmap(fold, in_axes=(None, 0))(fold(keys_B, place), jnp.arange(num_layers))
 
 
-def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None) -> Params:
+def acting_params(
+    frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None
+) -> Params:
     """What the policy acts with: all weights if all train, else the frozen base with its
     adapters."""
     return params if frozen is None else attach(frozen, params, lora, keys)
@@ -163,7 +165,7 @@ def attached(frozen: Params | None, params: Params, lora: LoraConfig | None, key
 def merge(params: Params, cfg: Architecture, dtype=jnp.float32) -> Params:
     """The plain weights that acting params amount to: adapters added, quantised weights
     unpacked."""
-    leaves = flat(params)
+    leaves = flatten(params)
     layer = layer_weights(cfg)
 
     def plain(path: str, leaf):
@@ -180,7 +182,7 @@ def merge(params: Params, cfg: Architecture, dtype=jnp.float32) -> Params:
 
 def pairs(adapters: Params) -> dict:
     """path of the weight -> (a, b)"""
-    sides = flat(adapters)
+    sides = flatten(adapters)
     return {
         path.removesuffix("/a"): (sides[path], sides[f"{path[:-1]}b"])
         for path in sides

@@ -13,7 +13,7 @@ from tunix_lite.models import decoder, hf
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
-from tunix_lite.models.weights import unstacked
+from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.types import Params
@@ -59,7 +59,7 @@ HARMLESS = {
 ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
-def read_config(lora: LoraConfig, cfg: Architecture, family: Family | None) -> LoraConfig:
+def read_adapter_config(lora: LoraConfig, cfg: Architecture, family: Family | None) -> LoraConfig:
     """`lora` with the rank, alpha and targets of the adapter that it names.
 
     Raises ValueError naming what is missing, not supported, or not as the settings say.
@@ -122,7 +122,7 @@ def load_adapters(folder: Path, cfg: Architecture, family: Family, lora: LoraCon
     """The adapters in `folder`, in float32 on the current mesh."""
     tensors, loaded = hf.read_tensors(folder / TENSORS), {}
     tensors = {_plain(name, family): value for name, value in tensors.items()}
-    for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
+    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         parts = [
             np.asarray(tensors[name], np.float32).T.reshape(one.shape)
@@ -214,7 +214,7 @@ def _modules(folder: Path, family: Family) -> set[str]:
 def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
     """The paths of ours that the adapter covers, as a regular expression."""
     present, paths = _modules(folder, family), []
-    for path, weight in hf.flat(decoder.weights(cfg)).items():
+    for path, weight in flatten(decoder.weights(cfg)).items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
         if weight.inputs and modules & present:
             if missing := sorted(modules - present):
@@ -231,7 +231,7 @@ def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
 
 def _check_tensors(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> None:
     found, wanted = _header(folder, family), {}
-    for path, weight in hf.flat(adapter_weights(decoder.weights(cfg), lora)).items():
+    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
         columns = one.shape[: one.inputs]
@@ -255,4 +255,6 @@ def _check_tensors(folder: Path, cfg: Architecture, family: Family, lora: LoraCo
         if dtype not in hf.DTYPES
     ]
     if problems:
-        raise ValueError(f"adapter: the tensors in {folder} do not fit: {hf.listed(problems)}")
+        raise ValueError(
+            f"adapter: the tensors in {folder} do not fit: {hf.problem_summary(problems)}"
+        )

@@ -37,7 +37,7 @@ STORAGE = {
 BLOCKS = {"int8": 128, "nf4": 64}
 
 
-def stored(table, storage: str):
+def stored_table(table, storage: str):
     """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4."""
     return jax.tree.map(lambda w: _stored(w, storage), table, is_leaf=is_weight)
 
@@ -72,7 +72,7 @@ def _block(size: int, largest: int) -> int:
 def init_stored(table, key, storage: str):
     """Random parameters, stored as `storage`; the same numbers as `init_params` gives,
     quantised."""
-    wanted = stored(table, storage)
+    wanted = stored_table(table, storage)
     if storage not in BLOCKS:
         return init_params(wanted, key)
 

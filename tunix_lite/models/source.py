@@ -1,7 +1,7 @@
 """Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
 `locate` checks everything but the weights, `download` gets them and checks their headers, and
-`load` makes the parameters.
+`load_weights` makes the parameters.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
-from tunix_lite.models.quantize import STORAGE, init_stored, stored
+from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
 from tunix_lite.plain_text import shown
@@ -100,7 +100,7 @@ def locate(model: ModelConfig) -> FoundModel:
                 if model.architecture is None
                 else families.as_computed(_untied(model.architecture, model))
             )
-            if differ := families.differences(ours, computed):
+            if differ := families.architecture_differences(ours, computed):
                 raise ValueError(
                     f"the config.json of {model.weights} is not the chosen model.architecture: "
                     f"{'; '.join(differ)} "
@@ -120,10 +120,10 @@ def locate(model: ModelConfig) -> FoundModel:
     with _setting("model.lora"):
         lora = model.lora
         if lora.adapter is not None:
-            lora = peft.read_config(lora, cfg, family)
+            lora = peft.read_adapter_config(lora, cfg, family)
         if lora.rank:
             adapter_weights(decoder.weights(cfg), lora)
-            stored(decoder.weights(cfg), lora.base)
+            stored_table(decoder.weights(cfg), lora.base)
     return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
 
 
@@ -148,12 +148,12 @@ def download(source: FoundModel) -> FoundModel:
     return replace(source, folder=folder)
 
 
-def tables(source: FoundModel) -> tuple[Any, Any]:
+def weight_tables(source: FoundModel) -> tuple[Any, Any]:
     """The weights of the frozen base (None: nothing is frozen), and of what trains."""
     table = decoder.weights(source.cfg)
     if source.lora is None:
         return None, table
-    return stored(table, source.lora.base), adapter_weights(table, source.lora)
+    return stored_table(table, source.lora.base), adapter_weights(table, source.lora)
 
 
 def weights_digest(source: FoundModel) -> str:
@@ -172,18 +172,20 @@ def weights_digest(source: FoundModel) -> str:
 
 def num_adapters(source: FoundModel) -> int:
     """Parameters in adapters; 0: all weights train."""
-    return 0 if source.lora is None else weights.num_params(tables(source)[1])
+    return 0 if source.lora is None else weights.num_params(weight_tables(source)[1])
 
 
 def check_mesh(source: FoundModel, mesh) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
     adapters."""
-    for table in tables(source):
+    for table in weight_tables(source):
         if table is not None:
             weights.check_divisible(table, mesh)
 
 
-def load(source: FoundModel, seed: int = 0, storage: str = "fp32") -> tuple[Params | None, Params]:
+def load_weights(
+    source: FoundModel, seed: int = 0, storage: str = "fp32"
+) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises
     ValueError.
 

@@ -20,7 +20,7 @@ class TemplateFailed(ValueError):
     """What a template did, as the end of a sentence that begins with where it comes from."""
 
 
-def compiled(text: str) -> jinja2.Template:
+def compile_template(text: str) -> jinja2.Template:
     """The template as a program. Raises TemplateFailed."""
     try:
         return _environment().from_string(text)
@@ -31,7 +31,7 @@ def compiled(text: str) -> jinja2.Template:
         raise TemplateFailed(f"cannot be compiled: {_reason(error)}") from error
 
 
-def rendered(template: jinja2.Template, values: dict, now: datetime) -> str:
+def render_template(template: jinja2.Template, values: dict, now: datetime) -> str:
     """What it writes. Raises TemplateFailed."""
 
     def strftime_now(

@@ -17,7 +17,7 @@ import tokenizers
 
 from tunix_lite.files.untrusted import read_object, read_text
 from tunix_lite.models.charsmap import longest_replacement
-from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, plain
+from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
 from tunix_lite.plain_text import escaped, shortened, shown
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
@@ -150,7 +150,7 @@ class Tokenizer:
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
         messages = [as_template_reads(message) for message in messages]
-        values = {"tools": None, "documents": None, **self.special, **plain(variables)}
+        values = {"tools": None, "documents": None, **self.special, **to_plain_values(variables)}
         return self.template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )

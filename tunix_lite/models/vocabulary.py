@@ -15,7 +15,6 @@ parts at once, each on its own share, and meet once at the end of a pass.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tunix_lite.models.rounding import stored
 from tunix_lite.parallel.mesh import constrain, divided, gather, parts_of
+from tunix_lite.types import TokenScores
 
 # float32 scores on a device: 64 MiB
 SCORES_AT_ONCE = 2**24
@@ -33,13 +33,6 @@ AXES = (
     "seq",
     "embed",
 )
-
-
-class TokenScores(NamedTuple):
-    """Of the tokens asked for, float32, in the shape of the targets."""
-
-    logprobs: jax.Array
-    entropy: jax.Array  # of the whole distribution that the token was drawn from
 
 
 @dataclass(frozen=True)

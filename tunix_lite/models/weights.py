@@ -286,7 +286,7 @@ def drop(x, keys, rate: float):
 # ---- readings of a table
 
 
-def flat(tree) -> dict:
+def flatten(tree) -> dict:
     """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array
     stays whole."""
     return traverse_util.flatten_dict(
@@ -308,12 +308,12 @@ def shapes(table, dtype=None):
     return jax.tree.map(shape, table, is_leaf=is_weight)
 
 
-def check_divisible(table, mesh) -> None:
+def check_divisible(table, mesh, rules: dict[str, str | None] | None = None) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
     some dim."""
     for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
         try:
-            spec(w.axes, w.shape, mesh)
+            spec(w.axes, w.shape, mesh, rules)
         except ValueError as error:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"weight {name}: {error}") from error

@@ -58,7 +58,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveTotal:
     """All collectives of one kind over one axis."""
 
     kind: str
@@ -82,23 +82,23 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     program, entry = parse(text)
     found: list[Collective] = []
 
-    def visit(name: str, place: Place) -> None:
+    def visit(name: str, site: CallSite) -> None:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
-                found.extend(read(instruction, program[name], place, mesh_shape))
+                found.extend(read_collective(instruction, program[name], site, mesh_shape))
             # they name what async-start has called
             elif instruction.op not in (
                 "async-update",
                 "async-done",
             ):
-                for callee, there in called(instruction, program[name], place, program):
+                for callee, there in callees_of(instruction, program[name], site, program):
                     visit(callee, there)
 
-    visit(entry, Place())
+    visit(entry, CallSite())
     return found
 
 
-def grouped(found: list[Collective]) -> list[Group]:
+def grouped(found: list[Collective]) -> list[CollectiveTotal]:
     """Summed by kind and axis, and apart where the count is not known; most bytes first."""
     groups = defaultdict(list)
     for c in found:
@@ -108,7 +108,7 @@ def grouped(found: list[Collective]) -> list[Group]:
         count, total, sent = (
             sum(numbers) for numbers in zip(*((c.count, c.total_bytes, sent_bytes(c)) for c in cs))
         )
-        sums.append(Group(*key, count, total, sent, known))
+        sums.append(CollectiveTotal(*key, count, total, sent, known))
     return sorted(sums, key=lambda group: -group.total_bytes)
 
 
@@ -139,7 +139,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """What is known of a computation from its callers."""
 
     times: int = 1
@@ -166,30 +166,30 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     return program, entry
 
 
-def called(instruction: Instruction, caller: Computation, place: Place, program):
-    """The computations that an instruction runs, each with the place it stands at."""
+def callees_of(instruction: Instruction, caller: Computation, site: CallSite, program):
+    """The computations that an instruction runs, each with the site it stands at."""
     calls = CALLS.findall(instruction.rest)
     callees = [(key, name) for key, names in calls for name in re.findall(r"%([\w.-]+)", names)]
-    place = replace(
-        place, fused=instruction.op == "fusion", source=op_name(instruction) or place.source
+    site = replace(
+        site, fused=instruction.op == "fusion", source=op_name(instruction) or site.source
     )
-    if not place.fused:
-        place = replace(
-            place, chains=set(), count_known=place.count_known and instruction.op != "conditional"
+    if not site.fused:
+        site = replace(
+            site, chains=set(), count_known=site.count_known and instruction.op != "conditional"
         )
     if instruction.op != "while":
-        yield from ((callee, place) for _, callee in callees)
+        yield from ((callee, site) for _, callee in callees)
         return
     turns = count_turns(instruction, dict(callees), caller, program)
     for key, callee in callees:
         # asked once more than the body runs
         runs = 1 if turns is None else turns + (key == "condition")
-        known = place.count_known and turns is not None
-        yield callee, replace(place, times=place.times * runs, count_known=known, in_loop=True)
+        known = site.count_known and turns is not None
+        yield callee, replace(site, times=site.times * runs, count_known=known, in_loop=True)
 
 
-def read(
-    instruction: Instruction, computation: Computation, place: Place, mesh_shape
+def read_collective(
+    instruction: Instruction, computation: Computation, site: CallSite, mesh_shape
 ) -> list[Collective]:
     """The collective that an instruction is; none where a device is alone, or where it has been
     seen before."""
@@ -198,28 +198,28 @@ def read(
     # TPU spreads a collective over several fusions, to hide it behind their work. Each shows it,
     # with its chain's name.
     chain = re.search(r'chain_id="[^"]*"', instruction.rest)
-    if size == 1 or (chain and chain[0] in place.chains):
+    if size == 1 or (chain and chain[0] in site.chains):
         return []
     if chain:
-        place.chains.add(chain[0])
-    if kind == "all-reduce" and place.fused and is_sliced(instruction, computation):
+        site.chains.add(chain[0])
+    if kind == "all-reduce" and site.fused and is_sliced(instruction, computation):
         # how TPU writes it: no device ever holds the whole sum
         kind = "reduce-scatter"
     arrays = ARRAY.findall(buffer(instruction, kind, computation))
     num_bytes = sum(array_bytes(bits, dims) for _, bits, dims in arrays)
     shapes = ", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays)
-    source = short(op_name(instruction) or place.source)
+    source = short(op_name(instruction) or site.source)
     return [
         Collective(
             kind,
             axis,
-            place.times,
+            site.times,
             num_bytes,
             shapes,
-            place.in_loop,
+            site.in_loop,
             source,
             size,
-            place.count_known,
+            site.count_known,
         )
     ]
 
@@ -243,13 +243,13 @@ def buffer(instruction: Instruction, kind: str, computation: Computation) -> str
         kind in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
         and "-start" in instruction.op
     ):
-        return elements(instruction.type)[kind in ("all-gather", "all-to-all")]
+        return tuple_types(instruction.type)[kind in ("all-gather", "all-to-all")]
     if instruction.op == "reduce-scatter":
         return " ".join(computation.instructions[name].type for name in instruction.operands)
     return instruction.type
 
 
-def elements(type_: str) -> list[str]:
+def tuple_types(type_: str) -> list[str]:
     """The types in a tuple's."""
     parts, depth = [""], 0
     for c in type_[1:-1]:

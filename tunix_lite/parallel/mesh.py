@@ -8,13 +8,14 @@ stands under `sharding` in its settings.
 """
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.distributed.join import disable_compilation_cache, nodes_of
@@ -89,6 +90,10 @@ class ShardingConfig:
                 "instead"
             )
 
+    def table(self, name: str) -> dict[str, str | None]:
+        """All rules of the table `name`, train or rollout, with these changes."""
+        return RULES | getattr(self, name)
+
 
 _tables = {"train": RULES, "rollout": RULES}
 _active = ["train"]
@@ -96,7 +101,7 @@ _active = ["train"]
 
 def set_rules(rules: ShardingConfig) -> None:
     """Makes these the rules of the process, as `jax.set_mesh` does the mesh."""
-    _tables.update(train=RULES | rules.train, rollout=RULES | rules.rollout)
+    _tables.update(train=rules.table("train"), rollout=rules.table("rollout"))
 
 
 @contextlib.contextmanager
@@ -243,6 +248,23 @@ def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=None) -> P:
     return P(*entries)
 
 
+def elements_on_device(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    mesh_shape: dict[str, int],
+    rules: dict[str, str | None] | None = None,
+) -> int:
+    """How many elements of an array a device of such a mesh holds, by arithmetic: no device is
+    needed.
+
+    mesh_shape: sizes by axis name. axes, rules and errors: as `spec` has them.
+    """
+    lies = spec(axes, shape, AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape)), rules)
+    return math.prod(
+        size // (1 if axis is None else mesh_shape[axis]) for size, axis in zip(shape, lies)
+    )
+
+
 def sharding(axes: tuple[str, ...], shape: tuple[int, ...], rules=None) -> NamedSharding:
     """Where an array with these logical axes lives on the current mesh."""
     mesh = current_mesh()
@@ -319,7 +341,7 @@ def parts_of(logical: str) -> int:
     return 1 if axis is None else axis_size(axis)
 
 
-def gathered(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
+def gathered_sharding(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
     """The same place without a division over `axis`."""
     return NamedSharding(place.mesh, without(place.spec, axis))
 

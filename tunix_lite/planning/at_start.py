@@ -71,10 +71,9 @@ def training_programs(
     find them ready."""
     batch = batch_shapes(case, case.run.algorithm.needs_reference)
     programs = {"update": partial(train_step.compiled, state, frozen, batch)}
-    if policy.ref_logprobs is not None:
-        programs["scoring"] = partial(
-            policy.ref_logprobs.compiled, batch_shapes(case, with_reference=False)
-        )
+    if "reference" in policy.scorers:
+        scorer = policy.scorers["reference"]
+        programs["scoring"] = partial(scorer.compiled, batch_shapes(case, with_reference=False))
     return programs
 
 

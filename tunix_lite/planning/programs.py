@@ -20,14 +20,12 @@ from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.lora import adapter_weights, attached
-from tunix_lite.models.quantize import STORAGE, stored
-from tunix_lite.parallel.collectives import Group, collectives, grouped
-from tunix_lite.parallel.mesh import gathered, sharding, use_rules
+from tunix_lite.models.lora import acting_params, adapter_weights
+from tunix_lite.models.quantize import STORAGE, stored_table
+from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
+from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
-from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import PromptCache, SamplerSpec, Slots, at_home, make_programs
 from tunix_lite.types import Batch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -46,7 +44,7 @@ class Compiled:
     alias_bytes: int  # of the results, what lies where arguments lay
     temp_bytes: int
     code_bytes: int
-    collectives: tuple[Group, ...] = ()
+    collectives: tuple[CollectiveTotal, ...] = ()
     compile_seconds: float = 0.0
 
     @property
@@ -130,22 +128,22 @@ class Shapes:
     reference: dict | None  # what the KL term is taken to; under LoRA the frozen base itself
 
     def acting(self, case: Case):
-        return attached(self.frozen, self.state.params, case.lora)
+        return acting_params(self.frozen, self.state.params, case.lora)
 
 
 def abstract(case: Case) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
     table, storage = decoder.weights(case.cfg), STORED[case.run.training.mixed_precision]
     if case.lora is None:
-        frozen, params = None, weights.shapes(stored(table, storage))
+        frozen, params = None, weights.shapes(stored_table(table, storage))
     else:
-        frozen = weights.shapes(stored(table, case.lora.base))
+        frozen = weights.shapes(stored_table(table, case.lora.base))
         params = weights.shapes(adapter_weights(table, case.lora), STORAGE[storage])
     reference = None
     if case.run.algorithm.needs_reference:
         reference = _copy_to_score(params, case) if frozen is None else frozen
         if case.copies_adapters:
-            reference = attached(frozen, params, case.lora)
+            reference = acting_params(frozen, params, case.lora)
     optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
@@ -257,7 +255,7 @@ def _sampling(case: Case, shapes: Shapes):
     programs = make_programs(spec)
     acting = shapes.acting(case)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
-    places = jax.tree.map(gathered, places) if case.weights == "gathered" else places
+    places = jax.tree.map(gathered_sharding, places) if case.weights == "gathered" else places
     per_layer_params = jax.eval_shape(
         partial(decoder.per_layer_params, cfg=case.cfg, dtype=case.dtype), acting
     )
@@ -267,7 +265,7 @@ def _sampling(case: Case, shapes: Shapes):
 def _prefill(case: Case, shapes: Shapes):
     programs, per_layer_params = _sampling(case, shapes)
     block, width, room = shelf(case)
-    waiting = at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
+    waiting = _at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
     tokens, lengths = (
         jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
     )
@@ -278,23 +276,15 @@ def _prefill(case: Case, shapes: Shapes):
 
 def _decode(case: Case, shapes: Shapes):
     programs, per_layer_params = _sampling(case, shapes)
-    slots = at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
+    slots = _at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
     return programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32))
 
 
-def at_home(shapes, rows_axis: str):
-    """The shapes of Slots or a PromptCache, placed as rollout.programs.at_home places arrays."""
+def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:
+    """The shapes, placed where the programs of the rollout place the arrays."""
 
-    def place(x, axes):
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding((rows_axis, *axes)[: x.ndim], x.shape)
-        )
-
-    def place_any(x):
-        if isinstance(x, KV):
-            return jax.tree.map(lambda part: place(part, kv_cache.AXES[1:]), x)
-        return place(x, ["seq"] * x.ndim)
+    def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape))
 
     with use_rules("rollout"):
-        homes = jax.tree.map(place_any, shapes, is_leaf=lambda x: isinstance(x, KV))
-        return homes if shapes.seen is None else homes.replace(seen=place(shapes.seen, ["vocab"]))
+        return at_home(shapes, rows_axis, place)

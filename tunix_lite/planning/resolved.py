@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from jax.sharding import AbstractMesh, use_abstract_mesh
-
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.micro_batches import Rows
@@ -14,7 +12,7 @@ from tunix_lite.learner.policy import DTYPES
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.quantize import stored
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import set_rules
 from tunix_lite.planning.batch_size import (
@@ -25,7 +23,6 @@ from tunix_lite.planning.batch_size import (
     plan_rows,
     row_width,
 )
-from tunix_lite.rollout.engine import MOST_SLOTS
 from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 
 
@@ -96,7 +93,9 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
             folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
             cfg, family = families.read_config(folder, family)
         lora = (
-            model.lora if model.lora.adapter is None else peft.read_config(model.lora, cfg, family)
+            model.lora
+            if model.lora.adapter is None
+            else peft.read_adapter_config(model.lora, cfg, family)
         )
     return cfg, lora if lora.rank else None
 
@@ -110,7 +109,9 @@ def make_case(
     with error_context("model.mesh_shape"):
         table = decoder.weights(cfg)
         for part in (
-            [table] if lora is None else [stored(table, lora.base), adapter_weights(table, lora)]
+            [table]
+            if lora is None
+            else [stored_table(table, lora.base), adapter_weights(table, lora)]
         ):
             weights.check_divisible(part, SimpleNamespace(shape=sizes))
     if (total := sum(lengths_of(run))) > cfg.max_positions:
@@ -131,8 +132,7 @@ def make_case(
 def slots_of(run: RunConfig, batch: BatchPlan, fsdp: int) -> int:
     """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of
     fsdp."""
-    slots = run.rollout.num_slots or min(MOST_SLOTS, batch.sequences)
-    return -(-slots // fsdp) * fsdp
+    return run.rollout.slots(batch.sequences, fsdp)
 
 
 # attention's words, where cuDNN is not on this machine
@@ -218,11 +218,6 @@ def _shelf(
     prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int
 ) -> tuple[int, int, int]:
     widths = prompt_widths(prompt)
-    mesh = AbstractMesh(tuple(case.sizes.values()), tuple(case.sizes))
-    # none between two of different sizes
-    with (
-        use_abstract_mesh(AbstractMesh((), ())),
-        use_abstract_mesh(mesh),
-    ):
-        block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk)
+    fsdp = case.sizes["fsdp"]
+    block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk, fsdp)
     return block, widths[0], block * room

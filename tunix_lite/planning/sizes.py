@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tunix_lite.learner.policy import STORED
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import STORAGE, stored
+from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import spec
 from tunix_lite.planning.resolved import Case
@@ -28,12 +28,12 @@ class Tables:
 def tables(case: Case) -> Tables:
     table, storage = decoder.weights(case.cfg), STORED[case.run.training.mixed_precision]
     if case.lora is None:
-        return Tables(stored(table, storage), None)
+        return Tables(stored_table(table, storage), None)
     adapters = adapter_weights(table, case.lora)
     adapters = jax.tree.map(
         lambda w: replace(w, dtype=STORAGE[storage]), adapters, is_leaf=is_weight
     )
-    return Tables(adapters, stored(table, case.lora.base))
+    return Tables(adapters, stored_table(table, case.lora.base))
 
 
 def num_bytes(table, sizes: dict[str, int], dtype=None, keep_norms: bool = False) -> int:

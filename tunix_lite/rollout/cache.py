@@ -11,6 +11,7 @@ place on a GPU.
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, constrain
@@ -31,10 +32,9 @@ class KV:
     v_scales: jax.Array | None = None  # [B, K, C] float32
 
 
-def head_copies(cfg: Architecture) -> int:
+def head_copies(cfg: Architecture, tp: int) -> int:
     """How often each key/value head is kept: where there are fewer of them than tp, every shard of
     tp has its own."""
-    tp = axis_size("tp")
     return tp // cfg.num_kv_heads if tp % cfg.num_kv_heads == 0 and tp > cfg.num_kv_heads else 1
 
 
@@ -43,22 +43,32 @@ def num_columns(cfg: Architecture, kind: str, length: int) -> int:
     return min(cfg.window, length) if kind == "local" else length
 
 
+def cache_shapes(
+    cfg: Architecture, rows: int, length: int, dtype: DTypeLike, int8: bool, tp: int
+) -> list[KV]:
+    """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic."""
+    heads = cfg.num_kv_heads * head_copies(cfg, tp)
+    cache = []
+    for kind in cfg.kinds:
+        shape = (rows, heads, num_columns(cfg, kind, length))
+        values = jax.ShapeDtypeStruct((*shape, cfg.head_dim), jnp.int8 if int8 else dtype)
+        scales = jax.ShapeDtypeStruct(shape, jnp.float32) if int8 else None
+        cache.append(KV(values, values, scales, scales))
+    return cache
+
+
 def empty_cache(
-    cfg: Architecture, rows: int, length: int, dtype, int8: bool, rows_axis: str = "batch"
+    cfg: Architecture,
+    rows: int,
+    length: int,
+    dtype: DTypeLike,
+    int8: bool,
+    rows_axis: str = "batch",
 ) -> list[KV]:
     """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its
     rows."""
-
-    def zeros(*shape, dtype=jnp.int8 if int8 else dtype):
-        return constrain_kv(jnp.zeros(shape, dtype), rows_axis)
-
-    heads = cfg.num_kv_heads * head_copies(cfg)
-    cache = []
-    for kind in cfg.kinds:
-        shape = rows, heads, num_columns(cfg, kind, length)
-        scales = [zeros(*shape, dtype=jnp.float32) for _ in "kv"] if int8 else (None, None)
-        cache.append(KV(zeros(*shape, cfg.head_dim), zeros(*shape, cfg.head_dim), *scales))
-    return cache
+    shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
+    return jax.tree.map(lambda x: constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis), shapes)
 
 
 def columns_in_use(tokens: int, length: int) -> int:
@@ -86,12 +96,18 @@ def resize_columns(kv: KV, columns: int) -> KV:
 
 def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     """An array of a KV, told how it lies on the mesh."""
-    return constrain(x, *(rows_axis, *AXES[1:])[: x.ndim])
+    return constrain(x, *logical_axes(x, rows_axis))
+
+
+def logical_axes(x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str = "batch") -> tuple[str, ...]:
+    """The logical axes of an array of a KV, its keys, values or scales."""
+    return (rows_axis, *AXES[1:])[: x.ndim]
 
 
 def to_cache_format(cfg: Architecture, k_BTKH, v_BTKH, int8: bool) -> KV:
     """New keys and values in the form that the cache has them in."""
-    k, v = (jnp.repeat(x, head_copies(cfg), axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
+    copies = head_copies(cfg, axis_size("tp"))
+    k, v = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
     return KV(*quantize_kv(k, v)) if int8 else KV(k, v)
 
 

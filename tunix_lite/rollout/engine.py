@@ -15,15 +15,19 @@ import numpy as np
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size, gathered
+from tunix_lite.parallel.mesh import axis_size, gathered_sharding
+from tunix_lite.rollout import settings
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
-# where nobody says how many
-MOST_SLOTS = 256
+# MOST_SLOTS: until train.py asks RolloutConfig.slots.
+from tunix_lite.rollout.settings import (  # noqa: F401
+    MOST_SLOTS,
+    GenerationConfig,
+    RolloutConfig,
+)
+from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
 
 def make_sampler(
@@ -82,7 +86,7 @@ def make_sampler(
             for g in range(num_generations)
         ]
         work = RolloutScheduler(programs, prepare(params), np.float32(temperature), asked, chunk)
-        slots = round_up_to_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
+        slots = rollout.slots(len(asked), axis_size("fsdp"))
         work.plan_blocks(
             [prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens
         )
@@ -179,7 +183,7 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         if (place := (treedef, *leaves)) not in compiled:
             places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
-            places = jax.tree.map(gathered, places) if gather else places
+            places = jax.tree.map(gathered_sharding, places) if gather else places
             compiled[place] = jax.jit(
                 partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
             )
@@ -189,9 +193,8 @@ def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
 
 
 def round_up_to_shards(num_slots: int) -> int:
-    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every
-    device, whole."""
-    return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
+    """As settings.round_up_to_shards, on the current mesh."""
+    return settings.round_up_to_shards(num_slots, axis_size("fsdp"))
 
 
 def left_padded(rows: Prompts, width: int) -> np.ndarray:

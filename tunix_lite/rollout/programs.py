@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -221,25 +222,34 @@ def counted(
 # ---- what the programs keep on the devices
 
 
-def at_home(state, rows_axis: str):
-    """A Slots, PromptCache or Queue, each array told where it lies on the mesh: from program to
-    program the same place."""
+def at_home(
+    state: Any, rows_axis: str, place: Callable[[Any, tuple[str, ...]], Any] | None = None
+) -> Any:
+    """A Slots, PromptCache or Queue, each array placed on the mesh: from program to program at the
+    same place.
 
-    def place(x):
-        return constrain(x, *(rows_axis, *["seq"] * x.ndim)[: x.ndim])
+    rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape;
+    None: `constrain`, inside jit.
+    """
+    place = _constrained if place is None else place
 
-    def place_any(x):
-        return (
-            jax.tree.map(partial(kv_cache.constrain_kv, rows_axis=rows_axis), x)
-            if isinstance(x, KV)
-            else place(x)
-        )
+    def place_rows(x: Any) -> Any:
+        return place(x, (rows_axis, *["seq"] * x.ndim)[: x.ndim])
+
+    def place_any(x: Any) -> Any:
+        if isinstance(x, KV):
+            return jax.tree.map(lambda part: place(part, kv_cache.logical_axes(part, rows_axis)), x)
+        return place_rows(x)
 
     placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
-    # beside the scores that it changes
+    # Tokens that a row has seen lie as the scores do that they change.
     if getattr(state, "seen", None) is not None:
-        placed = placed.replace(seen=constrain(state.seen, rows_axis, "vocab"))
+        placed = placed.replace(seen=place(state.seen, (rows_axis, "vocab")))
     return placed
+
+
+def _constrained(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return constrain(x, *axes)
 
 
 def no_tokens_seen(spec: SamplerSpec, rows: int) -> jax.Array | None:

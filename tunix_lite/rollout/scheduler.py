@@ -58,7 +58,13 @@ class RolloutScheduler:
         `longest`: tokens of a completion.
         """
         self.block, self.room = prompt_cache_blocks(
-            len(prompts), num_generations, widths, num_slots, longest, self.chunk
+            len(prompts),
+            num_generations,
+            widths,
+            num_slots,
+            longest,
+            self.chunk,
+            axis_size("fsdp"),
         )
         # prompts of one width together: what a prompt is padded to depends on it alone, and so do
         # the last digits
@@ -234,14 +240,15 @@ def prompt_cache_blocks(
     num_slots: int,
     longest: int,
     chunk: int,
+    fsdp: int,
 ) -> tuple[int, int]:
-    """(prompts that are read together, such blocks on the shelf) of a rollout on the current mesh.
+    """(prompts that are read together, such blocks on the shelf) of a rollout.
 
     The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where
     completions have a quarter of their longest length on average. Their own lengths do not count:
     all steps run one program.
     """
-    fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
+    per_prefill = max(1, TOKENS_PER_PREFILL // widths[0])
     block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
     # blocks that there can be

@@ -11,11 +11,11 @@ import jax
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.distributed.stopping import Leave, Stopping
+from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import is_of_a_peer
 from tunix_lite.tasks.task import SaidByAll
 from tunix_lite.tracking.disk import trouble
-from tunix_lite.tracking.rows import is_number, lines_of
+from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.types import Metrics, TrainState
 
@@ -45,13 +45,13 @@ class Unfinished:
         """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing
         has changed since.
 
-        Leave is raised again with the state and the reason attached; any other error is raised as
+        StopRun is raised again with the state and the reason attached; any other error is raised as
         it is. Nothing is saved after an error of the devices or of the disk, where saving may hang
         or fail, nor after one that other processes may not know of.
         """
         try:
             yield
-        except Leave as leave:
+        except StopRun as leave:
             self.tell_now()
             leave.state, self.status.stopped = self.state(), stopping.reason()
             self._save_new()
@@ -117,7 +117,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
         and start
         and is_due(start, run.evaluation.interval_steps, run.training.max_steps)
     ):
-        rows = (row for _, _, row in lines_of(run_dir.metrics) if row is not None)
+        rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
     row = allgather_values(row)[0]
     if row is None or "eval/accuracy" in row:

@@ -350,7 +350,7 @@ def _size(model: FoundModel) -> str:
     total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
     if model.lora is None:
         return total
-    frozen, trained = source.tables(model)
+    frozen, trained = source.weight_tables(model)
     return (
         f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
         f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"

@@ -5,11 +5,12 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import wraps
+from typing import Any
 
 import jax
 import numpy as np
 
+from tunix_lite.algorithms.algorithm import Policy, Scorer
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
@@ -75,17 +76,25 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def timed(policy, seconds: Counter):
-    """The policy, whose reference pass adds what it takes to `seconds`; sampling keeps its own
-    time."""
-    if policy.ref_logprobs is None:
-        return policy
+@dataclass(frozen=True)
+class TimedScorer:
+    """A scorer that adds the seconds of each call to `seconds` under its name: time/reference."""
 
-    @wraps(policy.ref_logprobs)
-    def ref_logprobs(batch: Batch):
+    name: str
+    scorer: Scorer
+    seconds: Counter
+
+    def __call__(self, batch: Batch) -> np.ndarray:
         began = time.perf_counter()
-        scored = policy.ref_logprobs(batch)
-        seconds["time/reference"] += time.perf_counter() - began
+        scored = self.scorer(batch)
+        self.seconds[f"time/{self.name}"] += time.perf_counter() - began
         return scored
 
-    return replace(policy, ref_logprobs=ref_logprobs)
+    def compiled(self, batch: Batch) -> Any:
+        return self.scorer.compiled(batch)
+
+
+def timed(policy: Policy, seconds: Counter) -> Policy:
+    """The policy, whose scorers add what they take to `seconds`; sampling keeps its own time."""
+    scorers = {name: TimedScorer(name, scorer, seconds) for name, scorer in policy.scorers.items()}
+    return replace(policy, scorers=scorers)

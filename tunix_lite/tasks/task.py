@@ -597,7 +597,7 @@ class Judging:
         """
         try:
             gives_up = (
-                self.task.stopping.is_asked if self.task.stopping is not None else lambda: False
+                self.task.stopping.is_requested if self.task.stopping is not None else lambda: False
             )
             own, error = (
                 _results(tuple(future for future in futures if future is not None), gives_up),
@@ -607,7 +607,7 @@ class Judging:
             own, error = [], str(failed)
         everyone = self.task.share([own, error, judged])
         if self.task.stopping is not None:
-            self.task.stopping.leave(any(theirs is None for theirs, *_ in everyone))
+            self.task.stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
         if errors := [error for _, error, _ in everyone if error is not None]:
             raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for *_, theirs in everyone]):

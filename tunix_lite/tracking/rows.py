@@ -12,7 +12,7 @@ MOST_STEPS = 2**63
 LARGEST = sys.float_info.max
 
 
-def lines_of(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
+def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
     """(number from 1, the line, its row) of each line; None: it is no object with a step. No file:
     no lines.
 
@@ -42,21 +42,21 @@ def is_number(value) -> bool:
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
-    """Of the steps up to `last` what can be read, as `lines_of` gives it, in order; of no step
+    """Of the steps up to `last` what can be read, as `read_rows` gives it, in order; of no step
     two."""
     before = -1
-    for number, line, row in lines_of(file):
+    for number, line, row in read_rows(file):
         if row is not None and before < row["step"] <= last:
             before = row["step"]
             yield number, line, row
 
 
-def loses(file: Path, last: int) -> bool:
+def drops_rows(file: Path, last: int) -> bool:
     """Whether there stands something before the row of `last` that `rows_until` leaves out."""
     kept = {number for number, _, _ in rows_until(file, last)}
     end = max(kept, default=0)
     return any(
-        line.strip() and number not in kept for number, line, _ in lines_of(file) if number < end
+        line.strip() and number not in kept for number, line, _ in read_rows(file) if number < end
     )
 
 
@@ -69,11 +69,11 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     checkpoint, perhaps by half.
     """
     end = max(
-        (number for number, _, row in lines_of(file) if row is not None and row["step"] <= last),
+        (number for number, _, row in read_rows(file) if row is not None and row["step"] <= last),
         default=0,
     )
     before = None
-    for number, line, row in itertools.islice(lines_of(file), end):
+    for number, line, row in itertools.islice(read_rows(file), end):
         if row is None and line.strip():
             raise ValueError(f"line {number} of {file} is not the metrics of a step")
         if row is not None:

@@ -111,7 +111,7 @@ class RunDir:
         """Creates the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def becomes_latest(self) -> None:
+    def point_latest_here(self) -> None:
         """Points `outputs/latest` here, if this lies under a folder named outputs: once there is a
         checkpoint.
 
@@ -207,7 +207,7 @@ class Status:
         """Spent on the run, its earlier parts included."""
         return self._seconds_before + time.perf_counter() - self._began
 
-    def when(self) -> str:
+    def progress(self) -> str:
         """How far the run is, as the end of a sentence."""
         return f"after step {self.steps}" if self.started else "before its first step"
 
@@ -225,7 +225,7 @@ class Status:
             self.eval = seen | {"first": self.eval.get("first", seen["first"])}
         self.write("running")
 
-    def saw(self, accuracy: float) -> None:
+    def record_accuracy(self, accuracy: float) -> None:
         """A held-out accuracy: the first stays the first."""
         self.eval.setdefault("first", {"accuracy": accuracy})
         self.eval["last"] = {"accuracy": accuracy}
@@ -244,9 +244,11 @@ class Status:
         began = {} if self._began_from is None else {"began_from": self._began_from}
         self._run_dir.write_json(self._run_dir.status, {**status, **began, **more, **self.about})
 
-    def last_words(self, goes_on: str) -> list[tuple[str, str]]:
-        """What is said at the end, each with its style; `goes_on`: the setting with which the same
-        command goes on."""
+    def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
+        """The lines that end the output of a run, each with its style for the console.
+
+        resume_hint: the setting with which the same command resumes, `hydra.run.dir=FOLDER`.
+        """
         said = []
         if self.eval:
             first, last = (self.eval[k]["accuracy"] for k in ("first", "last"))
@@ -259,7 +261,9 @@ class Status:
             )
         )
         if self.stopped:
-            what = f"with {goes_on} goes on" if self.steps else "begins anew, as no step was made"
+            what = (
+                f"with {resume_hint} goes on" if self.steps else "begins anew, as no step was made"
+            )
             said.append((f"stopped by {self.stopped}; the same command {what}", ""))
         return said
 

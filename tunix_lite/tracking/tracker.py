@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from tunix_lite.tracking.rows import loses, rows_until
+from tunix_lite.tracking.rows import drops_rows, rows_until
 from tunix_lite.types import Metrics
 
 
@@ -35,7 +35,7 @@ class JsonLines:
         `damaged_copy`.
         """
         if resume_at is not None and file.is_file():
-            if loses(file, resume_at):
+            if drops_rows(file, resume_at):
                 shutil.copyfile(file, damaged_copy(file))
             fresh = file.with_suffix(".jsonl.tmp")
             with fresh.open("wb") as half:

@@ -30,8 +30,8 @@ class GSPO:
     def collect(self, *arguments):
         return GRPO(self.num_generations, weighting=self.weighting).collect(*arguments)
 
-    def loss(self, logprobs_BT, batch):
-        ratio_BT = jnp.exp(sequence_mean(logprobs_BT - batch.old_logprobs, batch))
+    def loss(self, scores, batch):
+        ratio_BT = jnp.exp(sequence_mean(scores.logprobs - batch.old_logprobs, batch))
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
         gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
         return -jnp.sum(batch.loss_weight * gain_BT), {}

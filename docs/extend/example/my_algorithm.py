@@ -44,7 +44,7 @@ class BestOfGroup:
         )
         return batch, judged.metrics | {"reward/best_share": float(best_PG.mean())}, judged
 
-    def loss(self, logprobs_BT, batch):
+    def loss(self, scores, batch):
         """A sum weighted by loss_weight, so that micro-batches and shards may add it up; and its
         metrics, sums too."""
-        return -jnp.sum(batch.loss_weight * logprobs_BT), {}
+        return -jnp.sum(batch.loss_weight * scores.logprobs), {}

@@ -1,0 +1,104 @@
+"""What an algorithm is, and what it may ask of a policy and of a task.
+
+An algorithm is any object with the fields of `Algorithm`: usually a frozen dataclass, whose fields
+are its settings, named in YAML by its dotted path. It subclasses nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tunix_lite.types import Batch, Metrics, Params, Prompts, Rollout, TokenScores
+
+
+class Generate(Protocol):
+    """Samples completions. A policy may take more settings than these."""
+
+    def __call__(
+        self,
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        *,
+        temperature: float = ...,
+        on_finished: Callable[[int, Any], None] | None = None,
+    ) -> Rollout:
+        """Returns P * G rows: row p * G + g is generation g of prompt p.
+
+        It may call on_finished(row, tokens) when a completion has ended. A completion that it makes
+        no such call for is graded at the end.
+        """
+
+
+class Scorer(Protocol):
+    """Log-probabilities of a batch under frozen weights, such as those of the reference."""
+
+    def __call__(self, batch: Batch) -> np.ndarray:
+        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+
+    def compiled(self, batch: Any) -> Any:
+        """Returns the compiled program for this batch in rows, or for its shapes."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All that an algorithm may ask of a model. Tests and other engines supply their own.
+
+    `params` are what the policy acts with; under LoRA, the frozen base with its adapters attached.
+
+    Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term.
+    """
+
+    generate: Generate
+    # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
+    scores: Callable[[Params, Any], TokenScores]
+    # by name; "reference": the policy that training starts from, there if `needs_reference`
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """Two functions and what a run must know of them before it starts.
+
+    Example: algorithms/grpo.py (with completions), algorithms/sft.py (without).
+    """
+
+    num_generations: int  # completions per prompt
+    updates_per_rollout: int  # optimizer updates made from one batch
+    needs_reference: bool  # the run makes policy.scorers["reference"]
+    needs_demonstrations: bool  # it learns from the `completion` of examples; nothing is sampled
+    # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
+    # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
+    reduces: str | None
+
+    def collect(
+        self, policy: Policy, task: Any, params: Params, examples: list[dict], key: jax.Array
+    ) -> tuple[Batch, Metrics, Any]:
+        """Returns the batch to learn from ([B, T], arrays of the host), metrics, and the graded
+        completions for the samples files (None: there are none).
+
+        policy: what it may ask of the model. task: what it may ask of the task. examples: P rows of
+        data. key: of this step's sampling.
+        """
+
+    def loss(self, scores: TokenScores, batch: Any) -> tuple[jax.Array, Metrics]:
+        """Returns the loss, a number, and its metrics, numbers or types.Max.
+
+        All are sums weighted by batch.loss_weight, so that micro-batches and shards may add them.
+        scores and batch are [R, W]: the batch in rows. It runs inside of jit.
+        """
+
+
+def check_loss(algorithm: Algorithm) -> None:
+    """Raises ValueError for a loss(logprobs, batch), as earlier versions called it."""
+    first = next(iter(inspect.signature(algorithm.loss).parameters), "")
+    if first.startswith(("logprob", "logp")):
+        raise ValueError(
+            f"{type(algorithm).__name__}.loss({first}, batch): a loss is now called with (scores, "
+            "batch); name its first parameter scores, and write scores.logprobs for the "
+            "log-probabilities (scores.entropy is there, too)"
+        )
