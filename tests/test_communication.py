@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
@@ -54,7 +54,7 @@ def compiled_for(
         floats = {name: rows(jnp.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
         ints = {name: rows(jnp.int32) for name in ("tokens", "segment_ids", "positions")}
         batch = Batch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
-        scoring = {"rows": Rows(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
+        scoring = {"rows": RowLayout(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
         scoring["tp_reduce_dtype"] = jnp.dtype(tp_reduce_dtype)
         policy = make_policy(CFG, None, 1.0, jnp.bfloat16, **scoring)
         arguments = state, None, batch

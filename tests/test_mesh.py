@@ -9,9 +9,9 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
@@ -45,7 +45,7 @@ def run(fsdp: int, tp: int):
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, GenerationConfig(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)
-    rows = Rows(num_parts=2, num_scored=8)
+    rows = RowLayout(num_parts=2, num_scored=8)
     policy = make_policy(CFG, generate, 1.0, rows=rows, reference=jax.tree.map(jnp.copy, params))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))

@@ -21,7 +21,6 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.program import compose
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.micro_batches import STATIC
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
@@ -34,7 +33,7 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, batch_shapes
+from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, scored_batch_shapes
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.resolved import Case, find_model, make_case
 from tunix_lite.rollout import engine
@@ -147,11 +146,11 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     tokens, counts = np.ones((8, 22), np.int32), np.arange(22) >= np.full((8, 1), 10)
     ones = np.ones((8, 22), np.float32)
     batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32), ones, ones))
-    foreseen = batch_shapes(case, with_reference=False)
+    foreseen = scored_batch_shapes(case)
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
         shape = getattr(foreseen, name)
-        if name in STATIC:
+        if name in ("prefix_columns", "lane_columns", "streams"):
             assert shape == array
         elif array is None or name in ("scored", "previous", "is_scored"):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])

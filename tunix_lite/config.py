@@ -17,9 +17,9 @@ from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.learner.micro_batches import PACKING
 from tunix_lite.learner.optim import OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tunix_lite.types import Batch, Metrics, Params, Prompts, Rollout, TokenScores
+from tunix_lite.types import Batch, Metrics, Params, Prompts, Rollout, RowBatch, TokenScores
 
 
 class Generate(Protocol):
@@ -41,7 +41,7 @@ class Scorer(Protocol):
     def __call__(self, batch: Batch) -> np.ndarray:
         """Returns [B, T] float32, an array of the host; 0 where no token counts."""
 
-    def compiled(self, batch: Any) -> Any:
+    def compiled(self, batch: RowBatch) -> Any:
         """Returns the compiled program for this batch in rows, or for its shapes."""
 
 
@@ -56,7 +56,7 @@ class Policy:
 
     generate: Generate
     # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
-    scores: Callable[[Params, Any], TokenScores]
+    scores: Callable[[Params, RowBatch], TokenScores]
     # by name; "reference": the policy that training starts from, there if `needs_reference`
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
 
@@ -74,6 +74,8 @@ class Algorithm(Protocol):
     # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
     # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
     reduces: str | None
+    # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
+    # plan must know them before there is a batch.
 
     def collect(
         self, policy: Policy, task: Any, params: Params, examples: list[dict], key: jax.Array
@@ -85,12 +87,17 @@ class Algorithm(Protocol):
         data. key: of this step's sampling.
         """
 
-    def loss(self, scores: TokenScores, batch: Any) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss, a number, and its metrics, numbers or types.Max.
 
         All are sums weighted by batch.loss_weight, so that micro-batches and shards may add them.
         scores and batch are [R, W]: the batch in rows. It runs inside of jit.
         """
+
+
+def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """The streams that the algorithm says its batches have."""
+    return tuple(getattr(algorithm, "streams", ()))
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -20,7 +20,7 @@ from tunix_lite.inference.language_model import LanguageModel, open_model, run_s
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Batch, TokenScores
+from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
@@ -211,7 +211,7 @@ def judged(
     given |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
     losses, found = [], {}
     for b in range(len(batch.tokens)):
-        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), batch)
+        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), RowBatch(**vars(batch)))
         of_row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), scores)
         losses.append(float(algorithm.loss(of_row, row)[0]))
         wrong = {

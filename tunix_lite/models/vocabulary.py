@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tunix_lite.models.rounding import stored
-from tunix_lite.parallel.mesh import constrain, divided, gather, parts_of
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 from tunix_lite.types import TokenScores
 
 # float32 scores on a device: 64 MiB
@@ -182,7 +182,7 @@ def _slopes(settings, kept, slopes):
         if trains is None:
             return total, None
         of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
-        return total, divided(of_block, AXES).astype(table_NPSD.dtype)
+        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
 
     total, of_table = jax.lax.scan(one_block, towards, (jnp.arange(len(table_NPSD)), table_NPSD))
     return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table, None

@@ -20,7 +20,7 @@ from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix_lite.models.rounding import added, by_rows, product, stored, wide
-from tunix_lite.parallel.mesh import divided, gather, parts_of, sharding, spec
+from tunix_lite.parallel.mesh import constrain_gradient, gather, parts_of, sharding, spec
 
 # (key, shape, dtype) -> array
 Initializer = Callable[..., jax.Array]
@@ -258,7 +258,7 @@ def _slope_of(way: Way, x, slope):
     whole = jax.lax.dot_general(
         rows, slopes, (((0,), (0,)), ((), ())), preferred_element_type=way.dtype
     )
-    return slope, None, divided(whole.reshape(shape), way.axes)
+    return slope, None, constrain_gradient(whole.reshape(shape), way.axes)
 
 
 _with_slope_of.defvjp(lambda way, product, x, trained: (product, x), _slope_of)

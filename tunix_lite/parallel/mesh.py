@@ -302,7 +302,7 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     )
 
 
-def divided(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def constrain_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The gradient of a weight, told where it lies."""
     return jax.lax.with_sharding_constraint(x, _gradient_spec(axes, x.shape))
 

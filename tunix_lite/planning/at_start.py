@@ -19,6 +19,7 @@ from tunix_lite.planning.programs import (
     abstract,
     batch_shapes,
     compiled,
+    scored_batch_shapes,
     train_step_of,
     update_arguments,
 )
@@ -69,11 +70,11 @@ def training_programs(
 ) -> dict[str, Callable]:
     """What compiles the programs that learn, for the widest batch that can come; batches as wide
     find them ready."""
-    batch = batch_shapes(case, case.run.algorithm.needs_reference)
+    batch = batch_shapes(case)
     programs = {"update": partial(train_step.compiled, state, frozen, batch)}
     if "reference" in policy.scorers:
         scorer = policy.scorers["reference"]
-        programs["scoring"] = partial(scorer.compiled, batch_shapes(case, with_reference=False))
+        programs["scoring"] = partial(scorer.compiled, scored_batch_shapes(case))
     return programs
 
 

@@ -241,8 +241,8 @@ def attended(case: Case, rows: int, width: int) -> list[tuple[int, int, int]]:
         return [(rows, width, width)]
     shape = case.rows.shape
     return [
-        (rows, shape.lead, shape.lead),
-        (rows * shape.lanes, shape.lane, shape.lead + shape.lane),
+        (rows, shape.prefix_columns, shape.prefix_columns),
+        (rows * shape.num_lanes, shape.lane_columns, shape.prefix_columns + shape.lane_columns),
     ]
 
 
@@ -265,7 +265,7 @@ def head_at_work(case: Case, rows: int) -> int:
     the table, as it is stored, regrouped into blocks, and its gradient or, where it has none, the
     copy that a loop over blocks keeps."""
     cfg, tp = case.cfg, case.sizes["tp"]
-    packed = case.rows.shape and case.rows.shape.width - case.rows.shape.lead
+    packed = case.rows.shape and case.rows.shape.width - case.rows.shape.prefix_columns
     scored = rows * (packed or case.rows.num_scored)
     blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
     scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)

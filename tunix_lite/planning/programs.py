@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.learner.micro_batches import Rows
+from tunix_lite.algorithms.algorithm import stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
@@ -26,7 +26,7 @@ from tunix_lite.parallel.collectives import CollectiveTotal, collectives, groupe
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
 from tunix_lite.rollout.programs import PromptCache, SamplerSpec, Slots, at_home, make_programs
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.types import RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
 # which tokens end a completion changes no program's size
@@ -160,36 +160,27 @@ def placed(shapes, places):
     )
 
 
-def batch_shapes(case: Case, with_reference: bool) -> Batch:
-    """A batch in rows as Rows.lay_out makes it; of packed rows as many, and as wide, as could ever
-    come."""
-    rows, packed = case.rows, case.rows.packing != "none"
-    R = case.sizes["fsdp"] * rows.num_parts * rows.rows_per_part if packed else case.batch.sequences
-    W, M = (rows.width, _most_scored(rows)) if packed else (sum(case.lengths), rows.num_scored)
-
-    def shape(columns, dtype):
-        return jax.ShapeDtypeStruct(
-            (R, columns), dtype, sharding=sharding(("batch", "seq"), (R, columns))
-        )
-
-    learns = not case.run.algorithm.needs_demonstrations
-    names = ["loss_weight", *(["advantages", "old_logprobs"] if learns else [])]
-    names += ["ref_logprobs"] if with_reference else []
-    fields = {name: shape(W, jnp.float32) for name in names}
-    fields |= {name: shape(W, jnp.int32) for name in ("tokens", "segment_ids", "positions")}
-    fields |= {"token_mask": shape(W, jnp.bool_), "is_scored": shape(M, jnp.bool_)}
-    if packed:
-        fields |= {name: shape(M, jnp.int32) for name in ("scored", "previous")}
-        fields["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
-    if rows.packing == "prefix":
-        fields["branches"] = shape(W, jnp.int32)
-    return Batch(**fields, **rows.static)
+def batch_shapes(case: Case) -> RowBatch:
+    """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
+    algorithm = case.run.algorithm
+    values = _values_before_scoring(case)
+    if algorithm.needs_reference:
+        values.append("ref_logprobs")
+    streams = stream_names(algorithm)
+    return case.rows.shapes(case.batch.sequences, sum(case.lengths), values, streams)
 
 
-def _most_scored(rows: Rows) -> int:
-    """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one token
-    of its own."""
-    return rows.shape.num_scored(rows.width - max(1, rows.shape.lead))
+def scored_batch_shapes(case: Case) -> RowBatch:
+    """The batch in rows that the scorer of the reference reads."""
+    values = _values_before_scoring(case)
+    return case.rows.shapes(case.batch.sequences, sum(case.lengths), values)
+
+
+def _values_before_scoring(case: Case) -> list[str]:
+    """The fields of float32 that a batch has when it is scored."""
+    if case.run.algorithm.needs_demonstrations:
+        return ["loss_weight"]
+    return ["loss_weight", "advantages", "old_logprobs"]
 
 
 # ---- the programs
@@ -201,7 +192,7 @@ def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
     found = {"update": partial(_update, case, shapes)}
     if case.run.algorithm.needs_reference:
         score = scoring_program(policy_of(case).scores, case.rows)
-        found["scoring"] = lambda: score.lower(shapes.reference, batch_shapes(case, False))
+        found["scoring"] = lambda: score.lower(shapes.reference, scored_batch_shapes(case))
     if case.samples:
         found |= {
             "prefill": partial(_prefill, case, shapes),
@@ -235,7 +226,7 @@ def train_step_of(case: Case) -> Callable:
 
 
 def update_arguments(case: Case, shapes: Shapes) -> tuple:
-    return shapes.state, shapes.frozen, batch_shapes(case, case.run.algorithm.needs_reference)
+    return shapes.state, shapes.frozen, batch_shapes(case)
 
 
 def _update(case: Case, shapes: Shapes):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -36,7 +36,7 @@ class Case:
     lora: LoraConfig | None  # None: all weights train
     sizes: dict[str, int]
     batch: BatchPlan
-    rows: Rows
+    rows: RowLayout
     slots: int  # sequences decoded at once, a multiple of fsdp
     attention: str  # one of attention.IMPLEMENTATIONS
     weights: str = "gathered"  # or sharded: the weights over fsdp while sampling

@@ -195,7 +195,7 @@ def counted(case: Case) -> tuple[int, int, float]:
     prompts = B
     if case.rows.packing == "prefix":
         # as often as one stands
-        prompts = case.batch.prompts * -(-case.batch.num_generations // case.rows.shape.lanes)
+        prompts = case.batch.prompts * -(-case.batch.num_generations // case.rows.shape.num_lanes)
     return prompts * prompt + B * new, B * new, flops.attention_flops(case.cfg, [prompt + new] * B)
 
 

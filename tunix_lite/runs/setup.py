@@ -14,9 +14,9 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
@@ -48,7 +48,7 @@ class Parts:
     mesh: jax.sharding.Mesh
     batch: BatchPlan
     # how its sequences are laid out
-    rows: Rows
+    rows: RowLayout
     # the implementation, and in words why
     attention: tuple[str, str]
     task: Task
@@ -195,7 +195,7 @@ def planning_case(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
     )
 
 
-def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: Rows) -> tuple[str, str]:
+def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: RowLayout) -> tuple[str, str]:
     """The implementation of attention that training uses, and in words why. Raises ValueError."""
     width = row_width(run, rows)
     platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
