@@ -51,12 +51,11 @@ from tunix_lite.runs.setup import (
     write_fingerprint,
 )
 from tunix_lite.runs.throughput import Throughput, timed
-from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
 from tunix_lite.tracking.rundir import RunDir, Status, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Batch, Metrics, Params, TrainState
+from tunix_lite.types import Batch, Graded, Metrics, Params, TrainState
 
 
 def train(run: RunConfig, folder: str | Path) -> TrainState:
@@ -205,13 +204,13 @@ def fit(
             write_fingerprint(run, parts, run_dir)
         fingerprint_pending, ends.on_disk = False, int(state.step)
 
-    def tell(done: int, metrics: Metrics, judged: Judged | None) -> None:
+    def tell(done: int, metrics: Metrics, graded: Graded | None) -> None:
         """What there is to know of a whole step."""
         _log(trackers, done, metrics)
-        if judged is not None and is_due(
+        if graded is not None and is_due(
             done, run.tracking.samples_interval_steps, settings.max_steps
         ):
-            _keep_samples(run, run_dir, console, done, judged)
+            _keep_samples(run, run_dir, console, done, graded)
         status.steps = done
 
     accuracy, updates = None, algorithm.updates_per_rollout
@@ -244,7 +243,7 @@ def fit(
                 acting = acting_params(frozen, state.params, lora)
                 with error_context(f"step {step + 1}", RunFailed):
                     examples, dropped = task.batch(parts.batch.prompts, run.seed, step // updates)
-                    batch, metrics, judged = algorithm.collect(policy, task, acting, examples, key)
+                    batch, metrics, graded = algorithm.collect(policy, task, acting, examples, key)
                 if task.long_prompts == "drop":
                     metrics["prompts/dropped"] = dropped
                 laid_out, _ = rows.lay_out(batch)
@@ -269,7 +268,7 @@ def fit(
         done, accuracy = step + 1, None
         can_end = stopping.may_stop = done % updates == 0
         stopping.has_learned = True
-        ends.tell.append(partial(tell, done, metrics, judged))
+        ends.tell.append(partial(tell, done, metrics, graded))
         if is_due(done, run.evaluation.interval_steps, settings.max_steps):
             metrics |= measure()
         accuracy = metrics.get("eval/accuracy")
@@ -364,18 +363,18 @@ def _timing(began: float, collected: float, ended: float, seconds: Counter) -> M
 
 
 def _keep_samples(
-    run: RunConfig, run_dir: RunDir, console: Console, step: int, judged: Judged
+    run: RunConfig, run_dir: RunDir, console: Console, step: int, graded: Graded
 ) -> None:
     """All completions of this step to a file, and a few of them, best and worst, to the console."""
     rows = [
         {
-            "prompt": judged.prompts[i],
+            "prompt": graded.prompts[i],
             "completion": text,
-            "extracted": judged.extracted[i],
-            "correct": bool(judged.correct[i]),
-            "reward": None if judged.dropped[i] else float(judged.rewards[i]),
+            "extracted": graded.extracted[i],
+            "correct": bool(graded.correct[i]),
+            "reward": None if graded.dropped[i] else float(graded.rewards[i]),
         }
-        for i, text in enumerate(judged.completions)
+        for i, text in enumerate(graded.completions)
     ]
     run_dir.write_samples(step, rows)
     ranked = sorted(
