@@ -127,24 +127,6 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
 }
 ALLOWED_FOR_NOW = {  # (module, what it imports against its rule): a list that may only become shorter
     ("rewards/pool.py", "distributed.guard"),
-    ("train.py", "checkpoint"),
-    ("train.py", "distributed.gloo"),
-    ("train.py", "distributed.join"),
-    ("train.py", "distributed.stopping"),
-    ("train.py", "models.attention"),
-    ("train.py", "models.lora"),
-    ("train.py", "models.source"),
-    ("train.py", "planning.at_start"),
-    ("train.py", "planning.report"),
-    ("train.py", "planning.resolved"),
-    ("train.py", "rollout.engine"),
-    ("train.py", "rollout.memory"),
-    ("train.py", "rollout.settings"),
-    ("train.py", "tasks.task"),
-    ("train.py", "tracking.console"),
-    ("train.py", "tracking.disk"),
-    ("train.py", "tracking.rundir"),
-    ("train.py", "tracking.tracker"),
 }
 STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and each other
     "launch.py",

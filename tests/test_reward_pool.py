@@ -1,4 +1,4 @@
-"""Reward functions that fail, for real: the run goes on as it was told to, the others are judged, and nothing hangs."""
+"""Reward functions that fail, for real: the run goes on as it was told to, the others are graded, and nothing hangs."""
 
 import io
 import json
@@ -43,10 +43,10 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
+from tunix_lite.runs.watch import keep_samples
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.train import _keep_samples
 from tunix_lite.types import Rollout
 
 ZERO = RewardsConfig("zero", timeout=0.5)
@@ -225,7 +225,7 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
 
     graded = judge(["surrogate", "good"], say=say, settings=RewardsConfig("zero", 20.0, workers), extract=undecodable)
     assert counts(graded)["error"] == 1 and list(graded.rewards) == [0, 4] and len(lines) == 1
-    _keep_samples(compose([]), RunDir(tmp_path), console, 1, graded)
+    keep_samples(RunDir(tmp_path), console, 1, graded, 3)
     console.close()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert r"ValueError: no file \udc80\x1b[2J\x07 (" in log and r"[surrogate\ud800\x1b]" in log

@@ -19,7 +19,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory, scheduler
 from tunix_lite.rollout.engine import Request, make_generate, make_sampler
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
@@ -764,7 +764,7 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
+    programs = make_programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)
     per_layer_params = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()

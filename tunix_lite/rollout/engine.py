@@ -17,7 +17,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered_sharding
 from tunix_lite.rollout import settings
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
 
@@ -55,9 +55,9 @@ def make_sampler(
     ends = {token: "stop" for token in generation.stop_token_ids} | {
         token: "eos" for token in eos_ids
     }
-    programs = make_programs(
-        cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8", tp_reduce_dtype
-    )
+    int8 = rollout.cache == "int8"
+    spec = SamplerSpec(cfg, generation, tuple(ends), pad_id, dtype, chunk, int8, tp_reduce_dtype)
+    programs = make_programs(spec)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     widths = prompt_widths(generation.max_prompt_length)
 

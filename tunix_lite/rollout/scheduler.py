@@ -179,7 +179,7 @@ class RolloutScheduler:
         if not self.unfinished:
             return None
         drawn = jax.device_get(self.in_flight.popleft())
-        self.started = int(drawn.head)
+        self.started = int(drawn.num_taken)
         everything_taken = self.started == len(self.asked)
         if everything_taken:
             # its memory is free
