@@ -25,7 +25,7 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.resolved import Case, shelf
-from tunix_lite.rollout.programs import PromptCache, Slots, at_home, make_programs
+from tunix_lite.rollout.programs import PromptCache, SamplerSpec, Slots, at_home, make_programs
 from tunix_lite.types import RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -240,9 +240,10 @@ def _sampling(case: Case, shapes: Shapes):
     chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
     int8 = run.rollout.cache == "int8"
     tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
-    programs = make_programs(
+    spec = SamplerSpec(
         case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
     )
+    programs = make_programs(spec)
     acting = shapes.acting(case)
     places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
     places = jax.tree.map(gathered_sharding, places) if case.weights == "gathered" else places
