@@ -619,10 +619,10 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
     config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
     task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
     monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
-    _, metrics, judged = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
+    _, metrics, graded = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
     assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
-    np.testing.assert_array_equal(judged.rewards, [2, 12, 4, 6])  # two letters a token
+    np.testing.assert_array_equal(graded.rewards, [2, 12, 4, 6])  # two letters a token
     assert metrics["reward/mean"] == 6 and metrics["rollout/prefill_tokens"] == 3 + 1
 
 
