@@ -81,9 +81,9 @@ HONEST_PATH = (
     ("tunix_lite/learner/micro_batches.py", "cut"),
     ("tunix_lite/learner/micro_batches.py", "map_micro_batches"),
     ("tunix_lite/tasks/task.py", "Task"),
-    ("tunix_lite/tasks/task.py", "Judging"),
+    ("tunix_lite/tasks/task.py", "Grader"),
     ("tunix_lite/algorithms/grpo.py", "GRPO"),
-    ("tunix_lite/algorithms/kept.py", ""),
+    ("tunix_lite/algorithms/dropped.py", ""),
     ("tunix_lite/algorithms/advantages.py", "standardise"),
     ("tunix_lite/types.py", ""),
 )

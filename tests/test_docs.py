@@ -494,9 +494,9 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     algorithm = program.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
     mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
     rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
-    judged = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
+    graded = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
     policy = SimpleNamespace(generate=lambda params, prompts, key, num_generations: rollout)
-    task = SimpleNamespace(prompts=lambda examples: None, judge=lambda group, rollout: judged)
+    task = SimpleNamespace(prompts=lambda examples: None, grade=lambda group, rollout: graded)
     batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25

@@ -18,8 +18,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.tasks.task import Judged
-from tunix_lite.types import TrainState
+from tunix_lite.types import Graded, TrainState
 
 CFG = Architecture(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
 STEPS = 3
@@ -31,13 +30,13 @@ class EvenTask:
     def prompts(self, examples):
         return ragged_prompts(len(examples), CFG.vocab_size)
 
-    def judging(self, group):
-        return SimpleNamespace(see=lambda row, tokens: None, judged=self.judged)
+    def grader(self, group):
+        return SimpleNamespace(submit=lambda row, tokens: None, results=self.results)
 
-    def judged(self, rollout):
+    def results(self, rollout):
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rewards = np.array([np.mean(row[keep] % 2 == 0) for row, keep in zip(tokens, mask)])
-        return Judged([], [], rewards, rewards > 0, [], {}, np.zeros(len(rewards), bool))
+        return Graded([], [], rewards, rewards > 0, [], {}, np.zeros(len(rewards), bool))
 
 
 def run(fsdp: int, tp: int):

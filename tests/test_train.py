@@ -121,17 +121,17 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
     folder, state = finished
     run = compose(SHORT)
-    judged, calls, killed = task_module.Judging.judged, [], []
+    graded, calls, killed = task_module.Grader.results, [], []
 
     def dies_in_step_4(self, rollout):
         calls.append(len(self.examples))
         if calls.count(16) == 4:  # evaluations judge another number
             killed.append((tmp_path / "status.json").read_text())  # what kill -9 would leave
             raise jax.errors.JaxRuntimeError("the power went out")  # after which nothing is saved
-        return judged(self, rollout)
+        return graded(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
-        patch.setattr(task_module.Judging, "judged", dies_in_step_4)
+        patch.setattr(task_module.Grader, "results", dies_in_step_4)
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     accuracy = [{"accuracy": row["eval/accuracy"]} for row in lines(folder) if "eval/accuracy" in row]
@@ -255,7 +255,7 @@ def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tm
 
     forced = compose([*SHORT, "training.max_steps=5", "evaluation.num_examples=0", "seed=7", "resume.force=true"])
     with monkeypatch.context() as patch, pytest.raises(RunFailed, match="^step 5: a reward of your own"):
-        patch.setattr(task_module.Judging, "judged", fails)
+        patch.setattr(task_module.Grader, "results", fails)
         train(forced, folder)
     assert said_of_itself(folder) == before
     saved = []

@@ -1,4 +1,4 @@
-"""The nouns that move through a run. Every one is an immutable pytree.
+"""The nouns that move through a run: immutable, and pytrees where they hold arrays of jax.
 
 Shape letters, used as suffixes on array names across the package:
 
@@ -8,10 +8,12 @@ Shape letters, used as suffixes on array names across the package:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import numpy as np
 
 # nested dict of arrays, keyed by the names in the weight table
 Params = Any
@@ -73,6 +75,23 @@ class Rollout:
         """[B] bool: it ended by itself, before its length ran out. The sampler says so, not the
         last token."""
         return self.finish > 0
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Completions as text, and what they are worth. One entry per completion, B of them.
+
+    Example: two completions of `2 + 2 = ?`, one right -> completions ["4", "5"], rewards [1., 0.],
+    correct [T, F], extracted ["4", "5"], dropped [F, F].
+    """
+
+    prompts: list[str]  # the user's messages
+    completions: list[str]
+    rewards: np.ndarray  # [B] float64, the weighted sum; nan where dropped
+    correct: np.ndarray  # [B] bool
+    extracted: list[str | None]  # the answer that was read out of each, for display
+    metrics: Metrics
+    dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
 
 
 @flax.struct.dataclass

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import standardise
-from tunix_lite.algorithms.kept import advantages_of_kept, agreeing, weights_of_kept
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.dropped import advantages_of_kept, agreeing, weights_of_kept
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Max, Metrics, TokenScores
+from tunix_lite.types import Batch, Graded, Max, Metrics, Params, RowBatch, TokenScores
 
 # beyond it a ratio is clipped anyway, and exp stays finite
 MAX_LOG_RATIO = 20.0
@@ -68,19 +69,26 @@ class GRPO:
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
-    def collect(self, policy, task, params, examples, key):
+    def collect(
+        self,
+        policy: Policy,
+        task: TaskInterface,
+        params: Params,
+        examples: list[dict],
+        key: jax.Array,
+    ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was
         seen on the way."""
         group = [example for example in examples for _ in range(self.num_generations)]
         # of each completion as soon as it ends, while others are still drawn
-        judging = task.judging(group)
+        grader = task.grader(group)
         prompts = task.prompts(examples)
         rollout = policy.generate(
-            params, prompts, key, self.num_generations, on_finished=judging.see
+            params, prompts, key, self.num_generations, on_finished=grader.submit
         )
-        judged = judging.judged(rollout)
-        rewards_PG = judged.rewards.reshape(-1, self.num_generations)
-        kept_B = ~judged.dropped
+        graded = grader.results(rollout)
+        rewards_PG = graded.rewards.reshape(-1, self.num_generations)
+        kept_B = ~graded.dropped
         kept_PG = kept_B.reshape(rewards_PG.shape)
         advantages_B1 = advantages_of_kept(self.advantages, rewards_PG, kept_PG).reshape(-1, 1)
         batch = Batch(
@@ -97,10 +105,10 @@ class GRPO:
         if self.needs_reference:
             batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
         agree = float(agreeing(rewards_PG, kept_PG).mean())
-        metrics = rollout.metrics | judged.metrics | {"reward/groups_that_agree": agree}
-        return batch, metrics, judged
+        metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
+        return batch, metrics, graded
 
-    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum."""
         counts_BT = batch.loss_weight > 0
         gap_BT = jnp.where(counts_BT, scores.logprobs - batch.old_logprobs, 0.0)

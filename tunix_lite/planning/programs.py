@@ -28,7 +28,14 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
 from tunix_lite.planning.resolved import ResolvedRun
-from tunix_lite.rollout.programs import Programs, PromptCache, Slots, at_home, make_programs
+from tunix_lite.rollout.programs import (
+    Programs,
+    PromptCache,
+    SamplerSpec,
+    Slots,
+    at_home,
+    make_programs,
+)
 from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -289,7 +296,7 @@ def _update(resolved: ResolvedRun, shapes: Shapes) -> Any:
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     """The programs of the rollout, and the weights by layer, placed as they read them."""
     run = resolved.run
-    programs = make_programs(
+    spec = SamplerSpec(
         resolved.cfg,
         run.generation,
         NO_END,
@@ -305,7 +312,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     shardings = decoder.per_layer_shardings(shardings, resolved.cfg)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
-    return programs, placed(jax.eval_shape(by_layer, acting), shardings)
+    return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
 def _prefill(resolved: ResolvedRun, shapes: Shapes) -> Any:

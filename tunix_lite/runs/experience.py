@@ -8,8 +8,7 @@ import jax
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
-from tunix_lite.tasks.task import Judged
-from tunix_lite.types import Batch, Metrics, Params
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,13 @@ class Experience:
     """
 
     # the batch in rows on the mesh: what the update takes
-    rows: Batch
+    rows: RowBatch
     # the same as the algorithm made it, [B, T] on the host
     batch: Batch
     # of collecting: rewards, completions, time/rollout; {} where the batch is handed out again
     metrics: Metrics
     # completions with their rewards; None where nothing was sampled, as in SFT
-    graded: Judged | None
+    graded: Graded | None
     # made for this update, and not handed out before
     is_fresh: bool
     # updates that learn from it, this one included

@@ -34,11 +34,10 @@ from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
-from tunix_lite.tasks.task import Judged
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir, closing_with
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Metrics, TrainState
+from tunix_lite.types import Graded, Metrics, TrainState
 
 # parts of metrics' names that are the run's own: no observer may write over them
 OUR_PARTS = (
@@ -376,7 +375,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
 
 
 def keep_samples(
-    run_dir: RunDir, console: Console, step: int, graded: Judged, num_shown: int
+    run_dir: RunDir, console: Console, step: int, graded: Graded, num_shown: int
 ) -> None:
     """Write all completions of a step, and show so many of them, from best to worst."""
     rows = sample_rows(graded)
@@ -388,7 +387,7 @@ def keep_samples(
     console.samples(step, [ranked[i] for i in chosen])
 
 
-def sample_rows(graded: Judged) -> list[dict[str, Any]]:
+def sample_rows(graded: Graded) -> list[dict[str, Any]]:
     """The lines of samples/step_000010.jsonl: a completion each, and its rewards."""
     rows = []
     for i, text in enumerate(graded.completions):
