@@ -255,8 +255,3 @@ def make_prepare(
         return compiled[place](params)
 
     return prepare
-
-
-def round_up_to_shards(num_slots: int) -> int:
-    """As settings.round_up_to_shards, on the current mesh."""
-    return settings.round_up_to_shards(num_slots, axis_size("fsdp"))
