@@ -151,6 +151,7 @@ class DecodedChunk:
 class Programs:
     """The compiled programs of one `SamplerSpec`."""
 
+    spec: SamplerSpec
     # (rows) -> PromptCache
     make_prompt_cache: Callable
     # (slots, columns=all) -> Slots
@@ -187,6 +188,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
 
     resize_layer = counted(kv_cache.resize_columns, compiles, static_argnums=1)
     return Programs(
+        spec=spec,
         make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
         make_slots=compiled(make_slots, static_argnums=(0, 1)),
         resize=partial(resize, spec, resize_layer),
