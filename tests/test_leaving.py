@@ -297,7 +297,7 @@ def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on
     ends = leaving.Unfinished(
         run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), list, on_disk
     )
-    ends.tell.append(lambda: told.append(1))
+    ends.pending.append(lambda: told.append(1))
     with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
         raise error
     assert all(said == 1 for _, said in saved), "metrics.jsonl has the step before its checkpoint is there"
