@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.inference import language_model
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.policy import batch_scores, scoring_program
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
@@ -74,20 +74,20 @@ def random_prompts(cfg: Architecture, count: int) -> list[list[int]]:
     return [rng.integers(4, cfg.vocab_size, length).tolist() for length in rng.integers(3, 25, count)]
 
 
-def rows_for(packing: str, prompts: int, generations: int, width: int, new: int) -> Rows:
+def rows_for(packing: str, prompts: int, generations: int, width: int, new: int) -> RowLayout:
     """The rows as batching lays them out, in two micro-batches."""
     if packing == "none":
-        return Rows("none", 2, new)
+        return RowLayout("none", 2, new)
     if packing == "sequences":
         shape = RowShape(2 * (width + new))
         count = rows_needed_at_most(prompts * generations, width + new, shape.width)
     else:
         shape = RowShape(new, min(4, generations), width)
-        count = shared_rows_at_most(prompts, generations, shape.lanes)
-    return Rows(packing, 2, None, shape, -(-count // 2))
+        count = shared_rows_at_most(prompts, generations, shape.num_lanes)
+    return RowLayout(packing, 2, None, shape, -(-count // 2))
 
 
-def scored(params, cfg: Architecture, dtype, rollout, rows: Rows) -> np.ndarray:
+def scored(params, cfg: Architecture, dtype, rollout, rows: RowLayout) -> np.ndarray:
     """log p of the tokens of a rollout as the trainer computes it, [B, T]."""
     mask = np.asarray(rollout.completion_mask)
     batch, layout = rows.lay_out(Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32)))

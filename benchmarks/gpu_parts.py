@@ -33,9 +33,9 @@ from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.decoder import Architecture
@@ -171,7 +171,7 @@ def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3) -> dict:
     )
 
 
-def loss_and_gradient(cfg: Architecture, params, batch: Batch, rows: Rows, dtype=jnp.float32, **scoring):
+def loss_and_gradient(cfg: Architecture, params, batch: Batch, rows: RowLayout, dtype=jnp.float32, **scoring):
     """(loss, log-probabilities [R, W], gradient) of GRPO's loss, as arrays of the host."""
     policy = make_policy(cfg, None, 1.0, dtype, rows=rows, **scoring)
     laid_out, layout = rows.lay_out(batch)

@@ -27,10 +27,10 @@ import numpy as np
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
@@ -42,8 +42,8 @@ from tunix_lite.types import Batch, TrainState
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
 GROUP = RowShape(NEW_TOKENS, GENERATIONS, PROMPT_LENGTH)  # a prompt and its completions, as batching chooses
 ROWS = {  # all at once; of equal lengths, side by side gains nothing
-    "none": Rows("none", 1, NEW_TOKENS),
-    "prefix": Rows("prefix", 1, None, GROUP, PROMPTS),
+    "none": RowLayout("none", 1, NEW_TOKENS),
+    "prefix": RowLayout("prefix", 1, None, GROUP, PROMPTS),
 }
 CFG = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.types import Batch
 
@@ -32,9 +32,9 @@ def packed_rows(packing: str, sequences: int, prompt: int, new: int) -> tuple[Ro
     return RowShape(new + new % 2, group, prompt + prompt % 2), -(-sequences // group)
 
 
-def rows_for(packing: str, sequences: int, prompt: int, new: int) -> Rows:
+def rows_for(packing: str, sequences: int, prompt: int, new: int) -> RowLayout:
     """All sequences at once, on one device: one a row, side by side, or a prompt and its group's completions."""
     if packing == "none":
-        return Rows("none", 1, new)
+        return RowLayout("none", 1, new)
     shape, count = packed_rows(packing, sequences, prompt, new)
-    return Rows(packing, 1, None, shape, count)
+    return RowLayout(packing, 1, None, shape, count)

@@ -20,9 +20,9 @@ import numpy as np
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.parallel.mesh import RULES, make_mesh
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.memory import cache_bytes
+from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic
 
@@ -41,13 +41,14 @@ def main() -> None:
         how = RolloutConfig(cache=cache, num_slots=64)
         generate = make_generate(model.cfg, generation, *ends, rollout=how)
         rollout = said[cache] = generate(params, rows, jax.random.key(0), 8)
+        one_slot = SamplingMemory(model.cfg, np.float32, generation, how, 1, (), {"fsdp": 1, "tp": 1}, RULES)
         scored = np.asarray(score(params, rollout.tokens, rollout.token_mask))
         gap = np.abs(scored - rollout.logprobs)[rollout.completion_mask]
         print(json.dumps({
             "benchmark": "quantized_cache",
             "model": model.name,
             "cache": cache,
-            "bytes_per_slot": cache_bytes(model.cfg, np.float32, generation, how, 1),
+            "bytes_per_slot": one_slot.cache_bytes(),
             "logprob_gap_mean": float(gap.mean()),
             "logprob_gap_max": float(gap.max()),
             "same": float((rollout.tokens == said["compute"].tokens).all(axis=1).mean()),

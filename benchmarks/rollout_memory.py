@@ -38,7 +38,7 @@ from jax.experimental import topologies
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import gathered_sharding, make_mesh
+from tunix_lite.parallel.mesh import RULES, gathered_sharding, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.programs import make_programs
@@ -117,7 +117,10 @@ def main() -> None:
     compiled = lowered.compile()
     seconds = time.perf_counter() - began
 
-    planned, cache = compiled.memory_analysis(), memory.cache_bytes(CFG, dtype, generation, rollout, args.slots)
+    planned = compiled.memory_analysis()
+    mesh_shape = {"fsdp": args.fsdp, "tp": args.tp}
+    sampling = memory.SamplingMemory(CFG, dtype, generation, rollout, args.slots, (), mesh_shape, RULES)
+    cache = sampling.cache_bytes()
     print(
         json.dumps(
             {

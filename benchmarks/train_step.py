@@ -25,9 +25,9 @@ from made_up import GENERATIONS, made_up_batch, packed_rows
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.commands.program import compose
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
@@ -47,10 +47,10 @@ class Arm:
         self.name = name
         prompt, new = lengths
         precision, remat, asked, packing = [*name.split(":"), *("auto", "none")[len(name.split(":")) - 2 :]]
-        rows, width = Rows("none", micro_batches), prompt + new
+        rows, width = RowLayout("none", micro_batches), prompt + new
         if packing != "none":
             shape, count = packed_rows(packing, len(batch.tokens), prompt, new)
-            rows, width = Rows(packing, -(-count // mesh.shape["fsdp"]), None, shape, 1), shape.width
+            rows, width = RowLayout(packing, -(-count // mesh.shape["fsdp"]), None, shape, 1), shape.width
         platform, dtype = mesh.devices.flat[0].platform, DTYPES[precision]
         chosen = attention.choose(asked, cfg, platform, dtype, width, packing == "prefix")
         self.attention = ": ".join(chosen)

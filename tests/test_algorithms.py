@@ -158,9 +158,9 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     said = Rollout(
         *(np.ones(shape, kind) for kind in (int, bool, bool)), np.full(shape, -1.0), np.ones(4), np.full(shape, -2.0)
     )
-    judged = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), dropped=np.zeros(4, bool), metrics={})
+    graded = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), dropped=np.zeros(4, bool), metrics={})
     task = SimpleNamespace(
-        judging=lambda group: SimpleNamespace(see=None, judged=lambda rollout: judged), prompts=lambda examples: None
+        grader=lambda group: SimpleNamespace(submit=None, results=lambda rollout: graded), prompts=lambda examples: None
     )
     policy = Policy(lambda *_, on_finished: said, None)
     batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)

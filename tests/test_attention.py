@@ -94,8 +94,8 @@ def by_formulas(cfg, window, rows: AttentionMeta, q, k, v):
         segment, position = rows.segments[b], rows.positions[b]
         seen = [s for s in range(t + 1) if segment[s] == segment[t] > 0]
         seen = [s for s in seen if window is None or position[t] - position[s] < window]
-        if rows.branches is not None:
-            seen = [s for s in seen if rows.branches[b, s] in (0, rows.branches[b, t])]
+        if rows.completion_ids is not None:
+            seen = [s for s in seen if rows.completion_ids[b, s] in (0, rows.completion_ids[b, t])]
         for n in range(cfg.num_heads if seen else 0):
             shared = n * cfg.num_kv_heads // cfg.num_heads
             scores = k[b, seen, shared] @ q[b, t, n] / np.sqrt(cfg.query_scale)
@@ -155,7 +155,7 @@ def test_lanes_are_the_whole_row(pieces, monkeypatch):
     wanted = [attended(attention.xla, CFG, local, (q, k, v), slope, whole) for local in (False, True)]
     for window, found in zip((None, CFG.window), wanted):
         assert np.abs(found[0] - by_formulas(CFG, window, whole, q, k, v)).max() < 2e-6
-    laned = replace(whole, lead=6, lane=7)
+    laned = replace(whole, prefix_columns=6, lane_columns=7)
     if pieces > 1:  # three of the seven queries of a lane, which have 13 keys each, at once
         monkeypatch.setattr(attention, "SCORES_AT_ONCE", 12 * 4 * 13 // 4 * 3)
     for local in (False, True):
@@ -251,7 +251,7 @@ def attended_apart(way, cfg, is_local, qkv, slope, rows):
 
     def alone(qkv, slope, rows):
         with use_rules("train", batch=None):
-            out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *attention.keep_heads(*qkv)), *qkv)
+            out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *attention.shard_heads(*qkv)), *qkv)
             return jnp.where(rows.segments[..., None, None] > 0, out, 0), *pull(slope)
 
     shards = axis_size("fsdp")

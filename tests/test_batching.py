@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tunix_lite.commands.program import compose
 from tunix_lite.config import TrainingConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.planning.batch_size import plan_batch, plan_rows
 
 
@@ -128,5 +128,5 @@ def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, part
     run = compose([*lengths, "training.prompts_per_step=16", "algorithm.num_generations=8", *more])
     rows = plan_rows(run, plan_batch(run, fsdp))
     new = run.generation.max_new_tokens + run.generation.max_new_tokens % 2
-    assert rows == Rows("prefix", parts, None, RowShape(new, lanes, 32), rows_per_part)
+    assert rows == RowLayout("prefix", parts, None, RowShape(new, lanes, 32), rows_per_part)
     assert rows.width == 32 + lanes * new

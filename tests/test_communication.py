@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.types import RowBatch, TrainState
 
 CFG = Architecture(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
 SEQUENCES, WIDTH, NEW = 8, 256, 128
@@ -53,8 +53,8 @@ def compiled_for(
 
         floats = {name: rows(jnp.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
         ints = {name: rows(jnp.int32) for name in ("tokens", "segment_ids", "positions")}
-        batch = Batch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
-        scoring = {"rows": Rows(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
+        batch = RowBatch(**floats, **ints, token_mask=rows(jnp.bool_), is_scored=rows(jnp.bool_, NEW))
+        scoring = {"rows": RowLayout(num_scored=NEW), "remat": remat, "reduce_dtype": jnp.dtype(reduce_dtype)}
         scoring["tp_reduce_dtype"] = jnp.dtype(tp_reduce_dtype)
         policy = make_policy(CFG, None, 1.0, jnp.bfloat16, **scoring)
         arguments = state, None, batch

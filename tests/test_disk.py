@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import test_train
 
-import tunix_lite.train as train_module
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
+from tunix_lite.runs import watch
 from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import TensorBoard
@@ -152,8 +152,8 @@ def test_a_folder_that_vanishes_ends_the_run_at_once(tmp_path):
 
 def test_a_full_disk_does_not_hide_what_went_wrong_before(disk, monkeypatch):
     """It is full from the moment on in which the run finds that it diverged, so status.json cannot be written."""
-    really = train_module.diverged
-    monkeypatch.setattr(train_module, "diverged", lambda *arguments: fill(disk) or really(*arguments))
+    really = watch.diverged
+    monkeypatch.setattr(watch, "diverged", lambda *arguments: fill(disk) or really(*arguments))
     with pytest.raises(FloatingPointError, match="step 3: train/loss nan"):
         struck(disk / "run", lambda: None, "training.max_skipped_in_a_row=1", advantage=float("nan"))
     assert json.loads((disk / "run" / "status.json").read_text())["status"] == "running"

@@ -29,14 +29,12 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
-from tunix_lite.models import decoder, weights
-from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import stored_table
+from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning.batch_size import plan_batch
-from tunix_lite.runs.setup import check_generation
+from tunix_lite.planning.resolved import check_generation, check_model_divides
 from tunix_lite.tasks.task import Reward, Task
 from tunix_lite.types import TokenScores
 
@@ -220,7 +218,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     mesh = check_model(run, devices)
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
-        check_generation(run, SimpleNamespace(cfg=cfg))
+        check_generation(run, cfg)
     if run.model.weights in ("bundled", "random"):
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
@@ -240,10 +238,8 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     mesh = resolve_mesh_shape(run.model.mesh_shape, devices or int(np.prod(sizes)))
     if (cfg := architecture(run)) is None:
         return mesh
-    table, lora = decoder.weights(cfg), run.model.lora
-    tables = [stored_table(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
-    for part in tables:
-        weights.check_divisible(part, SimpleNamespace(shape=mesh))
+    lora = run.model.lora if run.model.lora.rank else None
+    check_model_divides(run, cfg, lora, mesh)
     return mesh
 
 
@@ -498,9 +494,9 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     algorithm = program.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
     mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
     rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
-    judged = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
+    graded = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
     policy = SimpleNamespace(generate=lambda params, prompts, key, num_generations: rollout)
-    task = SimpleNamespace(prompts=lambda examples: None, judge=lambda group, rollout: judged)
+    task = SimpleNamespace(prompts=lambda examples: None, grade=lambda group, rollout: graded)
     batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25

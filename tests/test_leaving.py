@@ -120,7 +120,7 @@ EVALUATED = [*SHORT, "training.max_steps=3", "rewards.workers=0"]
 def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tmp_path, monkeypatch):
     """Step 2 has been learned, so it is kept, and its line; what was not measured is measured by the next start."""
     wanted_folder, wanted = whole
-    run, judged, evaluations = compose(EVALUATED), task_module.Judging.judged, []
+    run, graded, evaluations = compose(EVALUATED), task_module.Grader.results, []
 
     def ends(self, rollout):
         if len(self.examples) == 20:
@@ -129,10 +129,10 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
                 if how == "error":
                     raise ValueError("a reward of your own")
                 self.task.stopping._said = "SIGTERM"  # as the handler notes it
-        return judged(self, rollout)
+        return graded(self, rollout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(task_module.Judging, "judged", ends)
+        patch.setattr(task_module.Grader, "results", ends)
         patch.setattr(task_module, "_results", waits_for_ever)
         if how == "error":
             with pytest.raises(RunFailed, match="^evaluation: a reward of your own"):
@@ -182,10 +182,10 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
     stopping = Stopping(None, print)
     stopping.may_stop, stopping._said = True, "SIGTERM" if ours else None
     task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
-    judging = SimpleNamespace(task=task)
+    grader = SimpleNamespace(task=task)
     began = time.monotonic()
     with pytest.raises(StopRun) if ours or theirs else contextlib.nullcontext():
-        found = task_module.Judging._found(judging, (waiting if ours else done, None), "digest")
+        found = task_module.Grader._found(grader, (waiting if ours else done, None), "digest")
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
     assert time.monotonic() - began < 2
 
@@ -297,7 +297,7 @@ def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on
     ends = leaving.Unfinished(
         run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), list, on_disk
     )
-    ends.tell.append(lambda: told.append(1))
+    ends.pending.append(lambda: told.append(1))
     with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
         raise error
     assert all(said == 1 for _, said in saved), "metrics.jsonl has the step before its checkpoint is there"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
-from tunix_lite.learner.micro_batches import Rows
-from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, is_matrix, make_optimizer
+from tunix_lite.learner.optim import OptimizerConfig, decay_mask, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
@@ -214,7 +214,7 @@ def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
 def batch() -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
-    return Rows().lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[0]
+    return RowLayout().lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[0]
 
 
 class Likelihood:
@@ -280,7 +280,7 @@ def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():
 
 def test_dropout_keeps_the_mean_and_drops_its_share():
     x = jnp.ones((64, 8, 100))
-    dropped = weights.drop(x, jax.random.split(jax.random.key(0), 64), 0.25)
+    dropped = weights.dropout(x, jax.random.split(jax.random.key(0), 64), 0.25)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.max()) == pytest.approx(1 / 0.75)
@@ -296,8 +296,8 @@ def test_sampling_and_scoring_agree_under_adapters():
 
 
 def test_adapters_decay_and_biases_do_not():
-    assert all(jax.tree.leaves(is_matrix(adapters_of())))
-    assert is_matrix({"q_bias": 1, "q_norm": 1, "q": 1}) == {"q_bias": False, "q_norm": False, "q": True}
+    assert all(jax.tree.leaves(decay_mask(adapters_of())))
+    assert decay_mask({"q_bias": 1, "q_norm": 1, "q": 1}) == {"q_bias": False, "q_norm": False, "q": True}
 
 
 def test_without_a_base_the_params_act_themselves():

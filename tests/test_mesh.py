@@ -9,17 +9,16 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.tasks.task import Judged
-from tunix_lite.types import TrainState
+from tunix_lite.types import Graded, TrainState
 
 CFG = Architecture(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
 STEPS = 3
@@ -31,13 +30,13 @@ class EvenTask:
     def prompts(self, examples):
         return ragged_prompts(len(examples), CFG.vocab_size)
 
-    def judging(self, group):
-        return SimpleNamespace(see=lambda row, tokens: None, judged=self.judged)
+    def grader(self, group):
+        return SimpleNamespace(submit=lambda row, tokens: None, results=self.results)
 
-    def judged(self, rollout):
+    def results(self, rollout):
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rewards = np.array([np.mean(row[keep] % 2 == 0) for row, keep in zip(tokens, mask)])
-        return Judged([], [], rewards, rewards > 0, [], {}, np.zeros(len(rewards), bool))
+        return Graded([], [], rewards, rewards > 0, [], {}, np.zeros(len(rewards), bool))
 
 
 def run(fsdp: int, tp: int):
@@ -45,7 +44,7 @@ def run(fsdp: int, tp: int):
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, GenerationConfig(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)
-    rows = Rows(num_parts=2, num_scored=8)
+    rows = RowLayout(num_parts=2, num_scored=8)
     policy = make_policy(CFG, generate, 1.0, rows=rows, reference=jax.tree.map(jnp.copy, params))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))

@@ -33,7 +33,7 @@ def test_two_sequences_stand_in_one_row_without_their_padding():
     np.testing.assert_array_equal(layout.previous, [[1, 2, 4, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(layout.is_scored, [[1, 1, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 7, 8, 3, 4, 0, 0], nothing])
-    assert layout.branches is None and layout.shape == (2, 6) and layout.num_parts == 1
+    assert layout.completion_ids is None and layout.shape == (2, 6) and layout.num_parts == 1
 
 
 def test_completions_of_one_prompt_stand_in_lanes_after_it():
@@ -44,7 +44,7 @@ def test_completions_of_one_prompt_stand_in_lanes_after_it():
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 6, 0, 7, 8, 9, 1, 2, 4]])
     np.testing.assert_array_equal(layout.source, [[1, 2, 20, -1, 3, 4, 9, 15, 16, 21]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 0, 1, 1, 1, 1, 1, 2]])
-    np.testing.assert_array_equal(layout.branches, [[0, 0, 0, 0, 1, 1, 2, 3, 3, 1]])
+    np.testing.assert_array_equal(layout.completion_ids, [[0, 0, 0, 0, 1, 1, 2, 3, 3, 1]])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 0, 0, 2, 3, 2, 2, 3, 1]])
     np.testing.assert_array_equal(layout.scored, [[4, 5, 6, 7, 8, 9]])
     np.testing.assert_array_equal(layout.previous, [[1, 4, 1, 1, 7, 2]])
@@ -56,7 +56,7 @@ def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_eac
     layout = pack(batch, lane=3, lead=2, num_parts=2)  # 1 2 3 fills a lane, 7 and 8 9 another, as in the batch
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    np.testing.assert_array_equal(layout.branches, [[0, 0, 1, 1, 1], [0, 0, 1, 2, 2]])
+    np.testing.assert_array_equal(layout.completion_ids, [[0, 0, 1, 1, 1], [0, 0, 1, 2, 2]])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3, 4], [0, 1, 2, 2, 3]])
     np.testing.assert_array_equal(layout.scored, [[2, 3, 4], [2, 3, 4]])
     np.testing.assert_array_equal(layout.previous, [[1, 2, 3], [1, 1, 3]])
@@ -190,7 +190,7 @@ def layouts(draw, kinds=("unpacked", "apart", "shared")):
 def visible(layout, row, query):
     """Columns that a token sees, in order of their positions, by an explicit loop."""
     segments, positions = layout.segment_ids[row], layout.positions[row]
-    branches = np.ones_like(segments) if layout.branches is None else layout.branches[row]
+    branches = np.ones_like(segments) if layout.completion_ids is None else layout.completion_ids[row]
     seen = [
         key
         for key in range(len(segments))
@@ -273,7 +273,7 @@ def test_a_shared_prompt_stands_once_wherever_the_group_fits(batch):
     texts = [tuple(tokens[b, :first][mask[b, :first]]) for b in np.flatnonzero(counts.any(1))]
     leads = [text for text, before in zip(texts, [None, *texts]) if text != before]
     assert layout.segment_ids.max(initial=0) == len(leads)
-    assert ((layout.branches == 0) & (layout.segment_ids > 0)).sum() == sum(map(len, leads))
+    assert ((layout.completion_ids == 0) & (layout.segment_ids > 0)).sum() == sum(map(len, leads))
 
 
 @settings(deadline=None, max_examples=100)

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from tunix_lite import train as train_module
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.learner.optim import make_optimizer
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.planning.resolved import find_model
+from tunix_lite.runs.learner import initial_state
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.tracking.rundir import RunDir
 
@@ -79,7 +79,7 @@ def begun(run, folder):
     parts = prepare(run, RunDir(folder))
     jax.set_mesh(parts.mesh)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    state, frozen, policy, *_ = train_module.initial_state(run, parts, RunDir(folder), optimizer, Quiet())
+    state, frozen, policy, *_ = initial_state(run, parts, RunDir(folder), optimizer, Quiet())
     return parts, state, frozen, policy
 
 

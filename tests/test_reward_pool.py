@@ -1,4 +1,4 @@
-"""Reward functions that fail, for real: the run goes on as it was told to, the others are judged, and nothing hangs."""
+"""Reward functions that fail, for real: the run goes on as it was told to, the others are graded, and nothing hangs."""
 
 import io
 import json
@@ -43,10 +43,10 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
+from tunix_lite.runs.watch import keep_samples
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.train import _keep_samples
 from tunix_lite.types import Rollout
 
 ZERO = RewardsConfig("zero", timeout=0.5)
@@ -83,7 +83,7 @@ def judge(texts, examples=None, say=lambda text: None, settings=ZERO, **function
     """What a task with these functions, `faulty` alone by default, says of completions."""
     task = task_of(texts, **functions)
     with task.with_workers(settings, say) as task:
-        return task.judge(examples or [{}] * len(texts), said(len(texts)))
+        return task.grade(examples or [{}] * len(texts), said(len(texts)))
 
 
 def task_of(texts, rewards=None, correct=faulty, extract=shown) -> Task:
@@ -97,8 +97,8 @@ def said(count: int) -> Rollout:
     return Rollout(np.arange(count)[:, None], ones, ones, ones * 0.0, np.ones(count), ones * 0.0)
 
 
-def counts(judged) -> dict:
-    return {kind: judged.metrics[name] for kind, name in METRICS.items()}
+def counts(graded) -> dict:
+    return {kind: graded.metrics[name] for kind, name in METRICS.items()}
 
 
 def are_gone(pids, seconds=3.0) -> bool:
@@ -126,13 +126,13 @@ def test_a_failure_counts_as_what_it_is_and_touches_no_other_completion(kind):
     words = KINDS[kind]
     texts = [text for word in words for text in (word, "good", "better")]
     lines = []
-    judged = judge(texts, say=lines.append)
-    assert counts(judged) == {k: len(words) if k == kind else 0 for k in KINDS}
-    np.testing.assert_array_equal(judged.rewards, [0.0, 4.0, 6.0] * len(words))
-    assert judged.metrics["reward/faulty"] == judged.metrics["reward/mean"] == pytest.approx(10 / 3)
-    assert judged.extracted == [text.upper() for text in texts], "a failed reward does not take the others with it"
-    np.testing.assert_array_equal(judged.correct, [False, True, True] * len(words))
-    assert judged.metrics["rewards/dropped"] == 0 and not judged.dropped.any()
+    graded = judge(texts, say=lines.append)
+    assert counts(graded) == {k: len(words) if k == kind else 0 for k in KINDS}
+    np.testing.assert_array_equal(graded.rewards, [0.0, 4.0, 6.0] * len(words))
+    assert graded.metrics["reward/faulty"] == graded.metrics["reward/mean"] == pytest.approx(10 / 3)
+    assert graded.extracted == [text.upper() for text in texts], "a failed reward does not take the others with it"
+    np.testing.assert_array_equal(graded.correct, [False, True, True] * len(words))
+    assert graded.metrics["rewards/dropped"] == 0 and not graded.dropped.any()
     (line,) = lines
     expected = (
         f"rewards that failed, of {len(texts)} completions: {METRICS[kind].removeprefix('rewards/')} {len(words)}; "
@@ -143,15 +143,15 @@ def test_a_failure_counts_as_what_it_is_and_touches_no_other_completion(kind):
 def test_what_is_a_number_is_taken_as_one(capfd):
     words = {"numpy": 0.5, "true": 1.0, "numpy true": 1.0, "int": 2.0, "print": 1.0}
     words |= {"thread": 1.0, "stubborn thread": 1.0, "good": 4.0}
-    judged = judge(list(words), settings=RewardsConfig("raise", 20.0))
-    np.testing.assert_array_equal(judged.rewards, list(words.values()))
-    assert counts(judged) == dict.fromkeys(KINDS, 0)
+    graded = judge(list(words), settings=RewardsConfig("raise", 20.0))
+    np.testing.assert_array_equal(graded.rewards, list(words.values()))
+    assert counts(graded) == dict.fromkeys(KINDS, 0)
     assert "x" * 1_000_000 in capfd.readouterr().out, "what a reward prints is seen"
 
 
 def test_a_process_that_a_reward_leaves_behind_does_not_hide_its_end():
-    judged = judge(["fork", "good"], settings=RewardsConfig("zero", 20.0))
-    assert counts(judged)["crash"] == 1 and list(judged.rewards) == [0, 4]
+    graded = judge(["fork", "good"], settings=RewardsConfig("zero", 20.0))
+    assert counts(graded)["crash"] == 1 and list(graded.rewards) == [0, 4]
 
 
 @pytest.mark.parametrize("functions", [1, 2])
@@ -223,9 +223,9 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
         console.say(text)
         lines.append(text)
 
-    judged = judge(["surrogate", "good"], say=say, settings=RewardsConfig("zero", 20.0, workers), extract=undecodable)
-    assert counts(judged)["error"] == 1 and list(judged.rewards) == [0, 4] and len(lines) == 1
-    _keep_samples(compose([]), RunDir(tmp_path), console, 1, judged)
+    graded = judge(["surrogate", "good"], say=say, settings=RewardsConfig("zero", 20.0, workers), extract=undecodable)
+    assert counts(graded)["error"] == 1 and list(graded.rewards) == [0, 4] and len(lines) == 1
+    keep_samples(RunDir(tmp_path), console, 1, graded, 3)
     console.close()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert r"ValueError: no file \udc80\x1b[2J\x07 (" in log and r"[surrogate\ud800\x1b]" in log
@@ -287,29 +287,29 @@ def test_three_that_loop_cost_three_timeouts():
     texts = ["good"] * 16
     texts[2] = texts[3] = texts[11] = "loop"
     began = time.monotonic()
-    judged = judge(texts)
+    graded = judge(texts)
     assert time.monotonic() - began < 4
-    np.testing.assert_array_equal(judged.rewards, [0 if text == "loop" else 4 for text in texts])
-    assert counts(judged) == {"error": 0, "timeout": 3, "crash": 0, "not_number": 0}
+    np.testing.assert_array_equal(graded.rewards, [0 if text == "loop" else 4 for text in texts])
+    assert counts(graded) == {"error": 0, "timeout": 3, "crash": 0, "not_number": 0}
 
 
 def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
     texts = ["good", "loop", "!segfault", "better", "!raise"]
-    judged = judge(texts, rewards={"length": Reward(length)}, settings=RewardsConfig("drop", 0.5))
-    assert counts(judged) == {"error": 1, "timeout": 1, "crash": 1, "not_number": 0}
-    np.testing.assert_array_equal(judged.rewards, [4, 4, 9, 6, 6])
-    np.testing.assert_array_equal(judged.correct, [True, False, True, True, True])
-    assert judged.extracted == ["GOOD", "LOOP", None, "BETTER", None]
-    assert not judged.dropped.any()
+    graded = judge(texts, rewards={"length": Reward(length)}, settings=RewardsConfig("drop", 0.5))
+    assert counts(graded) == {"error": 1, "timeout": 1, "crash": 1, "not_number": 0}
+    np.testing.assert_array_equal(graded.rewards, [4, 4, 9, 6, 6])
+    np.testing.assert_array_equal(graded.correct, [True, False, True, True, True])
+    assert graded.extracted == ["GOOD", "LOOP", None, "BETTER", None]
+    assert not graded.dropped.any()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_of_several_rewards_fails_for_itself(workers):
     rewards = {"faulty": Reward(faulty, 10.0), "length": Reward(length, 2.0)}
-    judged = judge(["nan", "good", "raise"], rewards=rewards, settings=RewardsConfig("zero", workers=workers))
-    np.testing.assert_array_equal(judged.rewards, [6, 48, 10])
-    assert counts(judged) == {"error": 1, "timeout": 0, "crash": 0, "not_number": 1}
-    assert judged.metrics["reward/faulty"] == 4 / 3
+    graded = judge(["nan", "good", "raise"], rewards=rewards, settings=RewardsConfig("zero", workers=workers))
+    np.testing.assert_array_equal(graded.rewards, [6, 48, 10])
+    assert counts(graded) == {"error": 1, "timeout": 0, "crash": 0, "not_number": 1}
+    assert graded.metrics["reward/faulty"] == 4 / 3
 
 
 # ---- what is dropped
@@ -319,11 +319,11 @@ def test_each_of_several_rewards_fails_for_itself(workers):
 def test_what_is_dropped_counts_nowhere(workers):
     lines = []
     settings = RewardsConfig("drop", 0.5, workers)
-    judged = judge(["a", "nan", "ccc", "raise"], say=lines.append, settings=settings)
-    np.testing.assert_array_equal(judged.dropped, [False, True, False, True])
-    np.testing.assert_array_equal(judged.rewards, [1, np.nan, 3, np.nan])
-    assert judged.metrics["reward/mean"] == judged.metrics["reward/faulty"] == 2 and judged.metrics["reward/std"] == 1
-    assert judged.metrics["rewards/dropped"] == 2
+    graded = judge(["a", "nan", "ccc", "raise"], say=lines.append, settings=settings)
+    np.testing.assert_array_equal(graded.dropped, [False, True, False, True])
+    np.testing.assert_array_equal(graded.rewards, [1, np.nan, 3, np.nan])
+    assert graded.metrics["reward/mean"] == graded.metrics["reward/faulty"] == 2 and graded.metrics["reward/std"] == 1
+    assert graded.metrics["rewards/dropped"] == 2
     assert lines[0].startswith("rewards that failed, of 4 completions: errors 1, not_numbers 1, dropped 2; the first: ")
 
 
@@ -338,11 +338,11 @@ def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing()
     policy = Policy(lambda *_, on_finished: said(12), None)
     algorithm = GRPO(num_generations=4, weighting=per_sequence)
     with task_of(texts).with_workers(RewardsConfig("drop"), lambda text: None) as task:
-        batch, metrics, judged = algorithm.collect(policy, task, None, [{}] * 3, None)
+        batch, metrics, graded = algorithm.collect(policy, task, None, [{}] * 3, None)
     scale = 1 / (1 + 1e-4)
     np.testing.assert_allclose(batch.advantages[:, 0], [-scale, 0, scale, 0, *[0] * 8], rtol=1e-6)
     kept = np.array([1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1])
-    np.testing.assert_array_equal(judged.dropped, kept == 0)
+    np.testing.assert_array_equal(graded.dropped, kept == 0)
     np.testing.assert_allclose(batch.loss_weight[:, 0], kept / 7, rtol=1e-6)
     assert metrics["reward/groups_that_agree"] == pytest.approx(2 / 3)
 
@@ -379,10 +379,10 @@ def test_an_evaluation_counts_and_says_its_failures():
 def test_rewards_come_back_in_the_order_of_rows():
     texts, examples = [str(i) * (i + 1) for i in range(8)], [{"seconds": 0.02 * (8 - i)} for i in range(8)]
     for workers in (1, 3):
-        judged = judge(
+        graded = judge(
             texts, examples, rewards={"r": Reward(slowly)}, settings=RewardsConfig(workers=workers), correct=slowly
         )
-        np.testing.assert_array_equal(judged.rewards, range(1, 9))
+        np.testing.assert_array_equal(graded.rewards, range(1, 9))
 
 
 def test_several_workers_share_the_work():
@@ -398,8 +398,8 @@ def test_several_workers_share_the_work():
 
 def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
     for workers in (0, 2):
-        judged = judge(["process"] * 9, settings=RewardsConfig(workers=workers))
-        assert {int(pid) == os.getpid() for pid in judged.rewards} == {workers == 0}
+        graded = judge(["process"] * 9, settings=RewardsConfig(workers=workers))
+        assert {int(pid) == os.getpid() for pid in graded.rewards} == {workers == 0}
     with closing(Pool({"jax": partial(faulty_rewards.imported, "jax")}, RewardsConfig())) as pool:
         assert pool.submit("", {}).result() == {"jax": ("", False)}
     with closing(Pool({"platform": partial(faulty_rewards.variable, "JAX_PLATFORMS")}, RewardsConfig())) as pool:
@@ -408,8 +408,8 @@ def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
 
 def test_what_a_worker_can_be_given_works():
     rewards = {"class": Reward(Scaled(0.5)), "bound": Reward(partial(length, times=3.0), 2.0)}
-    judged = judge(["aa"], rewards=rewards, correct=partial(length, times=3.0), extract=shown)
-    assert list(judged.rewards) == [13] and judged.extracted == ["AA"]
+    graded = judge(["aa"], rewards=rewards, correct=partial(length, times=3.0), extract=shown)
+    assert list(graded.rewards) == [13] and graded.extracted == ["AA"]
 
 
 def of_this_program(completion, example):
@@ -543,7 +543,7 @@ def test_judging_128_completions_costs_milliseconds():
             seconds = []
             for _ in range(10):
                 began = time.perf_counter()
-                task.judge([{"question": "12 + 3", "answer": "15"}] * 128, said(128))
+                task.grade([{"question": "12 + 3", "answer": "15"}] * 128, said(128))
                 seconds.append(time.perf_counter() - began)
         took[workers] = min(seconds)
     assert took[1] - took[0] < 0.02, took

@@ -19,7 +19,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory, scheduler
 from tunix_lite.rollout.engine import Request, make_generate, make_sampler
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
@@ -619,10 +619,10 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
     config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
     task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
     monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
-    _, metrics, judged = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
+    _, metrics, graded = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
     assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
-    np.testing.assert_array_equal(judged.rewards, [2, 12, 4, 6])  # two letters a token
+    np.testing.assert_array_equal(graded.rewards, [2, 12, 4, 6])  # two letters a token
     assert metrics["reward/mean"] == 6 and metrics["rollout/prefill_tokens"] == 3 + 1
 
 
@@ -693,7 +693,8 @@ def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
     """Per head of a token: 8 codes and a scale of 4 bytes instead of 8 * 4; with a head of 256 in bf16, 260 for 512."""
     k, v = np.random.default_rng(0).normal(size=(2, 3, 2, 7, 8)) * np.logspace(-3, 3, 7)[:, None]
     k[0, 0, 0] = 0  # padding
-    codes_k, codes_v, scales_k, scales_v = map(np.asarray, kv_cache.quantize_kv(jnp.float32(k), jnp.float32(v)))
+    quantized = kv_cache.quantize_kv(jnp.float32(k), jnp.float32(v))
+    codes_k, codes_v, scales_k, scales_v = map(np.asarray, jax.tree.leaves(quantized))
     for x, codes, scales in ((k, codes_k, scales_k), (v, codes_v, scales_v)):
         np.testing.assert_allclose(scales, np.abs(x).max(axis=-1) / 127, rtol=1e-6)
         off = np.abs(codes.astype(np.float64) * scales[..., None] - x)
@@ -764,7 +765,7 @@ def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4, int8=False)
+    programs = make_programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)
     per_layer_params = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()
@@ -775,5 +776,5 @@ def test_decoding_updates_the_cache_in_place(cfg):
 
 
 def test_slots_are_a_multiple_of_fsdp():
-    set_mesh(4, 1)
-    assert [engine.round_up_to_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]
+    assert [RolloutConfig(num_slots=asked).slots(1000, 4) for asked in (1, 4, 63, None)] == [4, 4, 64, 256]
+    assert RolloutConfig().slots(6, 4) == 8

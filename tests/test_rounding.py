@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from tests.conftest import ragged_prompts, random_params
-from tunix_lite.learner.micro_batches import PACKING, Rows
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
+from tunix_lite.learner.rows import PACKING, RowLayout
 from tunix_lite.models import attention, decoder, quantize, rounding, source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, RowBatch
 
 BF16 = jnp.bfloat16
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
@@ -40,13 +40,13 @@ CASES = [
 CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
 
 
-def rows_for(packing: str, width: int) -> Rows:
+def rows_for(packing: str, width: int) -> RowLayout:
     """Room for 4 prompts of up to `width` tokens with 4 completions of 14 each, in two micro-batches."""
     if packing == "none":
-        return Rows("none", 2, 14)
+        return RowLayout("none", 2, 14)
     if packing == "sequences":
-        return Rows("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
-    return Rows("prefix", 2, None, RowShape(14, 2, width), 4)
+        return RowLayout("sequences", 2, None, RowShape(2 * (width + 14) + 1), 5)
+    return RowLayout("prefix", 2, None, RowShape(14, 2, width), 4)
 
 
 def asked_of(name: str):
@@ -92,17 +92,17 @@ def test_a_total_has_the_same_bits_in_every_order_and_is_the_sum(count):
     rng = np.random.default_rng(count)
     x = np.exp(-rng.exponential(5, count)).astype(np.float32)
     orders = [x, x[::-1], np.sort(x), np.concatenate([x[1:], x[:1]])]
-    totals = [float(jax.jit(rounding.total)(jnp.asarray(order))[0]) for order in orders]
+    totals = [float(jax.jit(rounding.sum_exactly)(jnp.asarray(order))[0]) for order in orders]
     assert len(set(totals)) == 1
     assert totals[0] == pytest.approx(math.fsum(x.astype(np.float64)), rel=3e-7)
-    np.testing.assert_array_equal(jax.grad(lambda x: rounding.total(x)[0])(jnp.asarray(x)), np.ones(count))
+    np.testing.assert_array_equal(jax.grad(lambda x: rounding.sum_exactly(x)[0])(jnp.asarray(x)), np.ones(count))
 
 
 def test_zeros_anywhere_do_not_change_a_sum_of_values():
     rng = np.random.default_rng(0)
     probs, values = rng.random((2, 3, 5, 2, 30)), rng.normal(size=(2, 3, 30, 8))
     probs, values = jnp.asarray(probs, BF16), jnp.asarray(values, BF16)
-    sums = jax.jit(partial(rounding.one_by_one, preferred_element_type=jnp.float32))
+    sums = jax.jit(partial(rounding.sum_one_by_one, preferred_element_type=jnp.float32))
     plain = jnp.einsum("bktqs,bksh->btkqh", probs.astype(jnp.float32), values.astype(jnp.float32))
     np.testing.assert_allclose(sums(probs, values), plain, rtol=1e-5, atol=1e-5)
     for before, after in ((1, 0), (2, 3), (7, 30)):
@@ -159,16 +159,16 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
 
     floats = {"loss_weight": rows((8, 24), jnp.float32)}
     ints = {name: rows((8, 24), jnp.int32) for name in ("tokens", "segment_ids", "positions")}
-    batch = Batch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
+    batch = RowBatch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
-    programs = make_programs(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4, False)
+    programs = make_programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, shelf = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
     )
     read = (shelf, per_layer_params, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
     return {
-        "scoring": scoring_program(scores, Rows("none", 1, 14)).lower(params, batch),
+        "scoring": scoring_program(scores, RowLayout("none", 1, 14)).lower(params, batch),
         "decode": programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32)),
         "prefill": programs.prefill.lower(*read, jax.ShapeDtypeStruct((), jnp.int32)),
     }

@@ -15,7 +15,7 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 COUNT = 20_000
@@ -194,7 +194,7 @@ def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     set_mesh(*mesh)
     wide = replace(CFG, vocab_size=4096)
     cut = GenerationConfig(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-    programs = make_programs(wide, cut, (), 0, jnp.float32, 2, False)
+    programs = make_programs(SamplerSpec(wide, cut, (), 0, jnp.float32, 2))
     per_layer_params = make_prepare(wide, jnp.float32, True)(random_params(wide))
     slots = programs.make_slots(4)
     text = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().as_text()
@@ -212,7 +212,7 @@ def test_greedy_decoding_looks_for_no_threshold():
     set_mesh(1, 1)
     loops = {}
     for name, generation in (("plain", GenerationConfig(4, 2)), ("cut", GenerationConfig(4, 2, top_k=3, top_p=0.9))):
-        programs = make_programs(CFG, generation, (), 0, jnp.float32, 2, False)
+        programs = make_programs(SamplerSpec(CFG, generation, (), 0, jnp.float32, 2))
         per_layer_params = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
         for greedy in (False, True):
             decode = programs.decode_greedy if greedy else programs.decode

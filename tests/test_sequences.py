@@ -17,7 +17,7 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program
 from tunix_lite.config import reduction_of
 from tunix_lite.errors import ConfigError
-from tunix_lite.types import Batch
+from tunix_lite.types import RowBatch
 
 
 def padded(x_RW, fill=0):
@@ -26,15 +26,15 @@ def padded(x_RW, fill=0):
     return np.pad(x_RW, ((0, 24 - R), (0, 48 - W)), constant_values=fill)
 
 
-def in_rows(layout, weight) -> Batch:
-    """What Rows.lay_out makes of the batch, as far as a loss looks at it."""
+def in_rows(layout, weight) -> RowBatch:
+    """What RowLayout.lay_out makes of the batch, as far as a loss looks at it."""
     is_packed = (layout.source.reshape(-1) != np.arange(layout.source.size)).any()
-    return Batch(
+    return RowBatch(
         tokens=None,
         token_mask=None,
         loss_weight=padded(layout.place(weight, 0.0)),
         segment_ids=padded(layout.segment_ids),
-        branches=None if layout.branches is None else padded(layout.branches),
+        completion_ids=None if layout.completion_ids is None else padded(layout.completion_ids),
         scored=np.zeros(1) if is_packed else None,
     )
 
@@ -114,7 +114,7 @@ def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
         program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
 
 
-@pytest.mark.parametrize("name", ["gspo", "best_of_group"])
+@pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out", "best_of_group"])
 def test_the_algorithms_of_the_docs_may_be_packed(name, with_the_example):  # noqa: F811
     run = program.compose([f"algorithm={name}", "training.packing=prefix"])
     assert run.algorithm.num_generations == 8

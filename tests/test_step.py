@@ -12,13 +12,14 @@ from tests.conftest import set_mesh
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.learner.micro_batches import Rows, summed
+from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import sequence_scores, token_logprobs
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Batch, Max, TokenScores, TrainState
+from tunix_lite.types import Batch, Max, RowBatch, TokenScores, TrainState
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
@@ -46,7 +47,7 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    return jax.jit(lambda batch: summed(gradient, batch, parts))(batch)
+    return jax.jit(lambda batch: accumulate(gradient, batch, parts))(batch)
 
 
 def relative_difference(a, b) -> float:
@@ -73,7 +74,7 @@ def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, e
         return {"w": jnp.sum(x)}, {"train/most": Max(jnp.max(x)), "train/sum": jnp.sum(x)}
 
     places = {"w": put(np.float32(0)).sharding}
-    grads, metrics = jax.jit(lambda x: summed(of_part, x, 4, None, places, every))(x)
+    grads, metrics = jax.jit(lambda x: accumulate(of_part, x, 4, None, places, every))(x)
     assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
 
@@ -137,7 +138,7 @@ def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     zeros = jnp.zeros((1, 3))
     policy = Policy(generate=None, scores=lambda params, batch: TokenScores(params["x"][None] + zeros, zeros))
     slope = np.array(slope, np.float32)
-    batch = Batch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
+    batch = RowBatch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)
     from tunix_lite.algorithms.sft import SFT
     from tunix_lite.learner.optim import OptimizerConfig, make_optimizer
@@ -177,7 +178,7 @@ def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, roll
     copied = jax.tree.map(jnp.copy, params)
     state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
     train_step = make_train_step(policy, GRPO(), optimizer)
-    batch, _ = Rows().lay_out(batch_of(rollout))
+    batch, _ = RowLayout().lay_out(batch_of(rollout))
     new, _ = train_step(state, None, batch)
     assert int(new.step) == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

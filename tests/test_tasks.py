@@ -177,9 +177,9 @@ def test_truncated_prompts_are_counted_once_per_group():
     rollout = Rollout(np.ones((8, 4), int), mask, np.zeros((8, 4), bool), None, np.ones(8), None)
     assert numbers_task([], "truncate").truncated(examples) == 2
     task = numbers_task([], "truncate")
-    assert task.judge(examples, rollout).metrics["prompts/truncated"] == 2
+    assert task.grade(examples, rollout).metrics["prompts/truncated"] == 2
     assert [len(asked.split()) for asked in task.tokenizer.seen] == [6, 4, 5]  # a row with room left was not cut
-    assert "prompts/truncated" not in numbers_task([], "error").judge(examples, rollout).metrics
+    assert "prompts/truncated" not in numbers_task([], "error").grade(examples, rollout).metrics
 
 
 def test_a_dropped_example_gives_its_place_to_the_next_that_fits_after_the_batch():
@@ -286,11 +286,11 @@ def rollout_of(completions: list[list[int]]) -> Rollout:
 def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
     said = ["The answer is 3.", "The answer is 4."]
     rollout = rollout_of([tokenizer.demonstration("x", text) for text in said])
-    judged = task.judge([{"question": "1 + 2", "answer": "3"}] * 2, rollout)
+    graded = task.grade([{"question": "1 + 2", "answer": "3"}] * 2, rollout)
     short = 1 - 16 / 200
-    np.testing.assert_allclose(judged.rewards, [1 + 0.5 * short, 0.5 * short])
-    assert judged.completions == said and judged.extracted == ["3", "4"] and list(judged.correct) == [True, False]
-    assert judged.metrics["reward/correct"] == 0.5 and judged.metrics["completions/truncated"] == 0.5
+    np.testing.assert_allclose(graded.rewards, [1 + 0.5 * short, 0.5 * short])
+    assert graded.completions == said and graded.extracted == ["3", "4"] and list(graded.correct) == [True, False]
+    assert graded.metrics["reward/correct"] == 0.5 and graded.metrics["completions/truncated"] == 0.5
 
 
 def test_a_reward_that_is_no_number_is_an_error(tokenizer):
@@ -298,7 +298,7 @@ def test_a_reward_that_is_no_number_is_an_error(tokenizer):
     task = Task(config, tokenizer, 32, 48)
     rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1), None)
     with pytest.raises(ValueError, match="reward 'odd' is nan for the completion"):
-        task.judge([{"question": "1", "answer": "1"}], rollout)
+        task.grade([{"question": "1", "answer": "1"}], rollout)
 
 
 def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
@@ -322,7 +322,7 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
             config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
             task = Task(config, tokenizer, 32, 48, process=process, num_processes=2, share=share)
             try:
-                return task.judge(examples, rollout).rewards.tolist()
+                return task.grade(examples, rollout).rewards.tolist()
             except ValueError as error:
                 return str(error)
 
@@ -337,7 +337,7 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
         first
         == second
         == (
-            "process 1 judged other prompts or completions than process 0: do all hosts have the same data files and the "
+            "process 1 graded other prompts or completions than process 0: do all hosts have the same data files and the "
             "same tokenizer?"
         )
     )
@@ -377,8 +377,8 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
         with whole.with_workers(RewardsConfig(workers=0), print) as task:
             examples, dropped = (task if is_running else whole).batch(3, 0, step)
-        batch, _, judged = SFT().collect(None, task, None, examples, None)
-        return batch.tokens.tolist(), dropped, judged
+        batch, _, graded = SFT().collect(None, task, None, examples, None)
+        return batch.tokens.tolist(), dropped, graded
 
     first, second = of_two_hosts(lambda *host: learn(*host, without))
     assert first == second and first[1:] == (0, None)

@@ -13,20 +13,22 @@ import jax
 import numpy as np
 import pytest
 
-import tunix_lite.train as train_module
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.commands.replay import Replay, nearest, read, replay, saw
 from tunix_lite.config import build
+from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
+from tunix_lite.runs import session, watch
+from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 
 SHORT = [
@@ -59,7 +61,7 @@ def noting_latest(really):
 
 def noting(written: list):
     """Status.write, which notes what then stands in the file."""
-    really = train_module.Status.write
+    really = Status.write
 
     def write(self, word, **more):
         really(self, word, **more)
@@ -73,9 +75,9 @@ def noting(written: list):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "heartbeat", BEATS.append)
+        patch.setattr(watch, "heartbeat", BEATS.append)
         patch.setattr(RunDir, "point_latest_here", noting_latest(RunDir.point_latest_here))
-        patch.setattr(train_module.Status, "write", noting(WRITTEN))
+        patch.setattr(Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
 
@@ -119,17 +121,17 @@ def test_resuming_equals_never_stopping(finished, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
     folder, state = finished
     run = compose(SHORT)
-    judged, calls, killed = task_module.Judging.judged, [], []
+    graded, calls, killed = task_module.Grader.results, [], []
 
     def dies_in_step_4(self, rollout):
         calls.append(len(self.examples))
         if calls.count(16) == 4:  # evaluations judge another number
             killed.append((tmp_path / "status.json").read_text())  # what kill -9 would leave
             raise jax.errors.JaxRuntimeError("the power went out")  # after which nothing is saved
-        return judged(self, rollout)
+        return graded(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
-        patch.setattr(task_module.Judging, "judged", dies_in_step_4)
+        patch.setattr(task_module.Grader, "results", dies_in_step_4)
         train(run, tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     accuracy = [{"accuracy": row["eval/accuracy"]} for row in lines(folder) if "eval/accuracy" in row]
@@ -253,7 +255,7 @@ def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tm
 
     forced = compose([*SHORT, "training.max_steps=5", "evaluation.num_examples=0", "seed=7", "resume.force=true"])
     with monkeypatch.context() as patch, pytest.raises(RunFailed, match="^step 5: a reward of your own"):
-        patch.setattr(task_module.Judging, "judged", fails)
+        patch.setattr(task_module.Grader, "results", fails)
         train(forced, folder)
     assert said_of_itself(folder) == before
     saved = []
@@ -266,9 +268,7 @@ def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tm
 def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
     folder = copied(finished, tmp_path)
     os.truncate(folder / "fingerprint.json", 100)
-    with pytest.raises(
-        ConfigError, match=f"resume: {folder}/fingerprint.json cannot be read .*; resume.force=true goes"
-    ):
+    with pytest.raises(ConfigError, match=f"resume: {folder}/fingerprint.json is not JSON .*; resume.force=true goes"):
         train(compose([*SHORT, "training.max_steps=6"]), folder)
     (folder / "checkpoints" / "4" / "default" / "manifest.ocdbt").unlink()  # which ends it soon
     with pytest.raises(ConfigError, match=r"resume: step 4 cannot be read \(.*\); remove .*/4 to go on from step 2$"):
@@ -337,7 +337,7 @@ IN_CHUNKS = ["rollout.chunk=2"]  # of 8 tokens: four at least
 def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been(finished, tmp_path, monkeypatch):
     """It saves the state of step 1, which the second rollout has not changed, and leaves within the rollout."""
     whole, wanted = finished
-    really, chunks = train_module.Stopping.check_between_chunks, []
+    really, chunks = Stopping.check_between_chunks, []
 
     def look(self):
         """The signal comes in the second rollout, after the second chunk of it."""
@@ -349,7 +349,7 @@ def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been
     run = compose([*SHORT, *IN_CHUNKS, "training.save_interval_steps=4"])
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(train_module.Stopping, "look", look)
+        patch.setattr(Stopping, "check_between_chunks", look)
         stopped = train(run, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
     assert int(stopped.step) == 1 and sum(chunks) == 2, "no chunk after the signal"
@@ -393,9 +393,9 @@ def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or
 
 def test_a_run_stops_before_its_time_is_up_which_counts_from_the_start_of_the_job(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(train_module.Status, "write", noting(written))
+    monkeypatch.setattr(Status, "write", noting(written))
     run = compose([*SHORT, "training.max_minutes=60", "evaluation.num_examples=0"])
-    train_module.train_in_job(run, tmp_path, time.time() - 3600, "hydra.sweep.dir=/sweep")
+    train(run, tmp_path, Job(time.time() - 3600, "hydra.sweep.dir=/sweep"))
     assert written == [("running", 0, []), ("running", 1, []), ("stopped", 1, [])]
     said = "stopped by training.max_minutes; the same command with hydra.sweep.dir=/sweep goes on\n"
     assert said in (tmp_path / "train.log").read_text()
@@ -405,10 +405,16 @@ def test_a_run_stops_before_its_time_is_up_which_counts_from_the_start_of_the_jo
 
 
 def test_without_a_job_time_counts_from_the_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "train_in_job", lambda *arguments: (arguments, None))
+    class Opened(Exception): ...
+
+    def stopping(max_minutes, say, passed, grace):
+        raise Opened(passed)
+
+    monkeypatch.setattr(session, "Stopping", stopping)
     before = time.time()
-    run, folder, began, goes_on = train("run", tmp_path)
-    assert (run, folder, goes_on) == ("run", tmp_path, f"hydra.run.dir={tmp_path}") and before <= began <= time.time()
+    with pytest.raises(Opened) as opened:
+        train(compose(SHORT), tmp_path)
+    assert 0 <= opened.value.args[0] <= time.time() - before
 
 
 STOPPED_AT_ITS_VERY_END = """
@@ -416,14 +422,14 @@ import os, signal
 from tunix_lite.commands import train as command
 from tunix_lite.distributed.stopping import Stopping
 
-def train_in_job(run, folder, began, goes_on):
-    print(run.seed, began, goes_on, flush=True)
-    with Stopping(None, print) as stopping:
+def train(run, folder, job):
+    print(run.seed, job.began, job.resume_hint, flush=True)
+    assert job.found is not None and job.found.batch.sequences == 128, "what the check has found"
+    with Stopping(None, print) as job.stopping:
         if run.seed == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-    return None, stopping
 
-command.train_in_job = train_in_job
+command.train = train
 command.main()
 """
 

@@ -17,9 +17,9 @@ from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.learner.micro_batches import PACKING
 from tunix_lite.learner.optim import OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
@@ -174,6 +174,8 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
+    observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.samples_interval_steps < 0 or self.samples_shown < 0:

@@ -1,4 +1,4 @@
-"""The nouns that move through a run. Every one is an immutable pytree.
+"""The nouns that move through a run: immutable, and pytrees where they hold arrays of jax.
 
 Shape letters, used as suffixes on array names across the package:
 
@@ -8,10 +8,12 @@ Shape letters, used as suffixes on array names across the package:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import numpy as np
 
 # nested dict of arrays, keyed by the names in the weight table
 Params = Any
@@ -75,35 +77,76 @@ class Rollout:
         return self.finish > 0
 
 
-@flax.struct.dataclass
-class Batch:
-    """What one update learns from. Every field is [B, T] and speaks of `tokens[b, t]`.
+@dataclass(frozen=True)
+class Graded:
+    """Completions as text, and what they are worth. One entry per completion, B of them.
 
-    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so no caller ever shifts by
-    one. Algorithms make the first six fields. Those below are made of them when the sequences are
-    laid out in rows (packing.py), and the others then have the shape of the rows, [R, W].
+    Example: two completions of `2 + 2 = ?`, one right -> completions ["4", "5"], rewards [1., 0.],
+    correct [T, F], extracted ["4", "5"], dropped [F, F].
     """
 
-    tokens: jax.Array  # int32
-    token_mask: jax.Array  # bool, True on real tokens
-    loss_weight: jax.Array  # float32, 0 off the completion; a loss is a plain sum weighted by it
-    advantages: jax.Array | None = None  # float32
-    old_logprobs: jax.Array | None = None  # float32, under the policy that sampled
-    ref_logprobs: jax.Array | None = None  # float32, under the reference of the KL term
-    segment_ids: jax.Array | None = None  # int32, which sequence of its row a token is of; 0: none
-    positions: jax.Array | None = None  # int32, of a token in its sequence
+    prompts: list[str]  # the user's messages
+    completions: list[str]
+    rewards: np.ndarray  # [B] float64, the weighted sum; nan where dropped
+    correct: np.ndarray  # [B] bool
+    extracted: list[str | None]  # the answer that was read out of each, for display
+    metrics: Metrics
+    dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
+
+
+@flax.struct.dataclass
+class Batch:
+    """What an algorithm makes to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
+
+    `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so nobody shifts by one. The
+    real tokens of a sequence stand side by side; a token that counts has a real one before it.
+
+    Example: the prompt 5 6 and the completion 7 8, padded at both ends -> tokens [[0, 5, 6, 7, 8,
+    0]], token_mask [[F, T, T, T, T, F]], loss_weight [[0, 0, 0, .5, .5, 0]].
+    """
+
+    tokens: Any  # int32
+    token_mask: Any  # bool, True on real tokens
+    loss_weight: Any  # float32, 0 off the completion; a loss is a plain sum weighted by it
+    advantages: Any = None  # float32
+    old_logprobs: Any = None  # float32, under the policy that sampled
+    ref_logprobs: Any = None  # float32, under the reference of the KL term
+    # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
+    streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class RowBatch:
+    """What an update sees: a batch laid out in rows on the mesh, and where its tokens stand.
+
+    learner.rows.RowLayout makes it. The fields of Batch are [R, W] here, and so are those of the
+    layout unless they say otherwise. Without packing, the rows are the sequences: R = B, W = T.
+
+    Example: learner/packing.py shows two prompts and their completions in one row.
+    """
+
+    tokens: jax.Array
+    token_mask: jax.Array
+    loss_weight: jax.Array
+    advantages: jax.Array | None = None
+    old_logprobs: jax.Array | None = None
+    ref_logprobs: jax.Array | None = None
+    streams: dict[str, jax.Array] = flax.struct.field(default_factory=dict)
+    # int32, which sequence, or group with one prompt, of its row a token is of; 0: none
+    segment_ids: jax.Array | None = None
+    positions: jax.Array | None = None  # int32, of a token in its own sequence
     # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
-    branches: jax.Array | None = None
+    completion_ids: jax.Array | None = None
     # [R, M] int32, the columns of the tokens that count; None: the last M
     scored: jax.Array | None = None
     # [R, M] int32, the columns whose hidden states predict them; None: those before
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
-    # columns of shared prompts (packing.RowShape)
-    lead: int = flax.struct.field(pytree_node=False, default=0)
-    # columns of each lane after them; 0: there are none
-    lane: int = flax.struct.field(pytree_node=False, default=0)
+    # columns of shared prompts; 0: none is shared (packing.RowShape)
+    prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
+    # columns of each lane after them; 0: there are no lanes
+    lane_columns: int = flax.struct.field(pytree_node=False, default=0)
 
 
 @flax.struct.dataclass

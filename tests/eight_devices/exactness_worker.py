@@ -14,9 +14,9 @@ from jax.experimental.multihost_utils import process_allgather
 from processes import answer
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import Architecture
@@ -85,9 +85,9 @@ class Updated:
     bytes_of_state: int  # on the first device
 
 
-def rows_of(way: Way) -> Rows:
+def rows_of(way: Way) -> RowLayout:
     per_part = SEQUENCES // (axis_size("fsdp") * way.parts)  # as many rows as sequences: some stay empty
-    return Rows(way.packing, way.parts, NEW, SHAPES[way.packing], per_part)
+    return RowLayout(way.packing, way.parts, NEW, SHAPES[way.packing], per_part)
 
 
 WITH_KL = GRPO(kl_coef=0.1)

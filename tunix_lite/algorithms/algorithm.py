@@ -5,14 +5,14 @@ are its settings, named in YAML by its dotted path. It subclasses nothing.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from tunix_lite.types import Batch, Metrics, Params, Prompts, Rollout, TokenScores
+from tunix_lite.types import Batch, Graded, Metrics, Params, Prompts, Rollout, RowBatch, TokenScores
 
 
 class Generate(Protocol):
@@ -41,7 +41,7 @@ class Scorer(Protocol):
     def __call__(self, batch: Batch) -> np.ndarray:
         """Returns [B, T] float32, an array of the host; 0 where no token counts."""
 
-    def compiled(self, batch: Any) -> Any:
+    def compiled(self, batch: RowBatch) -> Any:
         """Returns the compiled program for this batch in rows, or for its shapes."""
 
 
@@ -56,9 +56,40 @@ class Policy:
 
     generate: Generate
     # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
-    scores: Callable[[Params, Any], TokenScores]
+    scores: Callable[[Params, RowBatch], TokenScores]
     # by name; "reference": the policy that training starts from, there if `needs_reference`
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
+
+
+class GroupGrader(Protocol):
+    """Grades the completions of a batch of examples, one by one, while others are still sampled."""
+
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
+        """Sends a completion that has ended to the rewards. row: its row of the rollout."""
+
+    def results(self, rollout: Rollout) -> Graded:
+        """Waits for all grades. Completions that were not submitted are graded now."""
+
+
+class TaskInterface(Protocol):
+    """All that an algorithm may ask of a task; tasks/task.py has the one that is used."""
+
+    long_prompts: str  # what becomes of a prompt that is too long: error, truncate or drop
+
+    def prompts(self, examples: list[dict]) -> Prompts:
+        """The tokens of each example's prompt."""
+
+    def grader(self, examples: list[dict]) -> GroupGrader:
+        """Grades one completion per example: repeat an example for each of its completions."""
+
+    def grade(self, examples: list[dict], rollout: Rollout) -> Graded:
+        """All at once: one completion per example."""
+
+    def demonstrations(self, examples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens, token_mask and completion_mask [B, T]: prompts with their demonstrations."""
+
+    def truncated(self, examples: list[dict]) -> int:
+        """How many prompts have lost their beginning."""
 
 
 class Algorithm(Protocol):
@@ -74,23 +105,34 @@ class Algorithm(Protocol):
     # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
     # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
     reduces: str | None
+    # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
+    # plan must know them before there is a batch.
 
     def collect(
-        self, policy: Policy, task: Any, params: Params, examples: list[dict], key: jax.Array
-    ) -> tuple[Batch, Metrics, Any]:
+        self,
+        policy: Policy,
+        task: TaskInterface,
+        params: Params,
+        examples: list[dict],
+        key: jax.Array,
+    ) -> tuple[Batch, Metrics, Graded | None]:
         """Returns the batch to learn from ([B, T], arrays of the host), metrics, and the graded
         completions for the samples files (None: there are none).
 
-        policy: what it may ask of the model. task: what it may ask of the task. examples: P rows of
-        data. key: of this step's sampling.
+        params: what the policy acts with. examples: P rows of data. key: of this step's sampling.
         """
 
-    def loss(self, scores: TokenScores, batch: Any) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss, a number, and its metrics, numbers or types.Max.
 
         All are sums weighted by batch.loss_weight, so that micro-batches and shards may add them.
         scores and batch are [R, W]: the batch in rows. It runs inside of jit.
         """
+
+
+def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """The streams that the algorithm says its batches have."""
+    return tuple(getattr(algorithm, "streams", ()))
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -10,10 +10,10 @@ one row into another, so micro-batches and shards of a mesh do not matter. Both 
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.types import Batch
+from tunix_lite.types import RowBatch
 
 
-def sequence_sum(x_BT: jax.Array, batch: Batch) -> jax.Array:
+def sequence_sum(x_BT: jax.Array, batch: RowBatch) -> jax.Array:
     """[B, T] -> [B, T]: at each token that counts, the sum of x over those of its completion; 0 at
     all others.
 
@@ -26,7 +26,7 @@ def sequence_sum(x_BT: jax.Array, batch: Batch) -> jax.Array:
     return jnp.where(counts_BT, _total(jnp.where(counts_BT, x_BT, 0), batch), 0)
 
 
-def sequence_mean(x_BT: jax.Array, batch: Batch) -> jax.Array:
+def sequence_mean(x_BT: jax.Array, batch: RowBatch) -> jax.Array:
     """[B, T] -> [B, T]: as `sequence_sum`, divided by how many tokens of the completion count."""
     ones_BT = jnp.ones_like(x_BT)
     return sequence_sum(x_BT, batch) / jnp.maximum(sequence_sum(ones_BT, batch), 1)
@@ -35,7 +35,7 @@ def sequence_mean(x_BT: jax.Array, batch: Batch) -> jax.Array:
 # ---- small print
 
 
-def _total(x_BT, batch: Batch):
+def _total(x_BT, batch: RowBatch):
     """The sum over the sequence, at each of its tokens."""
     # the rows are the sequences
     if batch.scored is None:
@@ -43,8 +43,8 @@ def _total(x_BT, batch: Batch):
     # A sequence, or what it does not share with others, stands in neighbouring columns: see
     # packing.py.
     starts_BT = batch.segment_ids != jnp.roll(batch.segment_ids, 1, axis=1)
-    if batch.branches is not None:
-        starts_BT |= batch.branches != jnp.roll(batch.branches, 1, axis=1)
+    if batch.completion_ids is not None:
+        starts_BT |= batch.completion_ids != jnp.roll(batch.completion_ids, 1, axis=1)
     return _of_runs(x_BT, starts_BT.at[:, 0].set(True))
 
 

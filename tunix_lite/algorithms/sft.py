@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Metrics, TokenScores
+from tunix_lite.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,15 @@ class SFT:
     # the loss adds up tokens and nothing else
     reduces = "tokens"
 
-    def collect(self, policy, task, params, examples, key):
+    def collect(
+        self,
+        policy: Policy | None,
+        task: TaskInterface,
+        params: Params,
+        examples: list[dict],
+        key: jax.Array,
+    ) -> tuple[Batch, Metrics, None]:
+        """Demonstrations -> the batch to learn from. It asks nothing of the policy."""
         tokens, token_mask, completion_mask = task.demonstrations(examples)
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
         if task.long_prompts == "truncate":
@@ -38,5 +47,5 @@ class SFT:
             None,
         )
 
-    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         return -jnp.sum(batch.loss_weight * scores.logprobs), {}

@@ -20,7 +20,7 @@ from tunix_lite.inference.language_model import LanguageModel, open_model, run_s
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Batch, TokenScores
+from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
@@ -77,7 +77,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
         raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
     check_loss(run.algorithm)
     scores = scored(model, batch, run.learning_temperature, settings.batch_size)
-    losses_B, found = judged(run.algorithm, batch, scores)
+    losses_B, found = sequence_losses(run.algorithm, batch, scores)
     finite_B = np.isfinite(losses_B)
     print(
         f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step "
@@ -195,7 +195,7 @@ def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: i
     return TokenScores(*(np.concatenate(arrays)[:B] for arrays in zip(*parts)))
 
 
-def judged(
+def sequence_losses(
     algorithm: Algorithm, batch: Batch, scores: TokenScores
 ) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
     """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum
@@ -211,7 +211,7 @@ def judged(
     given |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
     losses, found = [], {}
     for b in range(len(batch.tokens)):
-        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), batch)
+        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), RowBatch(**vars(batch)))
         of_row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), scores)
         losses.append(float(algorithm.loss(of_row, row)[0]))
         wrong = {

@@ -1,6 +1,7 @@
 """`python run_training.py ...` and `tunix-lite train ...`: the same program."""
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,9 +26,13 @@ from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import weights_digest
+from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.train import train_in_job
+from tunix_lite.train import train
+
+# what `check` has found about runs that have not started yet, by their settings
+FOUND: dict[str, Parts] = {}
 
 
 def main() -> None:
@@ -37,22 +42,33 @@ def main() -> None:
 
 
 def check(run: RunConfig, folder: Path) -> None:
+    """Everything that can be checked before Hydra makes a folder, on all processes alike.
+
+    What it finds is kept for `start`. Raises ConfigError, on all processes, and RunFailed.
+    """
     join(run)
-    found, error = {}, None
+    seen: dict[str, str] = {}
+    error = None
     with exit_when_a_peer_is_lost():
+        # A problem may be of this machine alone, and the others must hear of it.
         try:
             parts = prepare(run, RunDir(folder))
-            found = seen_of(run, parts) if len(hosts()) > 1 else {}
-        except (
-            ConfigError
-        ) as problem:  # perhaps of this machine alone, and the others must hear of it
+            FOUND[_key(run)] = parts
+            seen = seen_of(run, parts) if len(hosts()) > 1 else {}
+        except ConfigError as problem:
             error = str(problem)
         with error_context(""):
-            agree(found, error)
-        # Hydra writes there, and not while another run has it
+            agree(seen, error)
+
+        # Hydra writes there, and not while another run has it.
         if allgather_values(folder.is_dir())[0]:
             with error_context("", RunFailed), lock_folder_for_all(folder, run.launch.timeout):
                 pass
+
+
+def _key(run: RunConfig) -> str:
+    """The same for two builds of the same settings."""
+    return json.dumps(plain(run), sort_keys=True, default=str)
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
@@ -75,9 +91,10 @@ def start(run: RunConfig, folder: Path) -> None:
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
-        _, stopping = train_in_job(run, folder, job_start_time(os.environ), resume_hint)
-        # perhaps said when the last step was made
-        if sweep is not None and (reason := stopping.reason()):
+        job = Job(job_start_time(os.environ), resume_hint, FOUND.pop(_key(run), None))
+        train(run, folder, job)
+        # A signal may have come with the last step, which ends the run but not the sweep.
+        if sweep is not None and (reason := job.stopping.reason()):
             print(f"{reason}: no further run of the sweep begins", flush=True)
             sys.exit(0)
 

@@ -76,7 +76,7 @@ def make_optimizer(cfg: OptimizerConfig, max_steps: int) -> optax.GradientTransf
         b2=cfg.beta2,
         eps=cfg.eps,
         weight_decay=cfg.weight_decay,
-        mask=is_matrix,
+        mask=decay_mask,
     )
     return (
         optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam)
@@ -95,7 +95,7 @@ def describe(cfg: OptimizerConfig) -> str:
     return f"{clip}adamw({rate}, betas {cfg.beta1:g} {cfg.beta2:g}{decay})"
 
 
-def is_matrix(params: Params) -> Params:
+def decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding, not the scales of norms
     or biases."""
     flat = traverse_util.flatten_dict(params, sep="/")
@@ -132,7 +132,7 @@ def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params):
     )
 
 
-def updated(optimizer: optax.GradientTransformation, grads, state: TrainState, seed: int):
+def apply_update(optimizer: optax.GradientTransformation, grads, state: TrainState, seed: int):
     """The new params, the new state of the optimizer, and the norm of what was added.
 
     What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and

@@ -12,7 +12,7 @@ with a lead of 3 columns and two lanes of 3:
 
   tokens       5 6 3|7 8 4|9 . .
   segment_ids  1 1 2|1 1 2|1 0 0    a token sees only its segment,
-  branches     0 0 0|1 1 1|2 0 0    of that branch 0 and its own branch,
+  completion   0 0 0|1 1 1|2 0 0    of that branch 0 and its own branch,
   positions    0 1 0|2 3 1|2 0 0    of those what stands at its position or before
   scored       3 4 5 6              the columns of 7 8 4 9
   previous     1 3 2 1              the columns whose hidden states predict them: 7 and 9 follow 6
@@ -31,23 +31,24 @@ class RowShape:
     """What a packed row has room for, in columns: shared prompts in its lead, then `lanes` lanes of
     `lane` each."""
 
-    lane: int
-    lanes: int = 1
-    lead: int = 0  # 0: prompts are not shared, and a sequence stands in a lane
+    lane_columns: int
+    num_lanes: int = 1
+    # 0: prompts are not shared, and a sequence stands in a lane
+    prefix_columns: int = 0
 
     @property
     def width(self) -> int:
-        return self.lead + self.lanes * self.lane
+        return self.prefix_columns + self.num_lanes * self.lane_columns
 
     def num_scored(self, needed: int) -> int:
         """M where a row counts `needed` tokens: in quarters of its lanes, so that few programs are
         compiled."""
-        quarter = max(1, -(-self.lanes * self.lane // 4))
+        quarter = max(1, -(-self.num_lanes * self.lane_columns // 4))
         return max(1, -(-needed // quarter)) * quarter
 
 
 @dataclass(frozen=True)
-class Layout:
+class Packed:
     """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see."""
 
     source: np.ndarray  # [R, W] int32, place in the flattened batch; -1: nothing
@@ -55,7 +56,7 @@ class Layout:
     segment_ids: np.ndarray
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
     # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
-    branches: np.ndarray | None
+    completion_ids: np.ndarray | None
     # [R, M] int32, columns of the tokens that count, in order; 0 where there is none
     scored: np.ndarray
     previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
@@ -80,7 +81,7 @@ class Layout:
         return x_BT
 
 
-def unpacked(token_mask_BT, counts_BT) -> Layout:
+def unpacked(token_mask_BT, counts_BT) -> Packed:
     """The rows are the sequences where they stand; the real tokens of each must be contiguous.
 
     ValueError where a token counts that nothing predicts.
@@ -88,11 +89,11 @@ def unpacked(token_mask_BT, counts_BT) -> Layout:
     token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
     T = counts_BT.shape[1]
-    return Layout(
+    return Packed(
         source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
         segment_ids=token_mask_BT.astype(np.int32),
         positions=np.maximum(token_mask_BT.cumsum(axis=1, dtype=np.int32) - 1, 0),
-        branches=None,
+        completion_ids=None,
         **_scored(counts_BT, np.broadcast_to(np.arange(T) - 1, counts_BT.shape), RowShape(T)),
         shape=counts_BT.shape,
         num_parts=1,
@@ -101,7 +102,7 @@ def unpacked(token_mask_BT, counts_BT) -> Layout:
 
 def packed(
     tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, num_parts, shards
-) -> Layout:
+) -> Packed:
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
     last.
 
@@ -130,8 +131,8 @@ def packed(
     row_of_unit = _dealt(fills, rows_per_part, num_parts, shards)[row_of_unit]
     arrays, previous_RW = _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape)
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
-    return Layout(
-        **arrays | ({} if shape.lead else {"branches": None}),
+    return Packed(
+        **arrays | ({} if shape.prefix_columns else {"completion_ids": None}),
         **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
         num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
@@ -211,10 +212,10 @@ def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
             )
         # No further than the prompt's columns: where the first of a completion's tokens do not
         # count, it ends there.
-        lead = max(0, min(first, T - shape.lane, start + shape.lead) - start)
-        if (own := stop - start - lead) > shape.lane:
-            room = f"{shape.lane} in a lane" + (
-                f" after {shape.lead} that are shared" if shape.lead else ""
+        lead = max(0, min(first, T - shape.lane_columns, start + shape.prefix_columns) - start)
+        if (own := stop - start - lead) > shape.lane_columns:
+            room = f"{shape.lane_columns} in a lane" + (
+                f" after {shape.prefix_columns} that are shared" if shape.prefix_columns else ""
             )
             raise ValueError(
                 f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for "
@@ -227,7 +228,7 @@ def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
 def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
     """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a
     lead, each alone."""
-    if not shape.lead:
+    if not shape.prefix_columns:
         yield from ([_Unit(0, [one])] for one in sequences)
         return
     for _, run in itertools.groupby(
@@ -238,8 +239,8 @@ def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
 
 def _divided(run, shape: RowShape) -> list[_Unit]:
     lead = run[0].lead
-    lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane)
-    rows = lanes // shape.lanes
+    lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane_columns)
+    rows = lanes // shape.num_lanes
     return [
         _Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)
     ]
@@ -267,7 +268,8 @@ def _placed(units, shape: RowShape) -> tuple[np.ndarray, list]:
     """The row of each unit, first fit from the largest on, and the lane of each of its
     sequences."""
     rows, lanes = np.zeros(len(units), int), [None] * len(units)
-    leads, room = np.full(len(units), shape.lead), np.full((len(units), shape.lanes), shape.lane)
+    leads = np.full(len(units), shape.prefix_columns)
+    room = np.full((len(units), shape.num_lanes), shape.lane_columns)
     for i in np.argsort([-unit.tokens for unit in units], kind="stable").tolist():
         unit, lengths = units[i], units[i].lengths
         candidates = (
@@ -308,12 +310,12 @@ def _laid_out(
 ) -> tuple[dict, np.ndarray]:
     """The [R, W] arrays of a layout, and the column that predicts each: the one before, or the last
     of its lead."""
-    names, width = ("source", "segment_ids", "positions", "branches"), shape.width
+    names, width = ("source", "segment_ids", "positions", "completion_ids"), shape.width
     arrays = {
         name: np.full(num_rows * width, -1 if name == "source" else 0, np.int32) for name in names
     }
     previous = np.tile(np.arange(width) - 1, num_rows)
-    starts = shape.lead - shape.lane + shape.lane * np.arange(shape.lanes + 1)
+    starts = shape.prefix_columns + shape.lane_columns * np.arange(-1, shape.num_lanes)
     # of the lead, then of the lanes
     starts[0] = 0
     ends = np.arange(0, num_rows * width, width)[:, None] + starts

@@ -1,4 +1,4 @@
-"""The policy: what it would say, and what it thinks of what was said."""
+"""The policy: a decoder that samples completions and scores the tokens of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.learner.micro_batches import Rows, mapped
+from tunix_lite.algorithms.algorithm import Generate, Policy
+from tunix_lite.learner.micro_batches import map_micro_batches
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
-from tunix_lite.types import Batch, Params, TokenScores
+from tunix_lite.types import Batch, Params, RowBatch, TokenScores
 
 # of the computation
 DTYPES = {
@@ -28,7 +29,7 @@ DTYPES = {
 }
 # and of what trains
 STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
-ROWS = Rows()
+ROWS = RowLayout()
 
 
 @dataclass(frozen=True)
@@ -36,33 +37,36 @@ class FrozenScorer:
     """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer."""
 
     params: Params  # on the mesh, never donated
-    rows: Rows  # how a batch is laid out for it
+    rows: RowLayout  # how a batch is laid out for it
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
 
     def __call__(self, batch: Batch) -> np.ndarray:
         """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        laid_out, layout = self.rows.lay_out(batch)
+        # what else a batch holds would only make another program
+        read = batch.replace(ref_logprobs=None, streams={})
+        laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(laid_out)(self.params, laid_out))
 
-    def compiled(self, batch: Batch) -> Callable:
+    def compiled(self, batch: RowBatch) -> Callable:
         """Returns the compiled program for this batch in rows, or for its shapes."""
         return self.program(self.params, batch)
 
 
 def make_policy(
     cfg: Architecture,
-    generate,
+    generate: Generate | None,
     temperature: float,
-    dtype=jnp.float32,
-    reference=None,
-    rows: Rows = ROWS,
-    **scoring,
+    dtype: DTypeLike = jnp.float32,
+    reference: Params | None = None,
+    rows: RowLayout = ROWS,
+    **scoring: Any,
 ) -> Policy:
-    """A decoder as a Policy. `reference` are the frozen params of the KL term, or None.
+    """A decoder as a Policy.
 
-    rows: how sequences are laid out; scoring: `remat`, `attend`, `reduce_dtype` and
-    `tp_reduce_dtype` as decoder.forward takes them.
+    generate: None for one that only scores. temperature: what logits are divided by. reference: the
+    frozen params of the KL term, or None. rows: how sequences are laid out. scoring: `remat`,
+    `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward takes them.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     if reference is None:
@@ -71,38 +75,56 @@ def make_policy(
     return Policy(generate, scores, {"reference": FrozenScorer(reference, rows, program)})
 
 
-def scoring_program(scores: Callable, rows: Rows):
+def scoring_program(
+    scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
+) -> jax.stages.Wrapped:
     """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
     the update is.
 
     Every device has all of them, so that every process can read them.
     """
 
-    def score(params, batch):
-        return constrain(
-            mapped(lambda part: scores(params, part).logprobs, batch, rows.num_parts), "seq", "seq"
+    def score(params: Params, batch: RowBatch) -> jax.Array:
+        logprobs_RW = map_micro_batches(
+            lambda part: scores(params, part).logprobs, batch, rows.num_parts
         )
+        return constrain(logprobs_RW, "seq", "seq")
 
     return jax.jit(score)
 
 
 def batch_scores(
-    params, batch: Batch, *, cfg: Architecture, temperature: float, dtype, **forward
+    params: Params,
+    batch: RowBatch,
+    *,
+    cfg: Architecture,
+    temperature: float,
+    dtype: DTypeLike,
+    **forward: Any,
 ) -> TokenScores:
-    """log p(token) and the entropy beside it of the tokens that count, float32 [R, W], 0 elsewhere.
+    """log p(token) and the entropy of the tokens that count, float32 [R, W], 0 elsewhere.
 
-    Only they get scores over the vocabulary, and of those [R, W, V] never exist.
+    Only they get logits over the vocabulary, and of those [R, W, V] never exist. forward: settings
+    of decoder.forward.
     """
-    meta = AttentionMeta(batch.positions, batch.segment_ids, batch.branches, batch.lead, batch.lane)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
-    before_RMD, targets_RM = to_score(hidden_RWD, batch)
-    found = token_scores(
-        before_RMD, decoder.output_table(params, cfg), targets_RM, cfg.final_softcap, temperature
+    meta = AttentionMeta(
+        batch.positions,
+        batch.segment_ids,
+        batch.completion_ids,
+        batch.prefix_columns,
+        batch.lane_columns,
     )
-    return TokenScores(*(in_place(jnp.where(batch.is_scored, x_RM, 0.0), batch) for x_RM in found))
+    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
+    before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
+    table_VD = decoder.output_table(params, cfg)
+    found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+
+    # where a row has fewer tokens that count than M, the rest is of no token
+    counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
+    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
 
 
-def to_score(hidden_RWD, batch: Batch):
+def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
     """The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M]."""
     # slices: gathers take a CPU twice as long as the head
     if batch.scored is None:
@@ -112,7 +134,7 @@ def to_score(hidden_RWD, batch: Batch):
     return before_RMD, jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
 
 
-def in_place(x_RM, batch: Batch):
+def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
     """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
     R, W = batch.tokens.shape
     if batch.scored is None:
@@ -139,9 +161,8 @@ def sequence_scores(
 ) -> TokenScores:
     """The scores of all tokens of sequences that are not laid out in rows, [B, T] each; position 0,
     which nothing predicts, is 0."""
-    hidden_BTD = decoder.forward(
-        params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), dtype
-    )[:, :-1]
+    meta = attention.one_sequence_per_row(token_mask_BT)
+    hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[:, :-1]
     table_VD = decoder.output_table(params, cfg)
     found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
     return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in found))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Algorithm, Policy, check_loss
-from tunix_lite.learner.micro_batches import summed
-from tunix_lite.learner.optim import updated
+from tunix_lite.learner.micro_batches import accumulate
+from tunix_lite.learner.optim import apply_update
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiling import compiled_once
 
@@ -29,7 +29,7 @@ def make_train_step(
 
     An update whose loss or gradient is not finite is not made, on all devices alike: train/skipped
     is 1 then. The old state is donated: do not use it again. `frozen` is the base that `lora`
-    adapts (None: all weights train); it stays. `batch` is in rows (micro_batches.Rows). `seed` is
+    adapts (None: all weights train); it stays. `batch` is in rows (types.RowBatch). `seed` is
     that of the adapters' dropout and of rounding. The gradient crosses the mesh once in
     `sync_every` micro-batches. `train_step.program(*args)` is what is compiled, for arguments or
     their shapes, and `train_step.compiled(*args)` is compiled: it knows its memory and what it
@@ -57,13 +57,13 @@ def make_train_step(
         )
         used, batch = batch.num_parts, batch.replace(num_parts=None)
         of_part = partial(gradient, state.params, frozen)
-        grads, metrics = summed(
+        grads, metrics = accumulate(
             of_part, (batch, keys_R), num_micro_batches, used, places, sync_every
         )
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         norm = optax.tree.norm(wide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
-        params, opt_state, size = updated(optimizer, grads, state, seed)
+        params, opt_state, size = apply_update(optimizer, grads, state, seed)
         # Where a number is not finite nothing moves, not even the optimizer's moments; only the
         # step is counted.
         params, opt_state = jax.tree.map(

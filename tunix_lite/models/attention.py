@@ -1,90 +1,122 @@
-"""Attention among the tokens of a row: who sees whom, and what computes it.
+"""Attention among the tokens of a row: which token sees which, and the kernel that computes it.
 
-A token sees the tokens of its own segment up to itself, within the window in a local layer. Where
-completions of a group share one copy of their prompt, it sees the prompt (branch 0) and its own
-branch. Three implementations: `xla` anywhere, `cudnn` on NVIDIA GPUs, `splash` (a Pallas kernel
-that comes with JAX) on TPUs. `choose` says which one fits and why.
+A token sees the tokens of its own segment up to itself; in a local layer, only those within the
+window. Where the completions of a group share one copy of their prompt, a token sees the prompt
+(completion 0) and its own completion. There are three implementations: `xla` runs anywhere, `cudnn`
+on NVIDIA GPUs, and `splash` (a Pallas kernel that comes with JAX) on TPUs. `choose` picks one and
+says why.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from tunix_lite.models.rounding import (
     at_least_float32,
     by_rows,
-    one_by_one,
     product,
     softmax,
     stored,
+    sum_one_by_one,
     wide,
 )
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
 
-# a masked score: finite, so that a row which sees nothing stays finite
+if TYPE_CHECKING:
+    from tunix_lite.models.decoder import Architecture
+
+# A masked score. It is finite, so that a row that sees nothing stays finite.
 FAR_BELOW = -1e30
-# on a device, float32: 64 MiB; queries of longer rows are worked off in pieces
+# Scores on one device at a time, in float32: 64 MiB. Longer rows go in pieces of their queries.
 SCORES_AT_ONCE = 2**24
 MOST_PIECES = 16
-# splash attention takes lengths and heads in multiples of it
+# Splash attention takes lengths and heads in multiples of it.
 LANES = 128
 
 
 @flax.struct.dataclass
 class AttentionMeta:
-    """What tokens need to know of each other. All [B, T] int32."""
+    """Which tokens may see each other. The arrays are int32, [B, T].
 
-    positions: jax.Array  # of a token in its own sequence
-    segments: jax.Array  # 0: padding
-    branches: jax.Array | None = None  # 0: what all branches of a segment see
-    # columns that all lanes see (packing.RowShape)
-    lead: int = flax.struct.field(pytree_node=False, default=0)
-    # columns of each lane after them; 0: there are none
-    lane: int = flax.struct.field(pytree_node=False, default=0)
+    Example, one row with a prompt of two tokens, two completions of it, and a padding token:
+
+        positions       0 1 | 2 3 | 2 | 0
+        segments        1 1 | 1 1 | 1 | 0
+        completion_ids  0 0 | 1 1 | 2 | 0
+    """
+
+    # of a token in its own sequence, from 0
+    positions: jax.Array
+    # which sequence, or group that shares a prompt, a token belongs to; 0: padding
+    segments: jax.Array
+    # which completion of its segment; 0: the prompt, which all of them see. None: none share one
+    completion_ids: jax.Array | None = None
+    # columns of the shared prompts, which all lanes see (packing.RowShape)
+    prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
+    # columns of each lane after them; 0: the row has no lanes
+    lane_columns: int = flax.struct.field(pytree_node=False, default=0)
 
 
-def one_sequence_per_row(token_mask_BT) -> AttentionMeta:
-    """One sequence a row; padding may stand on either side."""
+def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:
+    """The metadata of rows that hold one sequence each. Padding may be on either side."""
     positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
     return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
 
-def attention_mask(window: int | None, q: AttentionMeta, k: AttentionMeta):
-    """[B, queries, keys] bool: whether a query may see a key. window: None means no limit."""
-    q, k = jax.tree.map(lambda x: x[:, :, None], q), jax.tree.map(lambda x: x[:, None], k)
-    seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
+def attention_mask(window: int | jax.Array | None, q: AttentionMeta, k: AttentionMeta) -> jax.Array:
+    """[B, queries, keys] bool: whether a query may see a key. window: in tokens; None: no limit."""
+    q = jax.tree.map(lambda x: x[:, :, None], q)
+    k = jax.tree.map(lambda x: x[:, None], k)
+    is_seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
     if window is not None:
-        seen &= q.positions - k.positions < window
-    if k.branches is not None:
-        seen &= (k.branches == 0) | (k.branches == q.branches)
-    return seen
+        is_seen &= q.positions - k.positions < window
+    if k.completion_ids is not None:
+        is_seen &= (k.completion_ids == 0) | (k.completion_ids == q.completion_ids)
+    return is_seen
 
 
 def attend(
-    cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, k_scales_BKS=None, v_scales_BKS=None, name="scores"
-):
-    """Softmax attention, scores and softmax in float32; each key head serves N / K query heads.
+    cfg: "Architecture",
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    mask_BTS: jax.Array,
+    k_scales_BKS: jax.Array | None = None,
+    v_scales_BKS: jax.Array | None = None,
+    name: str = "scores",
+) -> jax.Array:
+    """Softmax attention, [B, T, N, H]; each key head serves N / K query heads.
 
-    With scales, keys and values are codes (int8) to be multiplied by them, one scale for a head of
-    a token. name: of the scores, for those who choose what is kept for a backward pass
-    (decoder.REMAT).
+    Scores and softmax are float32. With scales, keys and values are int8 codes: each code is
+    multiplied by the scale of its head and token. name: of the scores, by which a remat policy
+    (decoder.REMAT) keeps them for the backward pass.
     """
     B, T, N, H = q_BTNH.shape
-    K, dtype = k_BKSH.shape[1], q_BTNH.dtype
-    # Without a dim of size 1 while decoding: with it, XLA's GPU backend makes transposed copies of
-    # the cache.
-    times, mask = ((T,), mask_BTS[:, None, :, None]) if T > 1 else ((), mask_BTS[:, :, None])
+    K = k_BKSH.shape[1]
+    dtype = q_BTNH.dtype
+
+    # While decoding, T is 1 and the queries have no such dim: with it, XLA's GPU backend makes
+    # transposed copies of the cache.
+    if T > 1:
+        times = (T,)
+        mask = mask_BTS[:, None, :, None]
+    else:
+        times = ()
+        mask = mask_BTS[:, :, None]
     scaled = stored(wide(q_BTNH) * wide(jnp.asarray(cfg.query_scale**-0.5, dtype)), dtype)
     q = scaled.reshape(B, *times, K, N // K, H)
 
-    def attended(q):
-        # t, the dots, before q in the scores: the products then need no transposed copies (3x
-        # faster on a CPU)
+    def attended(q: jax.Array) -> jax.Array:
+        # Scores have t, the dots, before q: the products then need no transposed copies (3x faster
+        # on a CPU).
         to_scores = partial(
             jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
         )
@@ -93,147 +125,215 @@ def attend(
             scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
         if cfg.attn_softcap is not None:
             scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
+
         probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
         if v_scales_BKS is not None:
             probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
-        sums = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
-        return product(sums, stored(probs, dtype), v_BKSH.astype(dtype), one_by_one)
+        weighted_sum = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
+        return product(weighted_sum, stored(probs, dtype), v_BKSH.astype(dtype), sum_one_by_one)
 
-    return (by_rows(attended, q, 2) if T == 1 else attended(q)).reshape(B, T, N, H)
+    out = by_rows(attended, q, 2) if T == 1 else attended(q)
+    return out.reshape(B, T, N, H)
 
 
-def xla(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
-    """Attention as plain products. Long rows in pieces of their queries, whose scores the backward
-    pass makes again.
+# ---- xla: plain products
 
-    is_local: whether the layer has a window; a bool, or a traced one where layers of both kinds are
-    one program.
+
+def xla(
+    cfg: "Architecture",
+    is_local: bool | jax.Array,
+    meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+) -> jax.Array:
+    """Attention as plain products, [B, T, N, H].
+
+    Long rows go in pieces of their queries, whose scores the backward pass computes again.
+    is_local: whether the layer has a window. It is traced where one program serves layers of both
+    kinds.
     """
     return by_lane(partial(_xla, cfg, is_local), meta, q_BTNH, k_BTKH, v_BTKH)
 
 
-def by_lane(fn, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
-    """fn(metadata of the queries, metadata of the keys, q, k, v) of whole rows or, where they have
-    lanes, of the lead and of each lane.
+def by_lane(
+    fn: Callable[..., jax.Array],
+    meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+) -> jax.Array:
+    """fn(query metadata, key metadata, q, k, v) of whole rows; or, where rows have lanes, of the
+    prefix and of each lane.
 
-    A lane's queries see the lead and that lane, so its keys are these two: what the lead costs is
-    never multiplied by the other lanes.
+    The queries of a lane see the prefix and their own lane, so these two are the keys: what the
+    prefix costs is not multiplied by the other lanes.
     """
-    if not meta.lane:
+    if not meta.lane_columns:
         return fn(meta, meta, q_BTNH, k_BTKH, v_BTKH)
-    B, lead, lane = len(q_BTNH), meta.lead, meta.lane
+    B = len(q_BTNH)
+    prefix = meta.prefix_columns
 
-    def own(x):
-        return x[:, lead:].reshape(-1, lane, *x.shape[2:])
+    def prefix_of(x: jax.Array) -> jax.Array:
+        return x[:, :prefix]
 
-    def seen(x):
-        lanes = own(x)
-        shared = jnp.broadcast_to(x[:, None, :lead], (B, len(lanes) // B, lead, *x.shape[2:]))
-        return jnp.concatenate([shared.reshape(-1, lead, *x.shape[2:]), lanes], axis=1)
+    def lanes_of(x: jax.Array) -> jax.Array:
+        return x[:, prefix:].reshape(-1, meta.lane_columns, *x.shape[2:])
 
-    def of(cut, *trees):
-        return (jax.tree.map(cut, tree) for tree in trees)
+    def prefix_and_lane_of(x: jax.Array) -> jax.Array:
+        lanes = lanes_of(x)
+        shared = jnp.broadcast_to(x[:, None, :prefix], (B, len(lanes) // B, prefix, *x.shape[2:]))
+        return jnp.concatenate([shared.reshape(-1, prefix, *x.shape[2:]), lanes], axis=1)
 
-    k_first, v_first = k_BTKH[:, :lead], v_BTKH[:, :lead]
-    (first,) = of(lambda x: x[:, :lead], meta)
-    out_lead = fn(first, first, q_BTNH[:, :lead], k_first, v_first)
-    out_lanes = fn(*of(own, meta), *of(seen, meta), *of(own, q_BTNH), *of(seen, k_BTKH, v_BTKH))
-    return jnp.concatenate([out_lead, out_lanes.reshape(B, -1, *q_BTNH.shape[2:])], axis=1)
+    # The prefix sees itself alone.
+    k_prefix = prefix_of(k_BTKH)
+    v_prefix = prefix_of(v_BTKH)
+    meta_prefix = jax.tree.map(prefix_of, meta)
+    out_prefix = fn(meta_prefix, meta_prefix, prefix_of(q_BTNH), k_prefix, v_prefix)
+
+    # Each lane becomes a row, with its own copy of the prefix before its keys.
+    out_lanes = fn(
+        jax.tree.map(lanes_of, meta),
+        jax.tree.map(prefix_and_lane_of, meta),
+        lanes_of(q_BTNH),
+        prefix_and_lane_of(k_BTKH),
+        prefix_and_lane_of(v_BTKH),
+    )
+    return jnp.concatenate([out_prefix, out_lanes.reshape(B, -1, *q_BTNH.shape[2:])], axis=1)
 
 
-def _xla(cfg, is_local, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_BSKH, v_BSKH):
-    arrays = queries, keys, q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+def _xla(
+    cfg: "Architecture",
+    is_local: bool | jax.Array,
+    q_meta: AttentionMeta,
+    k_meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+) -> jax.Array:
+    k_BKSH = k_BSKH.swapaxes(1, 2)
+    v_BKSH = v_BSKH.swapaxes(1, 2)
+    T = q_BTNH.shape[1]
+    S = k_BSKH.shape[1]
     if piece_length(q_BTNH, S) >= T:
-        mask_BTS = attention_mask(window_of(cfg, is_local), queries, keys)
-        return attend(cfg, *arrays[2:], mask_BTS)
-    if isinstance(is_local, bool):
+        mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
+        return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+    # A window that is known while compiling saves columns. Where the kind of the layer is traced,
+    # a branch for each kind costs more than that, unless the window is short.
+    arrays = (q_meta, k_meta, q_BTNH, k_BKSH, v_BKSH)
+    is_known = isinstance(is_local, bool)
+    if is_known or 4 * cfg.window > S or k_meta.completion_ids is not None:
         return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
-    # a branch would cost more than what the window saves
-    if 4 * cfg.window > S or keys.branches is not None:
-        return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
-    ways = [partial(_in_pieces, cfg, window_of(cfg, local)) for local in (False, True)]
-    return jax.lax.cond(is_local, ways[1], ways[0], *arrays)
+    in_global = partial(_in_pieces, cfg, window_of(cfg, False))
+    in_local = partial(_in_pieces, cfg, window_of(cfg, True))
+    return jax.lax.cond(is_local, in_local, in_global, *arrays)
 
 
-def window_of(cfg, is_local):
-    """Tokens that a layer sees: None where it sees all; a number or a traced one otherwise."""
+def window_of(cfg: "Architecture", is_local: bool | jax.Array) -> int | jax.Array | None:
+    """Tokens that a layer sees; None: all of them. Traced where is_local is."""
     if isinstance(is_local, bool):
         return cfg.window if is_local else None
     return jnp.where(is_local, cfg.window, jnp.iinfo(jnp.int32).max)
 
 
-def piece_length(q_BTNH, S: int) -> int:
-    """How many queries of a row have their scores with S keys at once."""
+def piece_length(q_BTNH: jax.Array, S: int) -> int:
+    """How many queries of a row have their scores with S keys computed at once."""
     B, T, N, _ = q_BTNH.shape
-    on_a_device = B * N * S // (parts_of("batch") * parts_of("heads"))
-    length = max(SCORES_AT_ONCE // on_a_device, -(-T // MOST_PIECES), 1)
-    # pieces of about one length
+    per_query_on_a_device = B * N * S // (parts_of("batch") * parts_of("heads"))
+    length = max(SCORES_AT_ONCE // per_query_on_a_device, -(-T // MOST_PIECES), 1)
+    # Cut into that many pieces, all are of about one length.
     return -(-T // -(-T // length))
 
 
-def _in_pieces(cfg, window, queries: AttentionMeta, keys: AttentionMeta, q_BTNH, k_BKSH, v_BKSH):
-    @jax.checkpoint
-    def piece(queries, keys, *qkv):
-        return attend(cfg, *qkv, attention_mask(window, queries, keys), name="scores of a piece")
+def _in_pieces(
+    cfg: "Architecture",
+    window: int | jax.Array | None,
+    q_meta: AttentionMeta,
+    k_meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+) -> jax.Array:
+    """`attend` for one piece of the queries after the other."""
 
-    T, S = q_BTNH.shape[1], k_BKSH.shape[2]
-    pieces, length = [], piece_length(q_BTNH, S)
+    @jax.checkpoint
+    def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
+        return attend(cfg, *qkv, attention_mask(window, q_meta, k_meta), name="scores of a piece")
+
+    T = q_BTNH.shape[1]
+    S = k_BKSH.shape[2]
+    length = piece_length(q_BTNH, S)
+    # A completion stands further from its prompt than its positions say, so a window there is no
+    # range of columns.
+    is_range = isinstance(window, int) and k_meta.completion_ids is None
+    pieces = []
     for start in range(0, T, length):
         stop = min(start + length, T)
-        # A branch stands further from its prompt than its positions say, so a window there is no
-        # range of columns.
-        first = (
-            max(0, S - T + start - window + 1)
-            if isinstance(window, int) and keys.branches is None
-            else 0
+        first = max(0, S - T + start - window + 1) if is_range else 0
+        queries = slice(start, stop)
+        # No query sees the keys of a later one.
+        keys = slice(first, S - T + stop)
+        out = piece(
+            jax.tree.map(lambda x, queries=queries: x[:, queries], q_meta),
+            jax.tree.map(lambda x, keys=keys: x[:, keys], k_meta),
+            q_BTNH[:, queries],
+            k_BKSH[:, :, keys],
+            v_BKSH[:, :, keys],
         )
-        # no query sees the keys of a later one
-        of, to = (
-            slice(start, stop),
-            slice(first, S - T + stop),
-        )
-        sights = (
-            jax.tree.map(lambda x, of=of: x[:, of], queries),
-            jax.tree.map(lambda x, to=to: x[:, to], keys),
-        )
-        pieces.append(piece(*sights, q_BTNH[:, of], k_BKSH[:, :, to], v_BKSH[:, :, to]))
+        pieces.append(out)
     return jnp.concatenate(pieces, axis=1)
 
 
-def cudnn(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH):
-    """cuDNN's flash attention."""
+# ---- cudnn: the kernel for NVIDIA GPUs
 
-    def flash(queries, keys, q_BTNH, k_BSKH, v_BSKH):
-        mask_BTS = attention_mask(window_of(cfg, is_local), queries, keys)
-        attend = flash_attention if current_rules()["batch"] else flash_of_shards
-        return attend(
-            cfg.query_scale**-0.5,
-            q_BTNH,
-            for_every_shard(k_BSKH),
-            for_every_shard(v_BSKH),
-            mask_BTS,
-        )
+
+def cudnn(
+    cfg: "Architecture",
+    is_local: bool | jax.Array,
+    meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+) -> jax.Array:
+    """cuDNN's flash attention, [B, T, N, H]. Arguments as of `xla`."""
+
+    def flash(
+        q_meta: AttentionMeta,
+        k_meta: AttentionMeta,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+    ) -> jax.Array:
+        mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
+        # Without a division of the batch, a vmap over its shards is around us (micro_batches).
+        kernel = flash_attention if current_rules()["batch"] else flash_attention_under_vmap
+        k_BSKH = repeat_heads_for_tp(k_BSKH)
+        v_BSKH = repeat_heads_for_tp(v_BSKH)
+        return kernel(cfg.query_scale**-0.5, q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
     return by_lane(flash, meta, q_BTNH, k_BTKH, v_BTKH)
 
 
-def for_every_shard(x_BSKH):
-    """Keys or values with each head so often, side by side, that tp divides them: [B, S, K *
-    copies, H].
+def repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
+    """Keys or values with each head repeated, side by side, until tp divides the heads:
+    [B, S, K * copies, H].
 
-    The kernels want queries, keys and values divided alike. tp divides the query heads and they are
-    a multiple of K, so they are one of K * copies, too, and query head n still uses head n // (N /
-    (K * copies)).
+    The kernels want queries, keys and values divided alike. tp divides the query heads, which are a
+    multiple of K, so they are a multiple of K * copies, too; and query head n still uses head
+    n // (N / (K * copies)).
     """
-    K, parts = x_BSKH.shape[2], parts_of("heads")
+    K = x_BSKH.shape[2]
+    parts = parts_of("heads")
     copies = parts // math.gcd(K, parts)
     x_BSKH = jnp.repeat(x_BSKH, copies, axis=2) if copies > 1 else x_BSKH
     return constrain(x_BSKH, "batch", "seq", "heads", "head_dim")
 
 
-def flash_attention(scale: float, q_BTNH, k_BSKH, v_BSKH, mask_BTS):
-    """cuDNN's kernel. Its rows and heads are divided over the mesh as those of q are."""
+def flash_attention(
+    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+    """cuDNN's kernel. The mesh divides its rows and heads as it divides those of q."""
     mask_BNTS = constrain(mask_BTS[:, None], "batch", "seq", "seq", "seq")
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask_BNTS, scale=scale, implementation="cudnn"
@@ -241,119 +341,170 @@ def flash_attention(scale: float, q_BTNH, k_BSKH, v_BSKH, mask_BTS):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def flash_of_shards(scale: float, q_BTNH, k_BSKH, v_BSKH, mask_BTS):
-    """The same where each shard of the batch is worked off apart (micro_batches), under a vmap over
-    the shards.
+def flash_attention_under_vmap(
+    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+    """`flash_attention` where a vmap computes each shard of the batch separately (micro_batches).
 
     JAX's batching rule of the kernel takes no mask that heads share, so the rows of all shards
-    become those of one call. Its backward pass runs the forward pass once more, as nothing that the
-    kernel keeps can be passed on.
+    become those of one call. The backward pass runs the forward pass again, because nothing that
+    the kernel keeps can be passed on.
     """
-    return rows_together(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
-def _flash_slopes(scale: float, kept, slope_BTNH):
-    def slopes(q_BTNH, k_BSKH, v_BSKH, mask_BTS, slope_BTNH):
-        _, pull = jax.vjp(
-            lambda *qkv: flash_attention(scale, *qkv, mask_BTS), q_BTNH, k_BSKH, v_BSKH
-        )
-        return pull(slope_BTNH)
+def _flash_vjp(scale: float, residuals: tuple, cotangent_BTNH: jax.Array) -> tuple:
+    def cotangents(
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        mask_BTS: jax.Array,
+        cotangent_BTNH: jax.Array,
+    ) -> tuple:
+        def of_qkv(*qkv: jax.Array) -> jax.Array:
+            return flash_attention(scale, *qkv, mask_BTS)
 
-    return *rows_together(slopes)(*kept, slope_BTNH), None
+        _, pull_back = jax.vjp(of_qkv, q_BTNH, k_BSKH, v_BSKH)
+        return pull_back(cotangent_BTNH)
+
+    return *merge_vmapped_rows(cotangents)(*residuals, cotangent_BTNH), None
 
 
-flash_of_shards.defvjp(
-    lambda scale, *arrays: (flash_of_shards(scale, *arrays), arrays), _flash_slopes
+flash_attention_under_vmap.defvjp(
+    lambda scale, *arrays: (flash_attention_under_vmap(scale, *arrays), arrays), _flash_vjp
 )
 
 
-def rows_together(fn):
-    """fn of arrays [rows, ...]; under a vmap over shards of rows it is called once, with the rows
+def merge_vmapped_rows(fn: Callable) -> Callable:
+    """fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the rows
     of all shards."""
-    alone = jax.custom_batching.custom_vmap(fn)
+    per_shard = jax.custom_batching.custom_vmap(fn)
 
-    @alone.def_vmap
-    def together(shards: int, are_divided, *arrays):
-        pairs = zip(arrays, are_divided, strict=True)
+    @per_shard.def_vmap
+    def merged(shards: int, are_batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         arrays = [
-            x if is_divided else jnp.broadcast_to(x, (shards, *x.shape)) for x, is_divided in pairs
+            x if is_batched else jnp.broadcast_to(x, (shards, *x.shape))
+            for x, is_batched in zip(arrays, are_batched, strict=True)
         ]
-        # in which rows are divided over fsdp again
+
+        # Outside of the vmap, fsdp divides the rows again.
         with use_rules("train"):
-            out = fn(*(_lying_as_rows(x.reshape(-1, *x.shape[2:])) for x in arrays))
+            rows = [_constrain_rows(x.reshape(-1, *x.shape[2:])) for x in arrays]
+            out = fn(*rows)
         out = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
-    return alone
+    return per_shard
 
 
-def _lying_as_rows(x):
-    """q, k, v or what looks like them, [B, T, heads, H], or a mask [B, T, S]."""
-    return constrain(
-        x, *("batch", "seq", "heads", "head_dim") if x.ndim == 4 else ("batch", "seq", "seq")
-    )
+def _constrain_rows(x: jax.Array) -> jax.Array:
+    """Shards q, k, v or an array of their shape, [B, T, heads, H]; or a mask, [B, T, S]."""
+    if x.ndim == 4:
+        return constrain(x, "batch", "seq", "heads", "head_dim")
+    return constrain(x, "batch", "seq", "seq")
 
 
-def splash(cfg, is_local, meta: AttentionMeta, q_BTNH, k_BTKH, v_BTKH, interpret: bool = False):
-    """The TPU kernel of jax.experimental.pallas: scores stay on the chip, what a mask hides is
-    skipped."""
+# ---- splash: the kernel for TPUs
 
-    def way(is_local: bool):
-        return _splash_program(cfg, is_local, q_BTNH.shape, interpret)
+
+def splash(
+    cfg: "Architecture",
+    is_local: bool | jax.Array,
+    meta: AttentionMeta,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """The TPU kernel of jax.experimental.pallas, [B, T, N, H]. Arguments as of `xla`.
+
+    Scores stay on the chip, and blocks that the mask hides are skipped. interpret: runs the kernel
+    without a TPU, as tests do.
+    """
+
+    def kernel(is_local: bool) -> Callable[..., jax.Array]:
+        return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
 
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
-    k_BTKH, v_BTKH = for_every_shard(k_BTKH), for_every_shard(v_BTKH)
-    arrays = *(x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)), meta.segments
+    k_BTKH = repeat_heads_for_tp(k_BTKH)
+    v_BTKH = repeat_heads_for_tp(v_BTKH)
+    heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)]
+    arrays = (*heads_first, meta.segments)
     if isinstance(is_local, bool):
-        return way(is_local)(*arrays).swapaxes(1, 2)
-    return jax.lax.cond(is_local, way(True), way(False), *arrays).swapaxes(1, 2)
+        return kernel(is_local)(*arrays).swapaxes(1, 2)
+    return jax.lax.cond(is_local, kernel(True), kernel(False), *arrays).swapaxes(1, 2)
 
 
-def _splash_program(cfg, is_local: bool, q_shape, interpret: bool):
-    """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H], each device on its own
+def _splash_kernel(
+    cfg: "Architecture", is_local: bool, q_shape: tuple[int, ...], interpret: bool
+) -> Callable[..., jax.Array]:
+    """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H]. Each device computes its own
     sequences and heads."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
-    (B, T, N, H), mesh = q_shape, jax.sharding.get_abstract_mesh()
-    one = (
-        kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
-        if is_local
-        else kernels.CausalMask((T, T))
-    )
+    B, T, N, H = q_shape
+    if is_local:
+        head_mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
+    else:
+        head_mask = kernels.CausalMask((T, T))
     block = next(size for size in (512, 256, LANES) if T % size == 0)
     kernel = kernels.make_splash_mha(
-        kernels.MultiHeadMask([one] * (N // parts_of("heads"))),
+        kernels.MultiHeadMask([head_mask] * (N // parts_of("heads"))),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=kernels.BlockSizes(**dict.fromkeys(BLOCKS, block)),
         attn_logits_soft_cap=cfg.attn_softcap,
         interpret=interpret,
     )
-    # queries, and keys, too: for_every_shard
-    lie = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
 
-    def on_a_device(q_BNTH, k_BKTH, v_BKTH, segments_BT):
-        alone = lambda q, k, v, segments: kernel(q, k, v, kernels.SegmentIds(segments, segments))  # noqa: E731
-        return jax.vmap(alone)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
+    def of_sequence(
+        q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array
+    ) -> jax.Array:
+        return kernel(q_NTH, k_KTH, v_KTH, kernels.SegmentIds(segments_T, segments_T))
 
-    in_specs = lie, lie, lie, P(lie[0], None)
-    return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=lie, check_vma=False)
+    def on_a_device(
+        q_BNTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array
+    ) -> jax.Array:
+        return jax.vmap(of_sequence)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
+
+    # Queries, keys and values are divided alike (repeat_heads_for_tp).
+    mesh = jax.sharding.get_abstract_mesh()
+    qkv_spec = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
+    in_specs = (qkv_spec, qkv_spec, qkv_spec, P(qkv_spec[0], None))
+    return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=qkv_spec, check_vma=False)
 
 
 BLOCKS = (
-    *("block_q", "block_kv", "block_kv_compute"),
-    *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
+    "block_q",
+    "block_kv",
+    "block_kv_compute",
+    "block_q_dkv",
+    "block_kv_dkv",
+    "block_kv_dkv_compute",
+    "block_q_dq",
+    "block_kv_dq",
 )
+
+# ---- which of them
+
 IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
-# the one made for a platform
+# The one made for a platform.
 NATIVE = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
 
 
 def choose(
-    asked: str, cfg, platform: str, dtype, width: int, shares_prompts: bool
+    asked: str,
+    cfg: "Architecture",
+    platform: str,
+    dtype: DTypeLike,
+    width: int,
+    shares_prompts: bool,
 ) -> tuple[str, str]:
-    """The implementation for rows of `width` tokens, and in words why. ValueError if the one asked
-    for cannot."""
+    """The implementation for rows of `width` tokens, a name of IMPLEMENTATIONS, and the reason.
+
+    asked: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
+    group share one copy of their prompt. Raises ValueError if the one asked for cannot do it.
+    """
     if asked == "xla":
         return "xla", "as training.attention says"
     native = NATIVE.get(platform)
@@ -368,8 +519,18 @@ def choose(
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 
 
-def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: bool) -> str | None:
-    """Why an implementation cannot do this; None: it can."""
+def obstacle(
+    name: str,
+    cfg: "Architecture",
+    platform: str,
+    dtype: DTypeLike,
+    width: int,
+    shares_prompts: bool,
+) -> str | None:
+    """Why the implementation `name` cannot compute this; None: it can. Arguments as of `choose`.
+
+    On an NVIDIA GPU it compiles a small kernel to find out.
+    """
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
     if name == "cudnn":
@@ -397,23 +558,28 @@ def obstacle(name: str, cfg, platform: str, dtype, width: int, shares_prompts: b
     return None
 
 
-def _cudnn_fails(cfg, dtype) -> str | None:
-    """Compiles a small one: whether the library is there, and takes this, only it knows."""
+def _cudnn_fails(cfg: "Architecture", dtype: DTypeLike) -> str | None:
+    """Compiles a small kernel, because only that shows whether the library is there and takes it.
+    The error in one line; None: it compiles."""
     x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
     mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return attention(q, k, v, mask=mask).sum().astype(jnp.float32)
+
     try:
-        jax.jit(
-            jax.grad(lambda q, k, v, m: attention(q, k, v, mask=m).sum().astype(jnp.float32))
-        ).lower(x, x, x, mask).compile()
+        jax.jit(jax.grad(total)).lower(x, x, x, mask).compile()
     except Exception as error:
-        # whatever it is, it is the reason
+        # Whatever the error is, it is the reason.
         return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
     return None
 
 
-def keep_heads(q_BTNH, k_BTKH, v_BTKH):
-    """Queries, keys and values, told how they lie on the mesh: heads over tp."""
+def shard_heads(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values with their heads divided over tp."""
     return (
         constrain(q_BTNH, "batch", "seq", "heads", "head_dim"),
         constrain(k_BTKH, "batch", "seq", "kv_heads", "head_dim"),

@@ -7,13 +7,27 @@ layers: "local" layers see the last `window` tokens, "global" ones see all. What
 differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
 
-All layers lie stacked, `layers/<name>` with a leading dim over them, and which kind each one is
-goes beside them as data: training scans over single layers, so that compile time grows neither with
-depth nor with the pattern. Sampling runs layer by layer on `per_layer_params` weights.
+What calls what:
+
+    weights -> layer_weights                 the table of parameters, which everything else reads
+    forward                                  training: whole rows, a scan over stacked layers
+        embed -> block (one layer) -> norm
+    forward_by_layer                         sampling: one layer after the other, with a cache
+        embed -> block (each layer) -> norm
+    block -> norm, attention_part, gated_mlp
+        attention_part -> project q, k, v -> norm -> rope -> attend_fn -> project o
+        gated_mlp      -> project gate, up -> activation -> project down
+    logits                                   from what either of the two returns
+
+The layers are stacked, `layers/<name>` with a leading dim over them, and the kind of each layer is
+data beside them: training scans over single layers, so that compile time grows neither with depth
+nor with the pattern. Sampling runs layer by layer on what `per_layer_params` returns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +35,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from tunix_lite.models import attention
 from tunix_lite.models.attention import AttentionMeta
@@ -43,26 +58,32 @@ from tunix_lite.models.weights import (
     stacked,
     zeros,
 )
-from tunix_lite.parallel.mesh import constrain, divided, move
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, move
+from tunix_lite.types import Params
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
-# published models have up to 126; files of strangers say 10**9
+# Published models have up to 126 layers; a config.json of a stranger may say 10**9.
 MOST_LAYERS = 1024
-# elements of one dim of a weight; published ones have up to 262,208
+# Elements of one dim of a weight. Published models have up to 262,208.
 MOST_OF_A_DIM = 2**26
-# the axes of what runs between layers
+# The axes of hidden states between layers.
 RESIDUAL = ("batch", "residual_seq", "act_embed")
-# and of what a layer reads
-WHOLE = ("batch", "seq", "act_embed")
+# The axes of hidden states that a part of a layer reads.
+LAYER_INPUT = ("batch", "seq", "act_embed")
+
+# sin and cos of the rotary angles, [B, T, 1, H/2] each
+Angles = tuple[jax.Array, jax.Array]
+# (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps, such as its cache)
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Longer rotary wavelengths, for sequences beyond those of pretraining.
 
-    With `factor` alone all wavelengths grow by it (linear). With the rest, as Llama 3.1 does: those
-    that fit into original_positions / high_freq_factor stay, those beyond original_positions /
-    low_freq_factor grow by it, and those between by something between.
+    With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
+    wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
+    low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
     """
 
     factor: float  # by which wavelengths grow
@@ -72,14 +93,14 @@ class RopeScaling:
 
     def __post_init__(self):
         rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
-        if any(x is None for x in rest) and any(x is not None for x in rest):
+        num_given = sum(x is not None for x in rest)
+        if num_given not in (0, 3):
             raise ValueError(
                 "give low_freq_factor, high_freq_factor and original_positions, or none of the "
                 "three"
             )
-        if self.factor <= 0 or (
-            rest[0] is not None and not 0 < self.low_freq_factor < self.high_freq_factor
-        ):
+        in_order = num_given == 0 or 0 < self.low_freq_factor < self.high_freq_factor
+        if self.factor <= 0 or not in_order:
             raise ValueError(
                 "factor must be above 0, and low_freq_factor between 0 and high_freq_factor"
             )
@@ -87,8 +108,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The architecture. Sizes count elements unless said otherwise; what is not given is as in
-    Gemma 3."""
+    """The sizes and flags of a decoder. Sizes count elements unless their comment says otherwise;
+    the defaults are Gemma 3's.
+
+    Example: Architecture(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=64). Raises ValueError for sizes that no model has or that contradict each
+    other.
+    """
 
     vocab_size: int  # tokens, padding included
     num_layers: int  # blocks of attention and feed-forward
@@ -119,9 +145,9 @@ class Architecture:
     post_norms: bool = True  # norms after attention and feed-forward, too
     qk_norm: bool = True  # queries and keys are normalised per head, before rope
     qkv_bias: bool = False  # queries, keys and values have a bias
-    tied: bool = True  # the embedding gives the scores, too; otherwise `head` does
+    tied: bool = True  # the embedding gives the logits, too; otherwise `head` does
     attn_softcap: float | None = None  # attention scores s become cap * tanh(s / cap)
-    final_softcap: float | None = None  # and so do the scores over the vocabulary
+    final_softcap: float | None = None  # and so do the logits
     max_positions: int = 131_072  # tokens of the longest sequence
 
     def __post_init__(self):
@@ -129,9 +155,8 @@ class Architecture:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
-            if isinstance(value, int) and value > (
-                most := MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
-            ):
+            most = MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
+            if isinstance(value, int) and value > most:
                 raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
@@ -154,12 +179,15 @@ class Architecture:
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
 
-# of the embedding, and of a head of its own
+# The axes of the embedding, and of a head of its own.
 TABLE_AXES = ("vocab", "embed")
 
 
+# ---- the table of weights, and other forms of the parameters
+
+
 def weights(cfg: Architecture) -> dict:
-    """Every parameter of the model, by name."""
+    """Every parameter of the model, by name: a nested dict of `Weight`."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
@@ -169,8 +197,13 @@ def weights(cfg: Architecture) -> dict:
 
 
 def layer_weights(cfg: Architecture) -> dict[str, Weight]:
-    """The parameters of one layer."""
-    D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
+    """The parameters of one layer, by name."""
+    D = cfg.embed_dim
+    N = cfg.num_heads
+    K = cfg.num_kv_heads
+    H = cfg.head_dim
+    F = cfg.mlp_dim
+
     layer = {
         "attn_norm": norm_weight(cfg, D),
         "q": Weight((D, N, H), ("embed", "heads", "head_dim")),
@@ -182,52 +215,65 @@ def layer_weights(cfg: Architecture) -> dict[str, Weight]:
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
     }
+
+    # What only some families have.
     if cfg.qkv_bias:
         layer["q_bias"] = Weight((N, H), ("heads", "head_dim"), zeros, inputs=0)
-        layer["k_bias"] = layer["v_bias"] = Weight(
-            (K, H), ("kv_heads", "head_dim"), zeros, inputs=0
-        )
+        layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
+        layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
     if cfg.qk_norm:
-        layer["q_norm"] = layer["k_norm"] = norm_weight(cfg, H)
+        layer["q_norm"] = norm_weight(cfg, H)
+        layer["k_norm"] = norm_weight(cfg, H)
     if cfg.post_norms:
-        layer["attn_post_norm"] = layer["mlp_post_norm"] = norm_weight(cfg, D)
+        layer["attn_post_norm"] = norm_weight(cfg, D)
+        layer["mlp_post_norm"] = norm_weight(cfg, D)
     return layer
 
 
 def norm_weight(cfg: Architecture, size: int) -> Weight:
+    """The scale of a norm over `size` elements."""
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(params, cfg: Architecture, dtype):
+def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
     """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
     in the compute dtype."""
-    kept = jax.tree.map(
-        lambda w: w.dtype if w.axes[-1] == "norm" else dtype, weights(cfg), is_leaf=is_weight
-    )
-    return jax.tree.map(lambda x, to: jnp.copy(x) if x.dtype == to else x.astype(to), params, kept)
+
+    def kept_dtype(weight: Weight) -> DTypeLike:
+        return weight.dtype if weight.axes[-1] == "norm" else dtype
+
+    def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
+        return jnp.copy(x) if x.dtype == to else x.astype(to)
+
+    dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
+    return jax.tree.map(copy, params, dtypes)
 
 
-def per_layer_params(params, cfg: Architecture, dtype) -> dict:
-    """The same parameters as a list of layers, matrices in the compute dtype: what sampling runs
-    on.
+def per_layer_params(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
+    """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
+    runs on.
 
     Norms keep their dtype, as they do in training, and quantised weights their codes.
     """
 
-    def cast(leaf):
+    def cast(leaf: Any) -> Any:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
     return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
 
 
-def per_layer_shardings(places, cfg: Architecture):
+def per_layer_shardings(shardings: Any, cfg: Architecture) -> Any:
     """The shardings of what `per_layer_params` returns, given those of the parameters."""
-    return by_layer(places, cfg, lambda place, _: NamedSharding(place.mesh, P(*place.spec[1:])))
+
+    def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
+        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+
+    return by_layer(shardings, cfg, of_layer)
 
 
-def by_layer(tree, cfg: Architecture, of_layer) -> dict:
-    """A tree of the parameters' form with a list of layers; of_layer(leaf, i) is what layer i has
-    of a stacked leaf."""
+def by_layer(tree: Any, cfg: Architecture, of_layer: Callable[[Any, int], Any]) -> dict:
+    """A tree of the form of the parameters, with `layers` as a list. of_layer(leaf, i): the part of
+    a stacked leaf that is layer i's."""
     layers = [
         jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
         for i in range(cfg.num_layers)
@@ -235,59 +281,65 @@ def by_layer(tree, cfg: Architecture, of_layer) -> dict:
     return tree | {"layers": layers}
 
 
-def forward(
-    params,
-    cfg: Architecture,
-    tokens_BT,
-    meta: AttentionMeta,
-    dtype=jnp.float32,
-    remat="none",
-    attend=attention.xla,
-    reduce_dtype=jnp.float32,
-    tp_reduce_dtype=jnp.float32,
-):
-    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may stand on either
-    side.
+# ---- whole rows
 
-    remat: what the backward pass finds kept, a name of REMAT. attend: one of
+
+def forward(
+    params: Params,
+    cfg: Architecture,
+    tokens_BT: jax.Array,
+    meta: AttentionMeta,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    attend: Callable[..., jax.Array] = attention.xla,
+    reduce_dtype: DTypeLike = jnp.float32,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> jax.Array:
+    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
+
+    meta: which tokens see each other, and their positions. dtype: of the computation. remat: what
+    the forward pass keeps for the backward pass, a name of REMAT. attend: one of
     attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
     mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
     taken in, as weights.project takes it.
     """
-    angles = all_angles(cfg, meta.positions)
+    angles = rope_angles_by_kind(cfg, meta.positions)
     declared = layer_weights(cfg)
     are_local = np.array([kind == "local" for kind in cfg.kinds])
-    of_one_kind = bool(are_local.all() or not are_local.any())
+    all_alike = bool(are_local.all() or not are_local.any())
 
-    def layer(x_BTD, of_layer):
+    def layer(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
         w, is_local = of_layer
-        # known while compiling, where all are alike
-        is_local = bool(are_local[0]) if of_one_kind else is_local
+        # Where all layers are of one kind, it is known while compiling.
+        is_local = bool(are_local[0]) if all_alike else is_local
         w = {
             name: for_compute(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()
         }
-        attend_fn = lambda *qkv: (attend(cfg, is_local, meta, *qkv), None)  # noqa: E731
-        return block(x_BTD, w, cfg, of_kind(angles, is_local), attend_fn, tp_reduce_dtype)
 
-    # prevent_cse is for code outside of loops, where the compiler could undo the repetition
+        def attend_fn(*qkv: jax.Array) -> tuple[jax.Array, None]:
+            return attend(cfg, is_local, meta, *qkv), None
+
+        return block(x_BTD, w, cfg, select_kind(angles, is_local), attend_fn, tp_reduce_dtype)
+
+    # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
     layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
     x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
     x_BTD, _ = jax.lax.scan(layer, x_BTD, (params["layers"], are_local))
-    return norm(move(x_BTD, RESIDUAL, WHOLE), params["final_norm"], cfg)
+    return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
 
 
-def of_kind(of_kinds: dict, is_local):
-    """What the layer's kind has: chosen now if the kind is known, and otherwise where the program
+def select_kind(by_kind: dict[str, Any], is_local: bool | jax.Array) -> Any:
+    """The entry of the layer's kind: chosen now if the kind is known, else where the program
     runs."""
     if isinstance(is_local, bool):
-        return of_kinds["local" if is_local else "global"]
-    return jax.tree.map(partial(jnp.where, is_local), of_kinds["local"], of_kinds["global"])
+        return by_kind["local" if is_local else "global"]
+    return jax.tree.map(partial(jnp.where, is_local), by_kind["local"], by_kind["global"])
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
 
 
-def _and_kernels(policy):
+def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
     """The policy, and what cuDNN's attention keeps for its own backward pass; else its forward pass
     would run twice."""
     return jax.checkpoint_policies.save_from_both_policies(
@@ -295,131 +347,167 @@ def _and_kernels(policy):
     )
 
 
-# What is kept from the forward pass for the backward pass, which makes the rest again: at least
-# norms, activations and whatever else is cheap. Weights are never kept as they are used: whole over
-# fsdp, one after the other, they would be the model.
+# What the forward pass keeps for the backward pass, which computes the rest again: at least norms,
+# activations and whatever else is cheap. Weights in the compute dtype are never kept: gathered over
+# fsdp, layer after layer, they would be the whole model.
 REMAT = {
     # every product
     "none": _and_kernels(KEPT("product", "scores", "attended")),
-    # with weights, nothing within attention
+    # products with weights, nothing within attention
     "dots": KEPT("product"),
-    # into attention and out of it
+    # what goes into attention and what comes out of it
     "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),
     # the input of each layer
     "block": jax.checkpoint_policies.nothing_saveable,
 }
 
 
-def forward_by_layer(
-    params, cfg: Architecture, tokens_BT, positions_BT, attend_fn, tp_reduce_dtype=jnp.float32
-) -> tuple[jax.Array, list]:
-    """Hidden states [B, T, D] of tokens at these positions, and what each layer keeps. `params`:
-    from `per_layer_params`.
+# ---- layer by layer
 
-    attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps) says
-    what the tokens see: a cache of earlier keys and values is its business. tp_reduce_dtype: as
-    `forward` takes it.
+
+def forward_by_layer(
+    params: Params,
+    cfg: Architecture,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    attend_fn: Callable[..., tuple[jax.Array, Any]],
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, list]:
+    """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
+    layer keeps, in a list.
+
+    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
+    [B, T, N, H], what the layer keeps): which earlier tokens the queries see, and the cache of
+    their keys and values, are its business. tp_reduce_dtype: as `forward` takes it.
     """
-    angles = all_angles(cfg, positions_BT)
+    angles = rope_angles_by_kind(cfg, positions_BT)
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     kept = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
-        x_BTD, of_layer = block(
-            x_BTD, w, cfg, angles[kind], partial(attend_fn, layer), tp_reduce_dtype
-        )
-        kept.append(of_layer)
+        of_layer = partial(attend_fn, layer)
+        x_BTD, kept_of_layer = block(x_BTD, w, cfg, angles[kind], of_layer, tp_reduce_dtype)
+        kept.append(kept_of_layer)
     return norm(x_BTD, params["final_norm"], cfg), kept
 
 
-def all_angles(cfg: Architecture, positions_BT) -> dict:
-    """rope's angles, by kind of layer."""
-    return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
+# ---- embedding and logits
 
 
-def embed(params, cfg: Architecture, tokens_BT, dtype):
-    x_BTD = stored(looked_up(params["embed"], tokens_BT), dtype)
+def embed(params: Params, cfg: Architecture, tokens_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The embeddings of tokens, [B, T, D], in `dtype`."""
+    x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
-    return constrain(x_BTD, *WHOLE)
+    return constrain(x_BTD, *LAYER_INPUT)
 
 
-def looked_up(table_VD, tokens_BT):
-    """Rows of the table; its gradient is summed in float32 at least, whatever the table is stored
-    in."""
-    return (
-        table_VD[tokens_BT]
-        if jnp.finfo(table_VD.dtype).bits >= 32
-        else _looked_up(table_VD, tokens_BT)
-    )
+def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least, whatever the
+    table is stored in."""
+    if jnp.finfo(table_VD.dtype).bits >= 32:
+        return table_VD[tokens_BT]
+    return _lookup(table_VD, tokens_BT)
 
 
 @jax.custom_vjp
-def _looked_up(table_VD, tokens_BT):
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VD[tokens_BT]
 
 
-def _scattered(kept, slope_BTD):
-    """Of the table only its shape and type are looked at."""
-    table_VD, tokens_BT = kept
+def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, tuple]:
+    # The backward pass reads only the shape and the dtype of the table.
+    return table_VD[tokens_BT], (table_VD, tokens_BT)
+
+
+def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Array, None]:
+    table_VD, tokens_BT = residuals
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
-    whole_VD = zeros_VD.at[tokens_BT].add(slope_BTD.astype(zeros_VD.dtype))
-    return divided(whole_VD, TABLE_AXES).astype(table_VD.dtype), None
+    gradient_VD = zeros_VD.at[tokens_BT].add(cotangent_BTD.astype(zeros_VD.dtype))
+    return constrain_gradient(gradient_VD, TABLE_AXES).astype(table_VD.dtype), None
 
 
-_looked_up.defvjp(
-    lambda table_VD, tokens_BT: (table_VD[tokens_BT], (table_VD, tokens_BT)), _scattered
-)
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def output_table(params, cfg: Architecture):
-    """What hidden states are multiplied with for scores, [V, D]: the embedding, or the head."""
+def output_table(params: Params, cfg: Architecture) -> jax.Array:
+    """What hidden states are multiplied with for logits, [V, D]: the embedding, or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(params, cfg: Architecture, hidden):
-    """Float32 scores over the vocabulary, [..., V], by the transposed embedding or by the head."""
+def logits(params: Params, cfg: Architecture, hidden: jax.Array) -> jax.Array:
+    """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
-    scores = jnp.einsum(
+    uncapped = jnp.einsum(
         "...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype)
     )
-    return softcap(scores, cfg.final_softcap)
+    return softcap(uncapped, cfg.final_softcap)
 
 
-def softcap(scores, cap: float | None):
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap); x, if there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def block(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
-    """One layer, and what `attend_fn(q, k, v)` keeps of it."""
-    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, WHOLE)
+# ---- one layer
+
+
+def block(
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    angles: Angles,
+    attend_fn: AttendFn,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, Any]:
+    """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it.
+
+    w: the weights of the layer, ready for `project`.
+    """
+    # Attention.
+    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
     attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype)
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
-    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, WHOLE)
+
+    # Feed-forward.
+    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, LAYER_INPUT)
     fed_BTD = gated_mlp(normed_BTD, w, cfg, tp_reduce_dtype)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     return constrain(added(x_BTD, fed_BTD), *RESIDUAL), kept
 
 
-def attention_part(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dtype=jnp.float32):
+def attention_part(
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    angles: Angles,
+    attend_fn: AttendFn,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, Any]:
+    """Attention of one layer, from normed hidden states to what is added to the residual stream,
+    [B, T, D]; and what `attend_fn` keeps."""
     q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
-            # Of all tokens, and rounded then: the gradient is summed over them as the bias is, not
-            # as x is.
+            # The bias is repeated for all tokens and then rounded, so that its gradient is summed
+            # over the tokens in the dtype of the bias, not in that of x.
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if cfg.qk_norm:
-        q_BTNH, k_BTKH = norm(q_BTNH, w["q_norm"], cfg), norm(k_BTKH, w["k_norm"], cfg)
-    q_BTNH, k_BTKH, v_BTKH = attention.keep_heads(
+        q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
+        k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
+
+    # Heads over tp. The names are those that REMAT keeps.
+    q_BTNH, k_BTKH, v_BTKH = attention.shard_heads(
         rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH
     )
-    q_BTNH, k_BTKH, v_BTKH = (
-        checkpoint_name(x, name) for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
-    )
+    q_BTNH = checkpoint_name(q_BTNH, "q")
+    k_BTKH = checkpoint_name(k_BTKH, "k")
+    v_BTKH = checkpoint_name(v_BTKH, "v")
+
     out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
     return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
@@ -428,47 +516,61 @@ def attention_part(x_BTD, w, cfg: Architecture, angles, attend_fn, tp_reduce_dty
 ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
 
 
-def gated_mlp(x_BTD, w, cfg: Architecture, tp_reduce_dtype=jnp.float32):
+def gated_mlp(
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> jax.Array:
+    """The feed-forward of one layer, [B, T, D]: down(activation(gate(x)) * up(x))."""
     gate_BTF = ACTIVATIONS[cfg.activation](wide(project(x_BTD, w["gate"])))
     hidden_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
     return constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
 
 
-def norm(x, scale, cfg: Architecture):
-    """x at a root mean square of 1, times its scale."""
-    whole = wide(x)
-    normed = whole * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
-    scale = scale.astype(whole.dtype)
+def norm(x: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:
+    """RMS norm over the last dim: x at a root mean square of 1, times its scale."""
+    x_wide = wide(x)
+    normed = x_wide * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
+    scale = scale.astype(x_wide.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
-def rope_angles(cfg: Architecture, positions_BT, kind: str):
-    """sin and cos, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
+# ---- rotary positions
+
+
+def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str, Angles]:
+    """`rope_angles`, by kind of layer."""
+    return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
+
+
+def rope_angles(cfg: Architecture, positions_BT: jax.Array, kind: str) -> Angles:
+    """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
-    frequency = (cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global) ** -(
-        np.arange(half) / half
-    )
+    theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
+    frequency = theta ** -(np.arange(half) / half)
     if kind == "global" and cfg.rope_scaling is not None:
-        frequency = rescaled(frequency, cfg.rope_scaling)
-    # at least float32
+        frequency = scaled_frequency(frequency, cfg.rope_scaling)
+    # float32 at least
     angle = positions_BT[..., None, None] * jnp.asarray(frequency)
     return jnp.sin(angle), jnp.cos(angle)
 
 
-def rescaled(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Frequencies (1 / tokens, times 2 pi) for longer sequences."""
+def scaled_frequency(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Frequencies (radians a token, [H/2]) for longer sequences."""
     if scaling.original_positions is None:
         return frequency / scaling.factor
-    # within the original length
+    # turns within the original length
     turns = scaling.original_positions * frequency / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequency * (kept + (1 - kept) / scaling.factor)
 
 
-def rope(x_BTNH, angles):
-    """Rotary positions: element i and i + H/2 of a head turn together."""
+def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
+    """x with rotary positions: elements i and i + H/2 of a head turn together."""
     sin, cos = angles
     first, second = jnp.split(wide(x_BTNH), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tunix_lite.models.rounding import stored
-from tunix_lite.parallel.mesh import constrain, divided, gather, parts_of
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 from tunix_lite.types import TokenScores
 
 # float32 scores on a device: 64 MiB
@@ -98,7 +98,8 @@ def tokens_of(settings: Settings, block, index):
 
 def _laid_out(table_NPSD):
     """Told here and not by the caller: the gradient of a plain constraint must lie as the table,
-    also where the batch is divided by hand (mesh.divided) and fsdp is not there to divide it."""
+    also where the batch is divided by hand and fsdp is not there to divide it
+    (mesh.constrain_gradient)."""
     return constrain(table_NPSD, "layers", *AXES)
 
 
@@ -182,7 +183,7 @@ def _slopes(settings, kept, slopes):
         if trains is None:
             return total, None
         of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
-        return total, divided(of_block, AXES).astype(table_NPSD.dtype)
+        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
 
     total, of_table = jax.lax.scan(one_block, towards, (jnp.arange(len(table_NPSD)), table_NPSD))
     return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table, None

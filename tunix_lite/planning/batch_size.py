@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from tunix_lite.config import RunConfig, TrainingConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.micro_batches import Rows
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
+from tunix_lite.learner.rows import RowLayout
 
 # of packed rows in a micro-batch of a shard, where nobody says
 TOKENS_AT_ONCE = 2048
@@ -142,12 +142,12 @@ def _least_prompts(G: int, fsdp: int) -> int:
     return next(p for p in range(1, fsdp + 1) if p * G % fsdp == 0)
 
 
-def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
+def plan_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
     """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit
     into a micro-batch."""
     settings = run.training
     if settings.packing == "none":
-        return Rows("none", batch.num_micro_batches, run.generation.max_new_tokens)
+        return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
     longest = sum(lengths_of(run))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
@@ -162,12 +162,12 @@ def plan_rows(run: RunConfig, batch: BatchPlan) -> Rows:
         most = rows_needed_at_most(batch.sequences, longest, shape.width)
     else:
         shape = shared_row(run, batch)
-        most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
+        most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
     parts, rows_per_part = _parts(run, batch, shape, most)
-    return Rows(settings.packing, parts, None, shape, rows_per_part)
+    return RowLayout(settings.packing, parts, None, shape, rows_per_part)
 
 
-def row_width(run: RunConfig, rows: Rows) -> int:
+def row_width(run: RunConfig, rows: RowLayout) -> int:
     """Tokens of a row, padding included."""
     return rows.width or sum(lengths_of(run))
 
@@ -177,7 +177,7 @@ def lengths_of(run: RunConfig) -> tuple[int, int]:
     return run.generation.max_prompt_length, run.generation.max_new_tokens
 
 
-def check_residual(run: RunConfig, rows: Rows, tp: int) -> None:
+def check_residual(run: RunConfig, rows: RowLayout, tp: int) -> None:
     """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
     width = row_width(run, rows)
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
@@ -205,9 +205,9 @@ def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
     most = run.training.micro_batch_tokens or max(TOKENS_AT_ONCE, prompt + LANES * new)
 
     def tokens(shape: RowShape) -> int:
-        rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.lanes)
+        rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
         return math.prod(_parts(run, batch, shape, rows)) * shape.width
 
     # rounded, it may be a token too wide
     fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
-    return min(fitting, key=lambda shape: (tokens(shape), -shape.lanes))
+    return min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))

@@ -127,7 +127,7 @@ class Pool:
             future.set_exception(error)
         return future
 
-    def in_words(self, name: str, found: Outcome, completion: str) -> str:
+    def describe_failure(self, name: str, found: Outcome, completion: str) -> str:
         """`reward 'short' is nan for the completion '...'`."""
         kind, how = found
         if kind == "timeout":
@@ -151,7 +151,7 @@ class Pool:
         for name in self.functions:
             found[name] = kind, _ = next(outcomes)
             if kind and self.settings.on_error == "raise":
-                said = self.in_words(name, found[name], completion)
+                said = self.describe_failure(name, found[name], completion)
                 raise ValueError(f"{said}; rewards.on_error=zero or drop would go on without it")
         return found
 

@@ -1,29 +1,28 @@
-"""Sampling completions: prompts are read once each, a fixed number of slots decode, and who ends
-makes room.
+"""Sampling completions: each prompt is read once, a fixed number of slots decode, and a completion
+that ends makes room for the next request.
 
-`make_sampler` yields completions while they grow, `make_generate` makes a `Rollout` of them. What
-runs on the devices stands in programs.py, what the host does meanwhile in work.py.
+`make_sampler` yields completions while they grow; `make_generate` makes a `Rollout` of them.
+programs.py holds what runs on the devices, scheduler.py what the host does meanwhile.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered_sharding
-from tunix_lite.rollout.programs import make_programs
-from tunix_lite.rollout.requests import Request, check_limits, check_prompts
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
-
-# where nobody says how many
-MOST_SLOTS = 256
+from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
 
 
 def make_sampler(
@@ -31,68 +30,90 @@ def make_sampler(
     generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    dtype=jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     rollout: RolloutConfig | None = None,
-    tp_reduce_dtype=jnp.float32,
-) -> Callable:
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> Callable[..., Generator[list[Request], None, Metrics]]:
     """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
     tokenizer=None).
 
-    It yields, after every chunk, the list of `Request` that got new tokens, and returns the metrics
-    of the rollout at the end. prompts: token ids of each; limits: tokens of each completion, [P *
-    G], up to max_new_tokens, the default. The same key, prompt index (of `indices`, or its place in
-    the list), generation and position draw the same token, whatever the mesh, the number of slots,
-    the chunk, or the order and number of other requests. `tokenizer` is needed for generation.stop,
-    and otherwise only makes messages readable. tp_reduce_dtype: as decoder.forward takes it.
+    It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
+    rollout at the end. limits: tokens of each completion, [P * G], at most; None: max_new_tokens.
+    The same key, prompt index (of `indices`, or its place in the list), generation and position
+    draw the same token, whatever the mesh, the number of slots, the chunk, or the order and number
+    of other requests. generation.stop needs the `tokenizer`, which else only makes messages
+    readable. tp_reduce_dtype: as decoder.forward takes it. Raises ValueError for prompts or limits
+    that do not fit, FloatingPointError if a log-probability is not finite.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
-    chunk = min(rollout.chunk, generation.max_new_tokens)
-    ends = {token: "stop" for token in generation.stop_token_ids} | {
-        token: "eos" for token in eos_ids
-    }
-    programs = make_programs(
-        cfg, generation, tuple(ends), pad_id, dtype, chunk, rollout.cache == "int8", tp_reduce_dtype
-    )
+    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
+    programs = make_programs(spec)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     widths = prompt_widths(generation.max_prompt_length)
 
     def sample(
-        params,
+        params: Params,
         prompts: Prompts,
-        key,
+        key: jax.Array,
         num_generations: int = 1,
         temperature: float = generation.temperature,
         indices: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
-    ) -> Iterator[list[Request]]:
-        if generation.stop and tokenizer is None:
-            raise ValueError(
-                f"stop={list(generation.stop)}: stop texts need a tokenizer, and there is none"
-            )
+    ) -> Generator[list[Request], None, Metrics]:
+        criteria = StopCriteria(ends, generation.stop, tokenizer)
+        criteria.check()
         check_prompts(prompts, cfg, generation, tokenizer)
         limits = check_limits(limits, len(prompts) * num_generations, generation)
-        indices = range(len(prompts)) if indices is None else indices
-        # the widest first: if memory does not suffice, that shows at once
+
+        # The widest prompts first: if memory does not suffice, that shows at once.
         order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
-        asked = [
-            Request(p, indices[p], g, limits[p * num_generations + g])
+        requests = [
+            Request(p, p if indices is None else indices[p], g, limits[p * num_generations + g])
             for p in order
             for g in range(num_generations)
         ]
-        work = RolloutScheduler(programs, prepare(params), np.float32(temperature), asked, chunk)
-        slots = round_up_to_shards(rollout.num_slots or min(MOST_SLOTS, len(asked)))
-        work.plan_blocks(
-            [prompts[p] for p in order], num_generations, widths, slots, generation.max_new_tokens
-        )
-        work.enqueue(key)
-        work.fill_slots(slots)
-        while (drawn := work.next_chunk()) is not None:
-            yield work.absorb(drawn, ends, generation.stop, tokenizer, prompts)
-        return work.metrics()
+        fsdp = axis_size("fsdp")
+        num_slots = rollout.slots(len(requests), fsdp)
+
+        temperature = np.float32(temperature)
+        scheduler = RolloutScheduler(programs, prepare(params), temperature, requests)
+        scheduler.plan_blocks([prompts[p] for p in order], num_generations, num_slots, fsdp)
+        scheduler.enqueue(key)
+        scheduler.fill_slots(num_slots)
+        while (decoded := scheduler.next_chunk()) is not None:
+            yield scheduler.absorb(decoded, criteria, prompts)
+        return scheduler.metrics()
 
     return sample
+
+
+def sampler_spec(
+    cfg: Architecture,
+    generation: GenerationConfig,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    dtype: DTypeLike,
+    rollout: RolloutConfig,
+    tp_reduce_dtype: DTypeLike,
+) -> tuple[SamplerSpec, dict[int, str]]:
+    """The spec of a sampler's programs; and "eos" or "stop", by the token that ends a completion.
+
+    A token that is both counts as end-of-sequence.
+    """
+    ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
+    spec = SamplerSpec(
+        cfg=cfg,
+        generation=generation,
+        end_ids=tuple(ends),
+        pad_id=pad_id,
+        dtype=dtype,
+        chunk=min(rollout.chunk, generation.max_new_tokens),
+        int8=rollout.cache == "int8",
+        tp_reduce_dtype=tp_reduce_dtype,
+    )
+    return spec, ends
 
 
 def make_generate(
@@ -100,100 +121,137 @@ def make_generate(
     generation: GenerationConfig,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    dtype=jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
-    tp_reduce_dtype=jnp.float32,
-) -> Callable:
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> Callable[..., Rollout]:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
     on_finished=None, between_chunks=None)
 
     -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
-    called as soon as a completion has ended, while others still decode; between_chunks() after each
-    chunk, of which all processes run the same: what it raises ends the rollout. The rest is as in
-    `make_sampler`.
+    called as soon as a completion has ended, while others still decode. between_chunks() is called
+    after each chunk, of which all processes run the same; what it raises ends the rollout. The rest
+    is as in `make_sampler`.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    width, new = generation.max_prompt_length, generation.max_new_tokens
 
     def generate(
-        params,
+        params: Params,
         prompts: Prompts,
-        key,
+        key: jax.Array,
         num_generations: int = 1,
         temperature: float = generation.temperature,
         limits: Sequence[int] | None = None,
-        on_finished: Callable | None = None,
+        on_finished: Callable[[int, list[int]], None] | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
-        B = len(prompts) * num_generations
-        tokens, completion_mask = (
-            np.full((B, width + new), pad_id, np.int32),
-            np.zeros((B, width + new), bool),
-        )
-        logprobs, full_logprobs = np.zeros((2, B, width + new), np.float32)
-        finish, seconds = np.zeros(B, np.int8), np.zeros((B, 2), np.float32)
         metrics: Metrics = {}
 
         def chunks():
             options = {"limits": limits, "tokenizer": tokenizer}
-            metrics.update(
-                (yield from sample(params, prompts, key, num_generations, temperature, **options))
-            )
+            steps = sample(params, prompts, key, num_generations, temperature, **options)
+            metrics.update((yield from steps))
 
+        arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
-            for answer in touched:
-                if answer.reason is not None:
-                    row, count = (
-                        answer.prompt * num_generations + answer.generation,
-                        len(answer.tokens),
-                    )
-                    here = np.s_[row, width : width + count]
-                    tokens[here], completion_mask[here] = answer.tokens, True
-                    logprobs[here], full_logprobs[here] = answer.logprobs, answer.full_logprobs
-                    finish[row], seconds[row] = (
-                        FINISH.index(answer.reason),
-                        (answer.began, answer.ended),
-                    )
+            for request in touched:
+                if request.reason is not None:
+                    row = request.prompt * num_generations + request.generation
+                    arrays.write_completion(row, request)
                     if on_finished is not None:
-                        on_finished(row, answer.tokens)
+                        on_finished(row, request.tokens)
             if between_chunks is not None:
                 between_chunks()
-        for p, row in enumerate(prompts):
-            tokens[p * num_generations : (p + 1) * num_generations, width - len(row) : width] = row
-        token_mask = completion_mask.copy()
-        token_mask[:, :width] = np.repeat(left_padded(prompts, width), num_generations, axis=0)
-        return Rollout(
-            tokens, token_mask, completion_mask, logprobs, finish, full_logprobs, seconds, metrics
-        )
+        return arrays.rollout(prompts, num_generations, metrics)
 
     return generate
 
 
-def make_prepare(cfg: Architecture, dtype, gather: bool) -> Callable:
-    """prepare(params) -> weights as sampling wants them: by layer, in the type of the computation,
-    and, where asked, gathered over fsdp, once instead of for every token."""
+@dataclass(frozen=True)
+class RolloutArrays:
+    """The arrays of a `Rollout`, [B, T] each, while its completions come in.
+
+    A `Rollout` is padded, unlike prompts and requests, because its arrays become those of a
+    `Batch`: all completions begin in column max_prompt_length.
+
+    Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row
+    [0, 0, 5, 6, 7, 1, 0].
+    """
+
+    # the first column of completions
+    width: int
+    tokens: np.ndarray
+    completion_mask: np.ndarray
+    logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    # [B]
+    finish: np.ndarray
+    # [B, 2]
+    seconds: np.ndarray
+
+    @classmethod
+    def empty(cls, num_rows: int, generation: GenerationConfig, pad_id: int) -> "RolloutArrays":
+        """So many rows of padding."""
+        width = generation.max_prompt_length
+        shape = (num_rows, width + generation.max_new_tokens)
+        return cls(
+            width=width,
+            tokens=np.full(shape, pad_id, np.int32),
+            completion_mask=np.zeros(shape, bool),
+            logprobs=np.zeros(shape, np.float32),
+            full_logprobs=np.zeros(shape, np.float32),
+            finish=np.zeros(num_rows, np.int8),
+            seconds=np.zeros((num_rows, 2), np.float32),
+        )
+
+    def write_completion(self, row: int, request: Request) -> None:
+        """Writes a request that has ended."""
+        here = np.s_[row, self.width : self.width + len(request.tokens)]
+        self.tokens[here] = request.tokens
+        self.completion_mask[here] = True
+        self.logprobs[here] = request.logprobs
+        self.full_logprobs[here] = request.full_logprobs
+        self.finish[row] = FINISH.index(request.reason)
+        self.seconds[row] = (request.began, request.ended)
+
+    def rollout(self, prompts: Prompts, num_generations: int, metrics: Metrics) -> Rollout:
+        """The rollout, with each prompt left of its completions."""
+        token_mask = self.completion_mask.copy()
+        for p, prompt in enumerate(prompts):
+            rows = slice(p * num_generations, (p + 1) * num_generations)
+            begin = self.width - len(prompt)
+            self.tokens[rows, begin : self.width] = prompt
+            token_mask[rows, begin : self.width] = True
+        return Rollout(
+            tokens=self.tokens,
+            token_mask=token_mask,
+            completion_mask=self.completion_mask,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            full_logprobs=self.full_logprobs,
+            seconds=self.seconds,
+            metrics=metrics,
+        )
+
+
+def make_prepare(
+    cfg: Architecture, dtype: DTypeLike, gather: bool
+) -> Callable[[Params], dict[str, jax.Array]]:
+    """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
+    computation, and, if `gather`, gathered over fsdp, once instead of for every token."""
     compiled = {}
 
-    def prepare(params):
+    def prepare(params: Params) -> Params:
+        # One program for each way in which the weights may be sharded.
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
-        if (place := (treedef, *leaves)) not in compiled:
-            places = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
-            places = jax.tree.map(gathered_sharding, places) if gather else places
-            compiled[place] = jax.jit(
-                partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), out_shardings=places
-            )
+        place = (treedef, *leaves)
+        if place not in compiled:
+            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
+            if gather:
+                shardings = jax.tree.map(gathered_sharding, shardings)
+            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype)
+            compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 
     return prepare
-
-
-def round_up_to_shards(num_slots: int) -> int:
-    """The slots rounded up to a multiple of fsdp: what it does not divide would lie on every
-    device, whole."""
-    return -(-num_slots // axis_size("fsdp")) * axis_size("fsdp")
-
-
-def left_padded(rows: Prompts, width: int) -> np.ndarray:
-    """Which of `width` columns the rows fill, [P, width] bool, when they end in the last one."""
-    return np.arange(width) >= width - np.array([len(row) for row in rows])[:, None]

@@ -1,110 +1,179 @@
-"""How large sampling is on a device, and whether the weights can be whole there while it lasts."""
+"""How much memory sampling takes on a device, and whether the weights can be whole there while it
+lasts."""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import axis_size, gathered_sharding, sharding, use_rules
+from tunix_lite.parallel.mesh import (
+    AXES,
+    axis_size,
+    current_rules,
+    elements_on_device,
+    gathered_sharding,
+    use_rules,
+)
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.types import Params
 
-# of what is free: the rest is for temporaries
+# The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
 
 
+@dataclass(frozen=True)
+class SamplingMemory:
+    """How much is sampled at once on a mesh, from which bytes follow. Nothing here lives on a
+    device.
+
+    Example: `SamplingMemory(cfg, jnp.bfloat16, GenerationConfig(), RolloutConfig(), 64, ((16, 4),),
+    {"fsdp": 4, "tp": 1}, ShardingConfig().table("rollout")).cache_bytes()`.
+    """
+
+    cfg: Architecture
+    # of the computation
+    dtype: DTypeLike
+    generation: GenerationConfig
+    rollout: RolloutConfig
+    # sequences decoded at once, a multiple of fsdp
+    num_slots: int
+    # (prompts, completions of each) of the rollouts to come
+    rollouts: tuple[tuple[int, int], ...]
+    # sizes by axis name
+    mesh_shape: dict[str, int]
+    # the sharding rules while sampling
+    rules: dict[str, str | None]
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that each slot decodes in one call."""
+        return min(self.rollout.chunk, self.generation.max_new_tokens)
+
+    @property
+    def prompt_cache(self) -> tuple[int, int, int]:
+        """(prompts read together, tokens of the widest, prompts in the prompt cache at most).
+
+        Of the rollouts to come the one with the most counts; zeros if there are none.
+        """
+        widths = prompt_widths(self.generation.max_prompt_length)
+        found = []
+        for num_prompts, num_generations in self.rollouts:
+            block, blocks = prompt_cache_blocks(
+                num_prompts,
+                num_generations,
+                widths,
+                self.num_slots,
+                self.generation.max_new_tokens,
+                self.chunk,
+                self.mesh_shape["fsdp"],
+            )
+            found.append((block, widths[0], block * blocks))
+        return max(found, key=lambda sizes: sizes[2], default=(0, 0, 0))
+
+    def cache_bytes(self) -> int:
+        """Bytes that a device holds of the slots' keys and values."""
+        length = self.generation.max_prompt_length + self.generation.max_new_tokens
+        return self._kv_bytes(self.num_slots, length, "batch")
+
+    def prompt_bytes(self) -> int:
+        """Bytes that a device holds of the prompt cache: keys and values of prompts that wait."""
+        _, _, num_prompts = self.prompt_cache
+        return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
+
+    def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
+        int8 = self.rollout.cache == "int8"
+        tp = self.mesh_shape["tp"]
+        shapes = kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
+        # Layers of one kind have the same shapes: few of them differ.
+        found: dict[tuple, int] = {}
+        total = 0
+        for x in jax.tree.leaves(shapes):
+            key = (x.shape, x.dtype)
+            if key not in found:
+                axes = kv_cache.logical_axes(x, rows_axis)
+                held = elements_on_device(x.shape, axes, self.mesh_shape, self.rules)
+                found[key] = held * x.dtype.itemsize
+            total += found[key]
+        return total
+
+
 def choose_weights(
-    params,
+    params: Params,
     cfg: Architecture,
-    dtype,
+    dtype: DTypeLike,
     generation: GenerationConfig,
     rollout: RolloutConfig,
     num_slots: int,
-    asked: Sequence[tuple[int, int]],
+    rollouts: Sequence[tuple[int, int]],
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why. gathered where it fits on every host, beside the cache
-    and the prompts that wait.
+    """gathered or sharded, and in words why, for these weights on the current mesh.
 
     What else stays on the devices while sampling, such as the optimizer's state, must be there by
-    now: what is free is asked of them. asked: (prompts, completions of each) of the rollouts to
-    come; the largest shelf counts.
+    now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
     """
-    if rollout.weights != "auto":
-        return rollout.weights, f"weights {rollout.weights}, as rollout.weights says"
-    if axis_size("fsdp") == 1:
+    mesh_shape = {axis: axis_size(axis) for axis in AXES}
+    with use_rules("rollout"):
+        rules = current_rules()
+    memory = SamplingMemory(
+        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+    )
+    return weights_that_fit(memory, lambda: gathered_bytes(params, cfg, dtype), least_free_bytes)
+
+
+def weights_that_fit(
+    memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
+) -> tuple[str, str]:
+    """gathered or sharded, and in words why: gathered where the weights fit beside the cache and
+    the prompts that wait.
+
+    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
+    that is free there, on the fullest device. Neither is called where the settings or one device
+    decide.
+    """
+    asked = memory.rollout.weights
+    if asked != "auto":
+        return asked, f"weights {asked}, as rollout.weights says"
+    if memory.mesh_shape["fsdp"] == 1:
         return "gathered", "weights whole on every device, as fsdp is 1"
-    weights, cache = (
-        gathered_bytes(params, cfg, dtype),
-        cache_bytes(cfg, dtype, generation, rollout, num_slots),
-    )
-    shelf = max(
-        (prompt_cache_bytes(cfg, dtype, generation, rollout, num_slots, *each) for each in asked),
-        default=0,
-    )
+
+    weights = weight_bytes()
+    cache = memory.cache_bytes()
+    prompts = memory.prompt_bytes()
     free = free_bytes()
-    fits = all(allgather_values(weights + cache + shelf <= USABLE * free))
+    fits = weights + cache + prompts <= USABLE * free
     choice = "gathered" if fits else "sharded"
     sizes = (
-        f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and {shelf / 1e6:,.0f} "
-        "MB of prompts "
+        f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and "
+        f"{prompts / 1e6:,.0f} MB of prompts {'fit' if fits else 'do not fit'}"
     )
-    sizes += "fit" if fits else "do not fit"
     room = f"{USABLE:.0%} of {free / 1e6:,.0f} MB free"
     return choice, f"weights {choice} over fsdp: whole, {sizes} into {room}"
 
 
-def gathered_bytes(params, cfg: Architecture, dtype) -> int:
-    """Bytes a device holds of the weights as sampling wants them, gathered over fsdp."""
+def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
+    """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
     shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
-    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
-    sizes = jax.tree.map(lambda x, place: _bytes(x, gathered_sharding(place)), shapes, places)
-    return sum(jax.tree.leaves(sizes))
+    shardings = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
+
+    def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
+        return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
 
-def cache_bytes(
-    cfg: Architecture, dtype, generation: GenerationConfig, rollout: RolloutConfig, num_slots: int
-) -> int:
-    """Bytes a device holds of the slots' keys and values, on the current mesh."""
-    length = generation.max_prompt_length + generation.max_new_tokens
-    return _rows_bytes(cfg, dtype, rollout, num_slots, length, "batch")
-
-
-def prompt_cache_bytes(
-    cfg: Architecture,
-    dtype,
-    generation: GenerationConfig,
-    rollout: RolloutConfig,
-    num_slots: int,
-    prompts: int,
-    times: int,
-) -> int:
-    """Bytes a device holds of prompts that have been read and wait, each for `times`
-    completions."""
-    new, width = generation.max_new_tokens, generation.max_prompt_length
-    block, room = prompt_cache_blocks(
-        prompts, times, prompt_widths(width), num_slots, new, min(rollout.chunk, new)
-    )
-    return _rows_bytes(cfg, dtype, rollout, block * room, width, "prompts")
-
-
-def _rows_bytes(
-    cfg: Architecture, dtype, rollout: RolloutConfig, rows: int, length: int, axis: str
-) -> int:
-    with use_rules("rollout"):
-        empty = partial(
-            kv_cache.empty_cache, cfg, rows, length, dtype, rollout.cache == "int8", axis
-        )
-        cache = jax.eval_shape(empty)
-        return sum(
-            _bytes(x, sharding((axis, *kv_cache.AXES[1:])[: x.ndim], x.shape))
-            for x in jax.tree.leaves(cache)
-        )
+def least_free_bytes() -> int:
+    """Memory that is free on the fullest device of all hosts. All of them must ask."""
+    return min(allgather_values(free_bytes()))
 
 
 def free_bytes() -> int:
@@ -115,7 +184,3 @@ def free_bytes() -> int:
     if any(s is None or "bytes_limit" not in s for s in stats):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
-
-
-def _bytes(x, place) -> int:
-    return math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize

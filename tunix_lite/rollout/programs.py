@@ -1,23 +1,25 @@
-"""What runs on the devices while sampling: three compiled programs, and the arrays that they hand
-to one another.
+"""The compiled programs of a rollout, and the arrays that they hand to one another.
 
-prefill      reads prompts, once each, and keeps them in a `PromptCache` of prompts that wait to be
-continued refill       gives every slot whose sequence has ended the next request of the `Queue`
-decode       draws `chunk` tokens in every slot, and reports what it drew
+prefill      reads a block of prompts, each once, and keeps them in a `PromptCache`
+refill       gives every slot whose sequence has ended the next request of the `Queue`
+decode       draws `chunk` tokens in every slot, and reports them as a `DecodedChunk`
 
-None of them waits for the host: who has ended, and how far the queue has been worked off, they know
-by themselves.
+No program waits for the host: the slots themselves hold which sequences have ended and how many
+requests have been taken from the queue. Every program is a function of this module whose first
+argument is a `SamplerSpec`; `make_programs` compiles them.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tunix_lite.models import attention, decoder, rounding
 from tunix_lite.models.decoder import Architecture
@@ -26,309 +28,497 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.types import Params
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """What the programs depend on besides arrays.
+
+    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), end_ids=(1,), pad_id=0, dtype=jnp.float32,
+    chunk=16)`.
+    """
+
+    cfg: Architecture
+    generation: GenerationConfig
+    # tokens that end a completion and are part of it
+    end_ids: tuple[int, ...]
+    # read by slots that hold no running sequence
+    pad_id: int
+    # of the computation
+    dtype: DTypeLike
+    # tokens that each slot decodes in one call
+    chunk: int
+    # whether the cache holds int8 codes
+    int8: bool = False
+    # as decoder.forward takes it
+    tp_reduce_dtype: DTypeLike = jnp.float32
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest prompt with its longest completion."""
+        return self.generation.max_prompt_length + self.generation.max_new_tokens
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens seen so far are made less likely, so that slots must remember them."""
+        return self.generation.repetition_penalty != 1
 
 
 @flax.struct.dataclass
 class PromptCache:
-    """Prompts that have been read, M of them, whole on every fsdp shard."""
+    """M prompts that have been read, which every fsdp shard holds in full.
 
-    cache: list[KV]  # of up to max_prompt_length columns
-    hidden: jax.Array  # [M, D] of the last token: the first one drawn comes from it
-    lengths: jax.Array  # [M] tokens
-    seen: jax.Array | None  # [M, V] bool, the tokens in it; only for a repetition penalty
+    Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
+    """
+
+    # of up to max_prompt_length columns, one entry per layer
+    cache: list[KV]
+    # [M, D] of the last token: the first token of a completion is drawn from it
+    hidden: jax.Array
+    # [M] tokens of each prompt
+    lengths: jax.Array
+    # [M, V] bool, the tokens that occur in it; None without a repetition penalty
+    seen: jax.Array | None
 
 
 @flax.struct.dataclass
 class Queue:
-    """All requests of a rollout, in the order in which slots take them; padded to one of a few
-    lengths."""
+    """All Q requests of a rollout, in the order in which slots take them, padded to a power of two.
 
-    rows: jax.Array  # [Q] of the shelf, where the prompt will stand
-    keys: jax.Array  # [Q]
-    limits: jax.Array  # [Q] tokens of the completion, at most
+    Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
+    """
+
+    # [Q] row of the prompt in the prompt cache
+    rows: jax.Array
+    # [Q] random keys
+    keys: jax.Array
+    # [Q] tokens of the completion, at most
+    limits: jax.Array
 
 
 @flax.struct.dataclass
 class Slots:
-    """The sequences being decoded. Donated from program to program."""
+    """The B sequences that are being decoded. Every program donates its slots to the next one.
+
+    Example: make_slots(4) gives four slots with `requests` [-1, -1, -1, -1], none of them running.
+    """
 
     cache: list[KV]
-    hidden: jax.Array  # [B, D] of the newest token
-    seen: jax.Array | None  # [B, V] bool
-    requests: jax.Array  # [B] index in the queue; -1: none yet
-    keys: jax.Array  # [B]
-    lengths: jax.Array  # [B] tokens in the cache, which is the position of the next one
-    drawn: jax.Array  # [B] tokens of the completion so far
-    limits: jax.Array  # [B]
-    running: jax.Array  # [B]
-    head: jax.Array  # [] requests taken from the queue so far
+    # [B, D] of the newest token
+    hidden: jax.Array
+    # [B, V] bool, the tokens of prompt and completion; None without a repetition penalty
+    seen: jax.Array | None
+    # [B] index in the queue; -1: none yet
+    requests: jax.Array
+    # [B] random keys
+    keys: jax.Array
+    # [B] tokens in the cache, which is the position of the next one
+    lengths: jax.Array
+    # [B] tokens of the completion so far
+    num_drawn: jax.Array
+    # [B] tokens of the completion, at most
+    limits: jax.Array
+    # [B] bool
+    running: jax.Array
+    # [] requests taken from the queue so far
+    num_taken: jax.Array
 
 
 @flax.struct.dataclass
 class DecodedChunk:
-    """What one chunk drew: whole on every device, so that every host sees all of it."""
+    """What one call of decode drew. Every device holds all of it, so that every host can read it.
 
-    tokens: jax.Array  # [chunk, B]; -1: the slot was not running
-    logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
-    full_logprobs: jax.Array  # [chunk, B] under softmax(scores / temperature)
-    requests: jax.Array  # [B]
-    running: jax.Array  # [B] after the chunk
-    head: jax.Array  # []
+    Example: with chunk=2 and 2 slots, of which the second ended at once, `tokens` is [[5, 1],
+    [7, -1]].
+    """
+
+    # [chunk, B]; -1: the slot was not running
+    tokens: jax.Array
+    # [chunk, B] under the distribution that was drawn from
+    logprobs: jax.Array
+    # [chunk, B] under softmax(logits / temperature)
+    full_logprobs: jax.Array
+    # [B] index in the queue
+    requests: jax.Array
+    # [B] bool, after the chunk
+    running: jax.Array
+    # [] requests taken from the queue so far
+    num_taken: jax.Array
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The compiled programs for one model and one way of sampling."""
+    """The compiled programs of one `SamplerSpec`."""
 
-    make_prompt_cache: Callable  # (rows) -> PromptCache
-    make_slots: Callable  # (slots, columns=all) -> Slots
-    # (slots, columns) -> Slots; their cache has no more columns than these, or all; it is made anew
+    spec: SamplerSpec
+    # (rows) -> PromptCache
+    make_prompt_cache: Callable
+    # (slots, columns=all) -> Slots
+    make_slots: Callable
+    # (slots, columns) -> Slots with a new cache of so many columns, or all
     resize: Callable
-    make_queue: Callable  # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
-    # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache; the
-    # old one is donated
+    # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
+    make_queue: Callable
+    # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache;
+    # donates the prompt cache
     prefill: Callable
-    refill: Callable  # (slots, shelf, queue, ready, stopped [B]) -> Slots; the slots are donated
-    # (slots, per_layer_params, temperature) -> (Slots, DecodedChunk); the slots are donated
+    # (slots, prompt cache, queue, ready, stopped [B]) -> Slots; donates the slots
+    refill: Callable
+    # (slots, per_layer_params, temperature) -> (Slots, DecodedChunk); donates the slots
     decode: Callable
-    decode_greedy: Callable  # the same for temperature 0, where nothing need be cut off
-    compiles: Counter  # by program, how many times it was compiled
+    # the same for temperature 0, where nothing need be cut off
+    decode_greedy: Callable
+    # by program, how many times it was compiled
+    compiles: Counter
 
 
-def at_home(state, rows_axis: str):
-    """A Slots, PromptCache or Queue, each array told where it lies on the mesh: from program to
-    program the same place."""
+def make_programs(spec: SamplerSpec) -> Programs:
+    """The programs that sample from a decoder. Each compiles when it is first called."""
+    compiles = Counter()
 
-    def place(x):
-        return constrain(x, *(rows_axis, *["seq"] * x.ndim)[: x.ndim])
+    def compiled(function: Callable, **options) -> Callable:
+        return counted(function, compiles, partial(function, spec), **options)
 
-    def place_any(x):
-        return (
-            jax.tree.map(partial(kv_cache.constrain_kv, rows_axis=rows_axis), x)
-            if isinstance(x, KV)
-            else place(x)
-        )
+    # At temperature 0 cutting off changes no token, so greedy decoding leaves it out.
+    decode_program = compiled(decode, donate_argnums=0)
+    greedy_program = decode_program
+    if spec.generation.cuts:
+        greedy_program = compiled(decode_greedy, donate_argnums=0)
+
+    resize_layer = counted(kv_cache.resize_columns, compiles, static_argnums=1)
+    return Programs(
+        spec=spec,
+        make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
+        make_slots=compiled(make_slots, static_argnums=(0, 1)),
+        resize=partial(resize, spec, resize_layer),
+        make_queue=counted(make_queue, compiles),
+        prefill=compiled(prefill, donate_argnums=0),
+        refill=compiled(refill, donate_argnums=0),
+        decode=decode_program,
+        decode_greedy=greedy_program,
+        compiles=compiles,
+    )
+
+
+def counted(
+    function: Callable, compiles: Counter, program: Callable | None = None, **options
+) -> Callable:
+    """`program`, or `function` itself, under jit with these options, named after `function`.
+
+    `compiles` counts under that name how many times it was compiled.
+    """
+    program = function if program is None else program
+
+    def body(*args):
+        # jit runs the body of a function only to compile it.
+        compiles[function.__name__] += 1
+        with use_rules("rollout"):
+            return program(*args)
+
+    # Profiles and logs show this name.
+    body.__name__ = function.__name__
+    return jax.jit(body, **options)
+
+
+# ---- what the programs keep on the devices
+
+
+def at_home(
+    state: Any, rows_axis: str, place: Callable[[Any, tuple[str, ...]], Any] | None = None
+) -> Any:
+    """A Slots, PromptCache or Queue, each array placed on the mesh: from program to program at the
+    same place.
+
+    rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape;
+    None: `constrain`, inside jit.
+    """
+    place = _constrained if place is None else place
+
+    def place_rows(x: Any) -> Any:
+        return place(x, (rows_axis, *["seq"] * x.ndim)[: x.ndim])
+
+    def place_any(x: Any) -> Any:
+        if isinstance(x, KV):
+            return jax.tree.map(lambda part: place(part, kv_cache.logical_axes(part, rows_axis)), x)
+        return place_rows(x)
 
     placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
-    # beside the scores that it changes
+    # Tokens that a row has seen lie as the scores do that they change.
     if getattr(state, "seen", None) is not None:
-        placed = placed.replace(seen=constrain(state.seen, rows_axis, "vocab"))
+        placed = placed.replace(seen=place(state.seen, (rows_axis, "vocab")))
     return placed
 
 
-def make_programs(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    end_ids,
-    pad_id: int,
-    dtype,
-    chunk: int,
-    int8: bool,
-    tp_reduce_dtype=jnp.float32,
-) -> Programs:
-    """The programs that sample from a decoder. `end_ids` end a completion and are part of it.
+def _constrained(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return constrain(x, *axes)
 
-    tp_reduce_dtype: as decoder.forward takes it.
+
+def no_tokens_seen(spec: SamplerSpec, rows: int) -> jax.Array | None:
+    """[rows, V] bool, all False; None without a repetition penalty."""
+    return jnp.zeros((rows, spec.cfg.vocab_size), bool) if spec.has_penalty else None
+
+
+def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
+    """Room for `rows` prompts, empty."""
+    longest = spec.generation.max_prompt_length
+    empty = PromptCache(
+        cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
+        hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
+        lengths=jnp.zeros(rows, jnp.int32),
+        seen=no_tokens_seen(spec, rows),
+    )
+    return at_home(empty, "prompts")
+
+
+def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) -> Slots:
+    """Slots of which none is running, with a cache of so many columns; None: of all."""
+    columns = spec.max_length if columns is None else columns
+    zeros = jnp.zeros(num_slots, jnp.int32)
+    empty = Slots(
+        cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
+        hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
+        seen=no_tokens_seen(spec, num_slots),
+        requests=zeros - 1,
+        keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
+        lengths=zeros,
+        num_drawn=zeros,
+        limits=zeros,
+        running=jnp.zeros(num_slots, bool),
+        num_taken=jnp.int32(0),
+    )
+    return at_home(empty, "batch")
+
+
+def resize(spec: SamplerSpec, resize_layer: Callable, slots: Slots, columns: int) -> Slots:
+    """The slots with a cache for sequences of up to `columns` tokens.
+
+    One layer is made after the other, so that no device ever holds two whole caches.
     """
-    forward = partial(decoder.forward_by_layer, tp_reduce_dtype=tp_reduce_dtype)
-    prompt, length = (
-        generation.max_prompt_length,
-        generation.max_prompt_length + generation.max_new_tokens,
+    for layer, kind in enumerate(spec.cfg.kinds):
+        wanted = kv_cache.num_columns(spec.cfg, kind, columns)
+        if slots.cache[layer].k.shape[2] != wanted:
+            slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
+    return slots
+
+
+def make_queue(
+    key_data: jax.Array,
+    prompts_Q: jax.Array,
+    generations_Q: jax.Array,
+    rows_Q: jax.Array,
+    limits_Q: jax.Array,
+) -> Queue:
+    """The queue of these requests; key_data: of the random key of the rollout."""
+    key = jax.random.wrap_key_data(key_data)
+    keys_Q = sampling.row_keys(key, prompts_Q, generations_Q)
+    return at_home(Queue(rows_Q, keys_Q, limits_Q), "prompts")
+
+
+# ---- prefill
+
+
+def prefill(
+    spec: SamplerSpec,
+    prompt_cache: PromptCache,
+    per_layer_params: Params,
+    tokens_MT: jax.Array,
+    lengths_M: jax.Array,
+    first_row: jax.Array,
+) -> PromptCache:
+    """Reads M right-padded prompts into the rows of the prompt cache from `first_row` on."""
+    M, T = tokens_MT.shape
+    tokens_MT = constrain(tokens_MT, "batch", "seq")
+    is_token_MT = jnp.arange(T) < lengths_M[:, None]
+    meta = attention.one_sequence_per_row(is_token_MT)
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array):
+        is_local = spec.cfg.kinds[layer] == "local"
+        attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
+        new = kv_cache.to_cache_format(spec.cfg, k_BTKH, v_BTKH, spec.int8)
+        columns = prompt_cache.cache[layer].k.shape[2]
+        return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
+
+    hidden_MTD, new_cache = decoder.forward_by_layer(
+        per_layer_params, spec.cfg, tokens_MT, meta.positions, attend_fn, spec.tp_reduce_dtype
     )
-    penalises, vocabulary = generation.repetition_penalty != 1, np.arange(cfg.vocab_size)
-    compiles = Counter()
 
-    def counted(function, **options):
-        """Compiled, and counted each time that it is: jit runs the body of a function only to
-        compile it."""
+    # The repetition penalty covers the tokens of the prompt, too.
+    if spec.has_penalty:
+        nothing_MV = jnp.zeros((M, spec.cfg.vocab_size), bool)
+        seen_MV = nothing_MV.at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
 
-        def body(*args):
-            compiles[function.__name__] += 1
-            with use_rules("rollout"):
-                return function(*args)
-
-        # what profiles and logs call it
-        body.__name__ = function.__name__
-        return jax.jit(body, **options)
-
-    def seen(*shape):
-        return jnp.zeros((*shape, cfg.vocab_size), bool) if penalises else None
-
-    def make_prompt_cache(rows):
-        cache = kv_cache.empty_cache(cfg, rows, prompt, dtype, int8, "prompts")
-        hidden, lengths = jnp.zeros((rows, cfg.embed_dim), dtype), jnp.zeros(rows, jnp.int32)
-        return at_home(PromptCache(cache, hidden, lengths, seen(rows)), "prompts")
-
-    def make_slots(slots, columns=length):
-        zeros = jnp.zeros(slots, jnp.int32)
-        state = Slots(
-            cache=kv_cache.empty_cache(cfg, slots, columns, dtype, int8),
-            hidden=jnp.zeros((slots, cfg.embed_dim), dtype),
-            seen=seen(slots),
-            requests=zeros - 1,
-            keys=jnp.broadcast_to(jax.random.key(0), (slots,)),
-            lengths=zeros,
-            drawn=zeros,
-            limits=zeros,
-            running=jnp.zeros(slots, bool),
-            head=jnp.int32(0),
-        )
-        return at_home(state, "batch")
-
-    def make_queue(key_data, prompts_Q, generations_Q, rows_Q, limits_Q):
-        key = jax.random.wrap_key_data(key_data)
-        return at_home(
-            Queue(rows_Q, sampling.row_keys(key, prompts_Q, generations_Q), limits_Q), "prompts"
-        )
-
-    def prefill(
-        shelf: PromptCache, per_layer_params, tokens_MT, lengths_M, first_row
-    ) -> PromptCache:
-        M, T = tokens_MT.shape
-        tokens_MT = constrain(tokens_MT, "batch", "seq")
-        is_token_MT = jnp.arange(T) < lengths_M[:, None]
-        meta = attention.one_sequence_per_row(is_token_MT)
-
-        def see(layer, q_BTNH, k_BTKH, v_BTKH):
-            attended = attention.xla(cfg, cfg.kinds[layer] == "local", meta, q_BTNH, k_BTKH, v_BTKH)
-            kept = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, int8)
-            return attended, kv_cache.as_ring(kept, lengths_M, shelf.cache[layer].k.shape[2])
-
-        hidden_MTD, kept = forward(per_layer_params, cfg, tokens_MT, meta.positions, see)
-        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
-        if penalises:
-            in_it_MV = (
-                jnp.zeros((M, cfg.vocab_size), bool)
-                .at[jnp.arange(M)[:, None], tokens_MT]
-                .max(is_token_MT)
-            )
-        filled = PromptCache(
-            [
-                kv_cache.store_rows(old, new, first_row, "prompts")
-                for old, new in zip(shelf.cache, kept)
-            ],
-            put(shelf.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
-            put(shelf.lengths, lengths_M),
-            put(shelf.seen, in_it_MV) if penalises else None,
-        )
-        return at_home(filled, "prompts")
-
-    def refill(slots: Slots, shelf: PromptCache, queue: Queue, ready, stopped_B) -> Slots:
-        """`ready` requests have their prompts on the shelf; a slot whose request is stopped_B ends
-        here."""
-        is_free_B = ~slots.running | (slots.requests == stopped_B)
-        request_B = slots.head + jnp.cumsum(is_free_B) - 1
-        is_new_B = is_free_B & (request_B < ready)
-        request_B = jnp.minimum(request_B, len(queue.rows) - 1)
-        row_B = queue.rows[request_B]
-
-        def take(new, old):
-            return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-        state = Slots(
-            cache=[
-                kv_cache.load_rows(kv, kept, row_B, is_new_B)
-                for kv, kept in zip(slots.cache, shelf.cache)
-            ],
-            hidden=take(shelf.hidden[row_B], slots.hidden),
-            seen=take(shelf.seen[row_B], slots.seen) if penalises else None,
-            requests=take(request_B, slots.requests),
-            keys=take(queue.keys[request_B], slots.keys),
-            lengths=take(shelf.lengths[row_B], slots.lengths),
-            drawn=take(jnp.zeros_like(slots.drawn), slots.drawn),
-            limits=take(queue.limits[request_B], slots.limits),
-            running=is_new_B | ~is_free_B,
-            head=slots.head + is_new_B.sum(),
-        )
-        return at_home(state, "batch")
-
-    def decode(slots: Slots, per_layer_params, temperature) -> tuple[Slots, DecodedChunk]:
-        return decode_chunk(slots, per_layer_params, temperature, generation)
-
-    def decode_greedy(slots: Slots, per_layer_params, temperature) -> tuple[Slots, DecodedChunk]:
-        return decode_chunk(slots, per_layer_params, temperature, generation.uncut)
-
-    def decode_chunk(
-        slots: Slots, per_layer_params, temperature, generation: GenerationConfig
-    ) -> tuple[Slots, DecodedChunk]:
-        step = partial(
-            decode_step,
-            per_layer_params=per_layer_params,
-            temperature=temperature,
-            generation=generation,
-        )
-        slots, drawn = jax.lax.scan(step, slots, None, length=chunk)
-        report = DecodedChunk(*drawn, slots.requests, slots.running, slots.head)
-        return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
-
-    def decode_step(slots: Slots, _, per_layer_params, temperature, generation: GenerationConfig):
-        """Draw a token, then read it: the newest token's scores come from `hidden`, of a prompt as
-        of a completion."""
-        scores_BV = constrain(decoder.logits(per_layer_params, cfg, slots.hidden), "batch", "vocab")
-        token_B, *logprobs = sampling.draw(
-            scores_BV, slots.keys, slots.drawn, temperature, generation, slots.seen
-        )
-        is_live_B, newest_B = slots.running, slots.lengths
-        token_B = jnp.where(is_live_B, token_B, pad_id)
-        num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
-        masks = {
-            kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
-            for kind, columns in num_columns.items()
-        }
-
-        def see(layer, q_BTNH, k_BTKH, v_BTKH):
-            kind = cfg.kinds[layer]
-            kv = kv_cache.write_token(
-                slots.cache[layer], kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, int8), newest_B
-            )
-            seen, mask_B1C = kv, masks[kind]
-            is_ring = kind == "local" and num_columns[kind] == cfg.window
-            # summed in the order in which the trainer sums: see rounding.py
-            if is_ring and rounding.is_rounded(dtype):
-                ring = kv, mask_B1C, newest_B
-                seen, mask_B1C = jax.lax.platform_dependent(
-                    *ring, cpu=kv_cache.in_position_order, default=lambda *x: x[:2]
-                )
-            return attention.attend(
-                cfg, q_BTNH, seen.k, seen.v, mask_B1C, seen.k_scales, seen.v_scales
-            ), kv
-
-        hidden_B1D, cache = forward(per_layer_params, cfg, token_B[:, None], newest_B[:, None], see)
-        drawn_B = slots.drawn + is_live_B
-        is_last_B = jnp.isin(token_B, jnp.asarray(end_ids, jnp.int32)) | (drawn_B >= slots.limits)
-        after = slots.replace(
-            cache=cache,
-            hidden=hidden_B1D[:, 0],
-            seen=slots.seen | (is_live_B[:, None] & (token_B[:, None] == vocabulary))
-            if penalises
-            else None,
-            lengths=newest_B + is_live_B,
-            drawn=drawn_B,
-            running=is_live_B & ~is_last_B,
-        )
-        return at_home(after, "batch"), (jnp.where(is_live_B, token_B, -1), *logprobs)
-
-    resize_layer = counted(kv_cache.resize_columns, static_argnums=1)
-
-    def resize(slots: Slots, columns: int) -> Slots:
-        for layer, kind in enumerate(cfg.kinds):
-            wanted = kv_cache.num_columns(cfg, kind, columns)
-            # one layer after the other: there are never two caches
-            if slots.cache[layer].k.shape[2] != wanted:
-                slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
-        return slots
-
-    compiled_decode = counted(decode, donate_argnums=0)
-    return Programs(
-        make_prompt_cache=counted(make_prompt_cache, static_argnums=0),
-        make_slots=counted(make_slots, static_argnums=(0, 1)),
-        resize=resize,
-        make_queue=counted(make_queue),
-        prefill=counted(prefill, donate_argnums=0),
-        refill=counted(refill, donate_argnums=0),
-        decode=compiled_decode,
-        decode_greedy=counted(decode_greedy, donate_argnums=0)
-        if generation.cuts
-        else compiled_decode,
-        compiles=compiles,
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
+    filled = PromptCache(
+        cache=[
+            kv_cache.store_rows(old, new, first_row, "prompts")
+            for old, new in zip(prompt_cache.cache, new_cache)
+        ],
+        hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
+        lengths=put(prompt_cache.lengths, lengths_M),
+        seen=put(prompt_cache.seen, seen_MV) if spec.has_penalty else None,
     )
+    return at_home(filled, "prompts")
+
+
+# ---- refill
+
+
+def refill(
+    spec: SamplerSpec,
+    slots: Slots,
+    prompt_cache: PromptCache,
+    queue: Queue,
+    ready: jax.Array,
+    stopped_B: jax.Array,
+) -> Slots:
+    """Every free slot takes the next request of the queue.
+
+    ready: requests whose prompts stand in the prompt cache, []. stopped_B: the requests that the
+    host has ended; a slot is free if its sequence has ended or its request is stopped_B.
+    """
+    is_free_B = ~slots.running | (slots.requests == stopped_B)
+    request_B = slots.num_taken + jnp.cumsum(is_free_B) - 1
+    is_new_B = is_free_B & (request_B < ready)
+    request_B = jnp.minimum(request_B, len(queue.rows) - 1)
+    row_B = queue.rows[request_B]
+
+    def take(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    refilled = Slots(
+        cache=[
+            kv_cache.load_rows(kv, prompts, row_B, is_new_B)
+            for kv, prompts in zip(slots.cache, prompt_cache.cache)
+        ],
+        hidden=take(prompt_cache.hidden[row_B], slots.hidden),
+        seen=take(prompt_cache.seen[row_B], slots.seen) if spec.has_penalty else None,
+        requests=take(request_B, slots.requests),
+        keys=take(queue.keys[request_B], slots.keys),
+        lengths=take(prompt_cache.lengths[row_B], slots.lengths),
+        num_drawn=take(jnp.zeros_like(slots.num_drawn), slots.num_drawn),
+        limits=take(queue.limits[request_B], slots.limits),
+        running=is_new_B | ~is_free_B,
+        num_taken=slots.num_taken + is_new_B.sum(),
+    )
+    return at_home(refilled, "batch")
+
+
+# ---- decode
+
+
+def decode(
+    spec: SamplerSpec, slots: Slots, per_layer_params: Params, temperature: jax.Array
+) -> tuple[Slots, DecodedChunk]:
+    """Draws `spec.chunk` tokens in every slot."""
+    return decode_chunk(spec, spec.generation, slots, per_layer_params, temperature)
+
+
+def decode_greedy(
+    spec: SamplerSpec, slots: Slots, per_layer_params: Params, temperature: jax.Array
+) -> tuple[Slots, DecodedChunk]:
+    """`decode` at temperature 0, with nothing cut off."""
+    return decode_chunk(spec, spec.generation.uncut, slots, per_layer_params, temperature)
+
+
+def decode_chunk(
+    spec: SamplerSpec,
+    generation: GenerationConfig,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
+) -> tuple[Slots, DecodedChunk]:
+    """Draws `spec.chunk` tokens in every slot, as `generation` says."""
+
+    def step(slots: Slots, _):
+        return decode_step(spec, generation, slots, per_layer_params, temperature)
+
+    slots, drawn = jax.lax.scan(step, slots, None, length=spec.chunk)
+    report = DecodedChunk(*drawn, slots.requests, slots.running, slots.num_taken)
+    return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
+
+
+def decode_step(
+    spec: SamplerSpec,
+    generation: GenerationConfig,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
+) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
+    [B] each."""
+    # `hidden` is that of the newest token, of the prompt or of the completion.
+    logits_BV = constrain(
+        decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab"
+    )
+    token_B, logprobs_B, full_logprobs_B = sampling.draw(
+        logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
+    )
+    token_B = jnp.where(slots.running, token_B, spec.pad_id)
+
+    # Read the new token: its keys and values join the cache.
+    attend_fn = attend_to_cache(spec, slots)
+    token_B1 = token_B[:, None]
+    positions_B1 = slots.lengths[:, None]
+    hidden_B1D, cache = decoder.forward_by_layer(
+        per_layer_params, spec.cfg, token_B1, positions_B1, attend_fn, spec.tp_reduce_dtype
+    )
+
+    # A sequence ends with an end token, or where it has reached its limit.
+    num_drawn_B = slots.num_drawn + slots.running
+    is_end_B = jnp.isin(token_B, jnp.asarray(spec.end_ids, jnp.int32))
+    is_last_B = is_end_B | (num_drawn_B >= slots.limits)
+    hidden_BD = hidden_B1D[:, 0]
+    seen_BV = slots.seen
+    if spec.has_penalty:
+        is_new_B1 = slots.running[:, None]
+        seen_BV = seen_BV | (is_new_B1 & (token_B[:, None] == np.arange(spec.cfg.vocab_size)))
+    after = slots.replace(
+        cache=cache,
+        hidden=hidden_BD,
+        seen=seen_BV,
+        lengths=slots.lengths + slots.running,
+        num_drawn=num_drawn_B,
+        running=slots.running & ~is_last_B,
+    )
+    after = at_home(after, "batch")
+    reported_B = jnp.where(slots.running, token_B, -1)
+    return after, (reported_B, logprobs_B, full_logprobs_B)
+
+
+def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
+    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes it.
+
+    It returns what the token attends to and the layer's cache with the token in it.
+    """
+    cfg = spec.cfg
+    newest_B = slots.lengths
+    num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
+    masks = {
+        kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
+        for kind, columns in num_columns.items()
+    }
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array):
+        kind = cfg.kinds[layer]
+        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
+        kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
+        attended = kv
+        mask_B1C = masks[kind]
+
+        # Where values are rounded, sum in the order in which the trainer sums: see rounding.py.
+        is_ring = kind == "local" and num_columns[kind] == cfg.window
+        if is_ring and rounding.is_rounded(spec.dtype):
+            attended, mask_B1C = jax.lax.platform_dependent(
+                kv,
+                mask_B1C,
+                newest_B,
+                cpu=kv_cache.in_position_order,
+                default=lambda kv, mask_B1C, newest_B: (kv, mask_B1C),
+            )
+        attended_BTNH = attention.attend(
+            cfg, q_BTNH, attended.k, attended.v, mask_B1C, attended.k_scales, attended.v_scales
+        )
+        return attended_BTNH, kv
+
+    return attend_fn

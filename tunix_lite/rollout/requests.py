@@ -1,5 +1,6 @@
-"""What is asked of the sampler, one completion each, and what can be wrong with it."""
+"""Requests to the sampler, one completion each, and the checks of what a caller asks for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,69 +9,113 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.plain_text import shortened
 from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.types import Prompts
 
 
 @dataclass
 class Request:
-    """A completion, growing from chunk to chunk."""
+    """A completion that grows from chunk to chunk.
 
-    prompt: int  # the prompt that it answers, counted in the list that was given
-    index: int  # and as its randomness counts it
-    generation: int  # which of its completions
-    limit: int  # tokens, at most
+    Example: `Request(prompt=0, index=0, generation=1, limit=64)` is the second completion of the
+    first prompt; after a chunk its `tokens` are [12, 7], say, and its `reason` is "eos".
+    """
+
+    # the place of its prompt in the list that was given
+    prompt: int
+    # the number of its prompt, from which its random key follows
+    index: int
+    # which of the completions of its prompt
+    generation: int
+    # tokens, at most
+    limit: int
     tokens: list[int] = field(default_factory=list)
-    # under the distribution that was drawn from
+    # of each token, under the distribution that was drawn from
     logprobs: list[float] = field(default_factory=list)
-    full_logprobs: list[float] = field(default_factory=list)  # under softmax(scores / temperature)
-    reason: str | None = None  # one of types.FINISH, once it has ended
-    # seconds from the start of the rollout until its first tokens were seen
+    # of each token, under softmax(logits / temperature)
+    full_logprobs: list[float] = field(default_factory=list)
+    # one of types.FINISH, once it has ended
+    reason: str | None = None
+    # seconds from the start of the rollout until its first tokens were read
     began: float | None = None
-    ended: float | None = None  # and until it had ended
-    text: TextStream | None = None  # only where stop texts are looked for
-    tail: str = ""  # the end of its text so far
+    # seconds from the start of the rollout until it had ended
+    ended: float | None = None
+    # its text so far, only where stop texts are looked for
+    text: TextStream | None = None
+    # the end of its text so far
+    tail: str = ""
 
 
-def up_to_stop(
-    answer: Request, new: list[int], stop: tuple[str, ...], tokenizer: Tokenizer
-) -> int | None:
-    """How many of the new tokens it takes until a stop text is complete; None if none is."""
-    if answer.text is None:
-        answer.text = tokenizer.stream(skip_special=False)
+@dataclass(frozen=True)
+class StopCriteria:
+    """What ends a completion before its limit.
+
+    Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`.
+    """
+
+    # "eos" or "stop", by the token that ends a completion
+    tokens: dict[int, str]
+    # texts that end a completion and stay in it
+    texts: tuple[str, ...] = ()
+    # for the texts, and for messages; None if there is none
+    tokenizer: Tokenizer | None = None
+
+    def check(self) -> None:
+        """Raises ValueError if there are texts and no tokenizer."""
+        if self.texts and self.tokenizer is None:
+            raise ValueError(
+                f"stop={list(self.texts)}: stop texts need a tokenizer, and there is none"
+            )
+
+
+def stop_text_end(request: Request, new: list[int], criteria: StopCriteria) -> int | None:
+    """How many of the new tokens complete a stop text; None if they complete none."""
+    if not criteria.texts:
+        return None
+    if request.text is None:
+        request.text = criteria.tokenizer.stream(skip_special=False)
+    longest = max(map(len, criteria.texts))
     for count, token in enumerate(new, start=1):
-        answer.tail += answer.text.feed([token])
-        if any(piece in answer.tail for piece in stop):
+        request.tail += request.text.feed([token])
+        if any(text in request.tail for text in criteria.texts):
             return count
-        answer.tail = answer.tail[-max(map(len, stop)) :]
+        request.tail = request.tail[-longest:]
     return None
 
 
 def check_prompts(
-    prompts, cfg: Architecture, generation: GenerationConfig, tokenizer: Tokenizer | None
+    prompts: Prompts, cfg: Architecture, generation: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
-    """Raises ValueError, naming the prompt, for what cannot be continued."""
+    """Raises ValueError, which names the prompt, for a prompt that cannot be continued."""
     if not len(prompts):
         raise ValueError("there are no prompts to continue")
-    for i, row in enumerate(prompts):
+    for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1} of {len(prompts)}"
-        if not 0 < len(row) <= generation.max_prompt_length:
+        if not 0 < len(prompt) <= generation.max_prompt_length:
             raise ValueError(
-                f"{name} has {len(row)} tokens; it takes 1 to "
+                f"{name} has {len(prompt)} tokens; it takes 1 to "
                 f"max_prompt_length={generation.max_prompt_length}"
             )
-        least, top = np.min(row), np.max(row)
-        if top >= cfg.vocab_size or least < 0:
+        lowest = np.min(prompt)
+        highest = np.max(prompt)
+        if highest >= cfg.vocab_size or lowest < 0:
+            wrong = highest if highest >= cfg.vocab_size else lowest
             raise ValueError(
-                f"{name} holds token {top if top >= cfg.vocab_size else least}, and the model has "
-                "tokens 0 to "
-                f"{cfg.vocab_size - 1}: the tokenizer is not this model's{quoted(row, tokenizer)}"
+                f"{name} holds token {wrong}, and the model has tokens 0 to {cfg.vocab_size - 1}: "
+                f"the tokenizer is not this model's{quoted(prompt, tokenizer)}"
             )
 
 
-def check_limits(limits, count: int, generation: GenerationConfig) -> list[int]:
+def check_limits(
+    limits: Sequence[int] | None, num_requests: int, generation: GenerationConfig
+) -> list[int]:
+    """The most tokens of each completion; max_new_tokens where limits is None.
+
+    Raises ValueError unless there is one limit from 1 to max_new_tokens for every request.
+    """
     if limits is None:
-        return [generation.max_new_tokens] * count
-    if len(limits) != count:
-        raise ValueError(f"{len(limits)} limits for {count} completions; give one for each")
+        return [generation.max_new_tokens] * num_requests
+    if len(limits) != num_requests:
+        raise ValueError(f"{len(limits)} limits for {num_requests} completions; give one for each")
     for i, limit in enumerate(limits):
         if not 1 <= limit <= generation.max_new_tokens:
             raise ValueError(
@@ -79,15 +124,18 @@ def check_limits(limits, count: int, generation: GenerationConfig) -> list[int]:
     return [int(limit) for limit in limits]
 
 
-def not_finite(answer: Request, prompt, tokenizer: Tokenizer | None) -> str:
+def not_finite(request: Request, prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """The message for a request whose log-probabilities are not finite."""
+    place = (
+        f"token {len(request.tokens) + 1} or a little later of completion "
+        f"{request.generation + 1} of prompt {request.prompt + 1}{quoted(prompt, tokenizer)}"
+    )
     return (
-        f"the model's scores are not finite at token {len(answer.tokens) + 1} or a little later of "
-        "completion "
-        f"{answer.generation + 1} of prompt {answer.prompt + 1}{quoted(prompt, tokenizer)}: the "
-        "weights are damaged, "
+        f"the model's scores are not finite at {place}: the weights are damaged, "
         "or too large for the type of the computation, or the temperature is all but 0"
     )
 
 
-def quoted(prompt, tokenizer: Tokenizer | None) -> str:
+def quoted(prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """ ", " and the text of a prompt, shortened, for a message; empty without a tokenizer."""
     return "" if tokenizer is None else f", {shortened(tokenizer.decode(list(prompt)))}"

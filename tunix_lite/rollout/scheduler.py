@@ -1,112 +1,143 @@
-"""One rollout, as the host sees it: which prompts are read next, when a chunk is started, and what
-it drew.
+"""One rollout from the host's side: which prompts are read next, when a chunk of decoding starts,
+and which completions its tokens belong to.
 
-The devices always have a chunk ahead of them while requests wait in the queue: the host starts a
-refill and a chunk of decoding before it reads what the one before drew. (A loop that asks after
-every token would make a GPU wait for the host after every token.) On several hosts, each runs this
-and sees all tokens, so all of them decide the same.
+While requests wait in the queue, the devices always have a chunk ahead of them: the host starts a
+refill and a chunk of decoding before it reads the tokens of the chunk before. (A loop that asks
+after every token would make a GPU wait for the host after every token.) With several hosts, each
+one runs this code and reads all tokens, so all of them decide the same.
 """
 
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from itertools import groupby
 
 import jax
 import numpy as np
 
-from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.programs import DecodedChunk, Programs
-from tunix_lite.rollout.requests import Request, not_finite, up_to_stop
-from tunix_lite.types import Metrics
+from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_text_end
+from tunix_lite.types import Metrics, Params, Prompts
 
-# prompts that are read together, padded: enough to keep any device busy
+# Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
 TOKENS_PER_PREFILL = 4096
-# that prompts are read: two are under way, and a third is being started
+# Prompts are read for so many chunks to come: two are under way, and a third is being started.
 CHUNKS_AHEAD = 3
-# tokens; below it, prompts are not sorted by length
+# Tokens. Prompts below this length are not sorted by length.
 NARROWEST = 64
 
 
 class RolloutScheduler:
-    """One rollout on its way: what is on the devices, and what the host knows of it."""
+    """One rollout under way: the arrays on the devices, and what the host knows of them.
+
+    Call plan_blocks, enqueue and fill_slots once each, then next_chunk and absorb in turns until
+    next_chunk returns None.
+
+    Example: 16 requests in 4 slots with chunks of 8 tokens. fill_slots starts two chunks; every
+    next_chunk returns the tokens of the oldest one and starts another.
+    """
 
     def __init__(
-        self, programs: Programs, per_layer_params, temperature, asked: list[Request], chunk: int
+        self,
+        programs: Programs,
+        per_layer_params: Params,
+        temperature: np.float32,
+        requests: list[Request],
     ):
-        self.programs, self.per_layer_params, self.temperature = (
-            programs,
-            per_layer_params,
-            temperature,
-        )
-        self.asked, self.chunk = asked, chunk
-        # chunks that were started and not read yet
+        self.programs = programs
+        self.per_layer_params = per_layer_params
+        self.temperature = temperature
+        # In the order in which slots take them.
+        self.requests = requests
+        # Tokens that a slot decodes at a time.
+        self.chunk = programs.spec.chunk
+
+        # Chunks that were started and not read yet.
         self.in_flight: deque[DecodedChunk] = deque()
-        # requests known to have been taken; more may have been
-        self.started = 0
-        self.unfinished = len(asked)
+        # Requests that slots are known to have taken. They may have taken more.
+        self.num_taken = 0
+        self.unfinished = len(requests)
         self.began = time.perf_counter()
-        self.num_chunks = self.chunks_read = self.prefill_tokens = 0
+        self.num_chunks = 0
+        self.chunks_read = 0
+        self.prefill_tokens = 0
 
     def plan_blocks(
-        self, prompts, num_generations: int, widths: list[int], num_slots: int, longest: int
+        self,
+        prompts: Prompts,
+        num_generations: int,
+        num_slots: int,
+        fsdp: int,
     ) -> None:
-        """Prepares reading the prompts, in blocks of as many as are read together, and a shelf for
-        some of the blocks.
+        """Cuts the prompts into blocks that are read together, and makes room for some blocks.
 
-        `longest`: tokens of a completion.
+        prompts: one for every `num_generations` requests, in their order.
         """
+        generation = self.programs.spec.generation
+        widths = prompt_widths(generation.max_prompt_length)
+        longest = generation.max_new_tokens
         self.block, self.room = prompt_cache_blocks(
-            len(prompts), num_generations, widths, num_slots, longest, self.chunk
+            len(prompts), num_generations, widths, num_slots, longest, self.chunk, fsdp
         )
-        # prompts of one width together: what a prompt is padded to depends on it alone, and so do
-        # the last digits
-        alike = [
-            [*group]
-            for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths))
-        ]
-        self.blocks = [
-            group[i : i + self.block] for group in alike for i in range(0, len(group), self.block)
-        ]
-        self.num_generations, self.widths, self.num_read = num_generations, widths, 0
-        # of each request
-        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)
-        self.length = widths[0] + longest
-        # by blocks read
-        self.ready = np.cumsum([0, *(len(block) * num_generations for block in self.blocks)])
-        self.shelf = self.programs.make_prompt_cache(self.room * self.block)
 
-    def enqueue(self, key) -> None:
-        """Puts all requests into the queue."""
+        # A block holds prompts of one width. So the width to which a prompt is padded depends on
+        # its length alone, and the rounding of its keys and values does, too.
+        self.blocks = []
+        for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths)):
+            alike = list(group)
+            self.blocks += [alike[i : i + self.block] for i in range(0, len(alike), self.block)]
+        self.num_read = 0
+
+        self.num_generations = num_generations
+        self.widths = widths
+        self.length = self.programs.spec.max_length
+        # Of each request.
+        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)
+        # Requests whose prompts have been read, by the number of blocks read.
+        counts = [len(block) * num_generations for block in self.blocks]
+        self.ready = np.cumsum([0, *counts])
+        self.prompt_cache = self.programs.make_prompt_cache(self.room * self.block)
+
+    def enqueue(self, key: jax.Array) -> None:
+        """Puts all requests into the queue. key: the random key of the rollout."""
+        # Blocks take turns in the prompt cache: block b overwrites block b - room.
         places = [
             b % self.room * self.block + i
             for b, block in enumerate(self.blocks)
             for i in range(len(block))
         ]
-        rows = np.repeat(places, self.num_generations)
-        padding = next_power_of_two(len(self.asked), least=NARROWEST) - len(self.asked)
         columns = (
-            [a.index for a in self.asked],
-            [a.generation for a in self.asked],
-            rows,
-            [a.limit for a in self.asked],
+            [request.index for request in self.requests],
+            [request.generation for request in self.requests],
+            np.repeat(places, self.num_generations),
+            [request.limit for request in self.requests],
         )
-        columns = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
-        self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *columns)
+
+        # Few lengths of queues, so that few programs are compiled.
+        count = len(self.requests)
+        padding = next_power_of_two(count, least=NARROWEST) - count
+        padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
+        self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
 
     def fill_slots(self, num_slots: int) -> None:
-        """Fills the slots, and starts as many chunks as should be under way."""
-        self.columns, self.num_slots = self.columns_needed(), num_slots
+        """Fills the slots with the first requests, and starts as many chunks as should be under
+        way."""
+        self.num_slots = num_slots
+        self.columns = self.columns_needed()
         self.slots = self.programs.make_slots(num_slots, self.columns)
+        # The request that the host has ended, by slot; -1: none.
         self.stopped = np.full(num_slots, -1, np.int32)
-        # all slots are free: what is ready is taken
-        while self.started < min(num_slots, len(self.asked)):
+
+        # All slots are free, so each refill takes all requests that are ready.
+        while self.num_taken < min(num_slots, len(self.requests)):
             self.prefill_blocks()
             self.refill()
-            self.started = min(self.num_ready, num_slots)
+            self.num_taken = min(self.num_ready, num_slots)
+
         self.start_chunk()
-        if self.started < len(self.asked):
+        if self.num_taken < len(self.requests):
             self.start_chunk()
 
     @property
@@ -115,108 +146,133 @@ class RolloutScheduler:
         return int(self.ready[self.num_read])
 
     def prefill_blocks(self) -> None:
-        """Reads all blocks of prompts that have room, which is that of blocks whose requests have
-        all been taken."""
+        """Reads all blocks of prompts for which the prompt cache has room.
+
+        A block has room once slots have taken all requests of the block whose place it takes.
+        """
         while self.num_read < len(self.blocks):
-            if self.ready[max(0, self.num_read - self.room + 1)] > self.started:
+            if self.ready[max(0, self.num_read - self.room + 1)] > self.num_taken:
                 return
+
+            # Rows that the block does not fill hold one token, so that no sequence is empty.
             block = self.blocks[self.num_read]
             width = padded_width(max(map(len, block)), self.widths)
-            tokens, lengths = np.zeros((self.block, width), np.int32), np.ones(self.block, np.int32)
-            for i, row in enumerate(block):
-                tokens[i, : len(row)], lengths[i] = row, len(row)
-            place = np.int32(self.num_read % self.room * self.block)
-            self.shelf = self.programs.prefill(
-                self.shelf, self.per_layer_params, tokens, lengths, place
+            tokens = np.zeros((self.block, width), np.int32)
+            lengths = np.ones(self.block, np.int32)
+            for i, prompt in enumerate(block):
+                tokens[i, : len(prompt)] = prompt
+                lengths[i] = len(prompt)
+
+            first_row = np.int32(self.num_read % self.room * self.block)
+            self.prompt_cache = self.programs.prefill(
+                self.prompt_cache, self.per_layer_params, tokens, lengths, first_row
             )
             self.num_read += 1
             self.prefill_tokens += sum(map(len, block))
 
     def refill(self) -> None:
-        # jax may read a host's array where it lies, and later than now
+        """Starts the program that gives free slots the requests that are ready."""
+        # A copy, as jax may read a host's array later than now, when absorb has changed it.
         stopped = self.stopped.copy()
         self.slots = self.programs.refill(
-            self.slots, self.shelf, self.queue, np.int32(self.num_ready), stopped
+            self.slots, self.prompt_cache, self.queue, np.int32(self.num_ready), stopped
         )
 
     def columns_needed(self) -> int:
-        """Columns of the cache that suffice until the chunk that is started now has ended: what
-        decoding reads.
+        """Columns of the cache that suffice until the chunk that is started now has ended, which
+        are the columns that decoding reads.
 
-        Of a chunk that it has not read the host knows only that no sequence can have grown by more.
+        Of chunks that the host has not read yet it knows only that no sequence grows by more.
         """
         if kv_cache.columns_in_use(1, self.length) == self.length:
             return self.length
-        ahead, longest = (self.num_chunks - self.chunks_read + 1) * self.chunk, self.widths[0]
-        for prompt, answer in zip(self.prompt_lengths, self.asked):
-            if answer.reason is None:
-                longest = max(longest, prompt + min(answer.limit, len(answer.tokens) + ahead))
+        ahead = (self.num_chunks - self.chunks_read + 1) * self.chunk
+        longest = self.widths[0]
+        for prompt_length, request in zip(self.prompt_lengths, self.requests):
+            if request.reason is None:
+                new = min(request.limit, len(request.tokens) + ahead)
+                longest = max(longest, prompt_length + new)
         return kv_cache.columns_in_use(int(longest), self.length)
 
     def start_chunk(self) -> None:
-        """Starts reading prompts and refilling, as long as there is something to take, and a chunk
-        of decoding."""
-        if (columns := self.columns_needed()) != self.columns:
-            self.slots, self.columns = self.programs.resize(self.slots, columns), columns
-        if self.num_chunks and self.started < len(self.asked):
+        """Starts prefills and a refill, as long as requests wait, and a chunk of decoding."""
+        columns = self.columns_needed()
+        if columns != self.columns:
+            self.slots = self.programs.resize(self.slots, columns)
+            self.columns = columns
+
+        if self.num_chunks and self.num_taken < len(self.requests):
             self.prefill_blocks()
             self.refill()
+
         decode = self.programs.decode if self.temperature > 0 else self.programs.decode_greedy
-        self.slots, drawn = decode(self.slots, self.per_layer_params, self.temperature)
-        jax.tree.map(lambda x: x.copy_to_host_async(), drawn)
-        self.in_flight.append(drawn)
+        self.slots, decoded = decode(self.slots, self.per_layer_params, self.temperature)
+        jax.tree.map(lambda x: x.copy_to_host_async(), decoded)
+        self.in_flight.append(decoded)
         self.num_chunks += 1
 
     def next_chunk(self) -> DecodedChunk | None:
-        """What the oldest chunk under way drew, with the next one started; None if nothing is
-        unfinished."""
+        """The tokens of the oldest chunk under way, with the next chunk started; None if all
+        requests have ended."""
         if not self.unfinished:
             return None
-        drawn = jax.device_get(self.in_flight.popleft())
-        self.started = int(drawn.head)
-        everything_taken = self.started == len(self.asked)
-        if everything_taken:
-            # its memory is free
-            self.shelf = None
-        # when nothing waits any more, a chunk ahead might find nobody running: look first
-        if not everything_taken or (not self.in_flight and drawn.running.any()):
+        decoded = jax.device_get(self.in_flight.popleft())
+        self.num_taken = int(decoded.num_taken)
+        all_taken = self.num_taken == len(self.requests)
+        if all_taken:
+            # Free its memory.
+            self.prompt_cache = None
+
+        # Once no request waits, the chunk ahead might find no slot running: look at it first.
+        if not all_taken or (not self.in_flight and decoded.running.any()):
             self.start_chunk()
-        return drawn
+        return decoded
 
     def absorb(
-        self, drawn: DecodedChunk, ends: dict[int, str], stop: tuple[str, ...], tokenizer, prompts
+        self, decoded: DecodedChunk, criteria: StopCriteria, prompts: Prompts
     ) -> list[Request]:
-        """Hands each token to its completion, and finds those that have ended. Raises
-        FloatingPointError."""
-        now, touched = time.perf_counter() - self.began, []
+        """Appends the tokens of a chunk to their requests, and ends those that are complete.
+
+        Returns the requests that got tokens. prompts: as they were given, for messages. Raises
+        FloatingPointError if a log-probability is not finite.
+        """
+        now = time.perf_counter() - self.began
         self.chunks_read += 1
-        for slot in np.flatnonzero(drawn.requests >= 0):
-            answer = self.asked[drawn.requests[slot]]
-            if answer.reason is not None:
+        touched = []
+        for slot in np.flatnonzero(decoded.requests >= 0):
+            request = self.requests[decoded.requests[slot]]
+            if request.reason is not None:
                 continue
-            count = int((drawn.tokens[:, slot] >= 0).sum())
-            new = drawn.tokens[:count, slot].tolist()
-            if not np.isfinite(drawn.logprobs[:count, slot]).all():
-                raise FloatingPointError(not_finite(answer, prompts[answer.prompt], tokenizer))
-            if stop and (kept := up_to_stop(answer, new, stop, tokenizer)) is not None:
-                new, answer.reason, self.stopped[slot] = new[:kept], "stop", drawn.requests[slot]
-            answer.began = now if answer.began is None else answer.began
-            answer.tokens += new
-            answer.logprobs += drawn.logprobs[: len(new), slot].tolist()
-            answer.full_logprobs += drawn.full_logprobs[: len(new), slot].tolist()
-            if not drawn.running[slot] and answer.reason is None:
-                answer.reason = ends.get(answer.tokens[-1], "length")
-            if answer.reason is not None:
-                answer.ended, self.unfinished = now, self.unfinished - 1
-            touched.append(answer)
+            count = int((decoded.tokens[:, slot] >= 0).sum())
+            if not np.isfinite(decoded.logprobs[:count, slot]).all():
+                prompt = prompts[request.prompt]
+                raise FloatingPointError(not_finite(request, prompt, criteria.tokenizer))
+
+            # Stop texts are looked for here, as the devices know tokens only.
+            new = decoded.tokens[:count, slot].tolist()
+            end = stop_text_end(request, new, criteria)
+            if end is not None:
+                new = new[:end]
+                request.reason = "stop"
+                self.stopped[slot] = decoded.requests[slot]
+
+            if request.began is None:
+                request.began = now
+            request.tokens += new
+            request.logprobs += decoded.logprobs[: len(new), slot].tolist()
+            request.full_logprobs += decoded.full_logprobs[: len(new), slot].tolist()
+            if not decoded.running[slot] and request.reason is None:
+                request.reason = criteria.tokens.get(request.tokens[-1], "length")
+            if request.reason is not None:
+                request.ended = now
+                self.unfinished -= 1
+            touched.append(request)
         return touched
 
     def metrics(self) -> Metrics:
-        """What the rollout took."""
-        tokens, steps = (
-            sum(len(answer.tokens) for answer in self.asked),
-            self.num_chunks * self.chunk,
-        )
+        """Tokens, steps and seconds of the rollout."""
+        tokens = sum(len(request.tokens) for request in self.requests)
+        steps = self.num_chunks * self.chunk
         seconds = time.perf_counter() - self.began
         return {
             "rollout/prefill_tokens": self.prefill_tokens,
@@ -234,34 +290,38 @@ def prompt_cache_blocks(
     num_slots: int,
     longest: int,
     chunk: int,
+    fsdp: int,
 ) -> tuple[int, int]:
-    """(prompts that are read together, such blocks on the shelf) of a rollout on the current mesh.
+    """(prompts of a block, blocks in the prompt cache) of a rollout.
 
-    The shelf holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, where
-    completions have a quarter of their longest length on average. Their own lengths do not count:
-    all steps run one program.
+    A block is read at once. The prompt cache holds the prompts of the requests that may start
+    within CHUNKS_AHEAD chunks, if completions have a quarter of their longest length on average.
+    Their real lengths do not count, so that all steps run one program.
     """
-    fsdp, per_prefill = axis_size("fsdp"), max(1, TOKENS_PER_PREFILL // widths[0])
+    per_prefill = max(1, TOKENS_PER_PREFILL // widths[0])
     block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
-    # blocks that there can be
+    # No rollout can have more blocks than these.
     most = -(-num_prompts // block) + len(widths) - 1
     return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
 
 
 def prompt_widths(longest: int) -> list[int]:
-    """The few widths that prompts are padded to, the widest first: halves, down to NARROWEST."""
+    """The few widths that prompts are padded to, the widest first: halves, down to NARROWEST.
+
+    Example: prompt_widths(512) is [512, 256, 128, 64].
+    """
     widths = [longest]
     while widths[-1] >= 2 * NARROWEST:
         widths.append(-(-widths[-1] // 2))
     return widths
 
 
-def padded_width(length: int, widths: list[int]) -> int:
+def padded_width(length: int, widths: Sequence[int]) -> int:
     """The least of the widths that holds `length` tokens."""
     return min(width for width in widths if width >= length)
 
 
 def next_power_of_two(count: int, least: int = 1) -> int:
-    """The least power of two that is not below either."""
+    """The least power of two that is at least `count` and `least`."""
     return 1 << (max(count, least) - 1).bit_length()

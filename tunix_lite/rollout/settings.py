@@ -86,6 +86,10 @@ class GenerationConfig:
             )
 
 
+# Sequences decoded at once, at most, where rollout.num_slots does not say how many.
+MOST_SLOTS = 256
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a
@@ -108,3 +112,13 @@ class RolloutConfig:
             raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
         if self.cache not in ("compute", "int8"):
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
+
+    def slots(self, num_sequences: int, fsdp: int) -> int:
+        """How many slots decode so many sequences: `num_slots`, else one for each sequence up to
+        MOST_SLOTS; a multiple of fsdp."""
+        return round_up_to_shards(self.num_slots or min(MOST_SLOTS, num_sequences), fsdp)
+
+
+def round_up_to_shards(num_slots: int, fsdp: int) -> int:
+    """The next multiple of fsdp: another number of slots would lie whole on every device."""
+    return -(-num_slots // fsdp) * fsdp

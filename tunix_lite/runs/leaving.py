@@ -32,13 +32,13 @@ class Unfinished:
     save: Callable[[], None]  # the state as it is now, in the background
     wait: Callable[[], None]  # until what was saved is on disk
     on_disk: int  # the step whose state a checkpoint holds, or that the run began with
-    # what is still to be said of the last whole step
-    tell: list[Callable[[], None]] = field(default_factory=list)
+    # what trackers have not been given yet of the last whole step
+    pending: list[Callable[[], None]] = field(default_factory=list)
 
-    def tell_now(self) -> None:
-        """Says of the last whole step what trackers have not heard yet."""
-        while self.tell:
-            self.tell.pop()()
+    def log_pending(self) -> None:
+        """Give trackers what they have not been given yet of the last whole step."""
+        while self.pending:
+            self.pending.pop()()
 
     @contextlib.contextmanager
     def kept(self, stopping: Stopping) -> Iterator[None]:
@@ -51,15 +51,15 @@ class Unfinished:
         """
         try:
             yield
-        except StopRun as leave:
-            self.tell_now()
-            leave.state, self.status.stopped = self.state(), stopping.reason()
+        except StopRun as stop:
+            self.log_pending()
+            stop.state, self.status.stopped = self.state(), stopping.reason()
             self._save_new()
             raise
         except Exception as error:
             if self._may_save_after(error):
                 try:
-                    self.tell_now()
+                    self.log_pending()
                     self._save_new()
                 except Exception as second:
                     error.add_note(

@@ -1,1 +1,1 @@
-"""Tasks: data, how it is asked, how it is judged."""
+"""Tasks: data, how it is asked, how it is graded."""

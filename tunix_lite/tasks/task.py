@@ -1,4 +1,4 @@
-"""A task: where examples come from, how they are asked, how they are judged."""
+"""A task: where examples come from, how they are asked, how they are graded."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, text
 from tunix_lite.tasks.sources import Rows, batch_at, digest, digest_of_data, fitting_batch_at, where
-from tunix_lite.types import Metrics, Rollout
+from tunix_lite.types import Graded, Metrics, Rollout
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
 SPECIAL_TOKENS = ("text", "control", "error")
@@ -124,19 +124,6 @@ def _bound(fn: Callable) -> tuple:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Completions as text, and what they are worth. One entry per completion."""
-
-    prompts: list[str]  # the user's messages
-    completions: list[str]
-    rewards: np.ndarray  # [B] float64, the weighted sum; nan where dropped
-    correct: np.ndarray  # [B] bool
-    extracted: list[str | None]
-    metrics: Metrics
-    dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
-
-
-@dataclass(frozen=True)
 class Task:
     """All that an algorithm may ask of a task. `max_*` are the widths, in tokens, of what it
     makes."""
@@ -150,7 +137,7 @@ class Task:
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
     # is told of rewards that fail; None: only their counts tell
     say: Callable[[str], None] | None = None
-    # of several processes each judges every so many-th completion, and all hear what was found
+    # of several processes each grades every so many-th completion, and all get all grades
     process: int = 0
     num_processes: int = 1
     share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
@@ -342,13 +329,13 @@ class Task:
             completion_mask[i, width:end] = True
         return tokens, token_mask, completion_mask
 
-    def judging(self, examples: list[dict]) -> "Judging":
+    def grader(self, examples: list[dict]) -> "Grader":
         """Judges the completions of `examples`, one of each, as they come."""
-        return Judging(self, examples)
+        return Grader(self, examples)
 
-    def judge(self, examples: list[dict], rollout: Rollout) -> Judged:
+    def grade(self, examples: list[dict], rollout: Rollout) -> Graded:
         """Every completion as text, its rewards, and their metrics."""
-        return self.judging(examples).judged(rollout)
+        return self.grader(examples).results(rollout)
 
     # ---- an example as tokens
 
@@ -524,39 +511,39 @@ def _filled(value: Any, filler: str) -> Any:
     return [_filled(item, filler) for item in value] if isinstance(value, list | tuple) else value
 
 
-class Judging:
+class Grader:
     """Verdicts that are reached one by one, while others are still drawn."""
 
     def __init__(self, task: Task, examples: list[dict]):
         self.task, self.examples = task, examples
         self.pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
-        self.seen: dict[
+        self._submitted: dict[
             int, tuple[str, Future | None]
         ] = {}  # row -> text, what is found about it; None: elsewhere
         # that the run waited
         self.seconds = 0.0
 
-    def see(self, row: int, tokens) -> None:
-        """Has a completion judged that has ended."""
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
+        """Sends a completion that has ended to the rewards. row: its place in `examples`."""
         began = time.perf_counter()
         completion = self.task.tokenizer.decode(tokens)
         is_ours = row % self.task.num_processes == self.task.process
-        self.seen[row] = (
+        self._submitted[row] = (
             completion,
             self.pool.submit(completion, self.examples[row]) if is_ours else None,
         )
         self.seconds += time.perf_counter() - began
 
-    def judged(self, rollout: Rollout) -> Judged:
-        """All of them, those included that `see` was not called for. Raises ValueError if
+    def results(self, rollout: Rollout) -> Graded:
+        """All of them, those included that `submit` was not called for. Raises ValueError if
         rewards.on_error says so."""
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))
         for row in rows:
-            if row not in self.seen:
-                self.see(row, tokens[row][mask[row]])
+            if row not in self._submitted:
+                self.submit(row, tokens[row][mask[row]])
         began = time.perf_counter()
-        completions, futures = zip(*(self.seen[row] for row in rows))
+        completions, futures = zip(*(self._submitted[row] for row in rows))
         found = self._found(futures, digest([self.examples, completions]))
         self.seconds += time.perf_counter() - began
         config = self.task.config
@@ -586,13 +573,13 @@ class Judging:
         extracted = [None if failed else said for failed, said in (one["extract"] for one in found)]
         # whoever forgets to leave it out will notice
         rewards_B = np.where(dropped_B, np.nan, total_B)
-        return Judged(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
+        return Graded(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
 
-    def _found(self, futures: tuple[Future | None, ...], judged: str) -> list[dict[str, Outcome]]:
+    def _found(self, futures: tuple[Future | None, ...], graded: str) -> list[dict[str, Outcome]]:
         """What was found about each completion, by whichever process. Raises ValueError on all if
         one of them does.
 
-        judged: a digest of it, which must be the same everywhere; held-out examples are compared
+        graded: a digest of it, which must be the same everywhere; held-out examples are compared
         nowhere else.
         """
         try:
@@ -605,14 +592,14 @@ class Judging:
             )
         except ValueError as failed:
             own, error = [], str(failed)
-        everyone = self.task.share([own, error, judged])
+        everyone = self.task.share([own, error, graded])
         if self.task.stopping is not None:
             self.task.stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
         if errors := [error for _, error, _ in everyone if error is not None]:
             raise SaidByAll(errors[0])
         if others := _unlike_the_first([theirs for *_, theirs in everyone]):
             raise SaidByAll(
-                f"{others} judged other prompts or completions than process 0: do all hosts have "
+                f"{others} graded other prompts or completions than process 0: do all hosts have "
                 "the "
                 "same data files and the same tokenizer?"
             )
@@ -633,7 +620,7 @@ class Judging:
         if not any(counts.values()):
             return counts, dropped_B
         first = next(
-            self.pool.in_words(name, outcome, completion)
+            self.pool.describe_failure(name, outcome, completion)
             for completion, one in zip(completions, found)
             for name, outcome in one.items()
             if outcome[0]

@@ -28,11 +28,11 @@ class BestOfGroup:
     reduces = "tokens"
 
     def collect(self, policy, task, params, examples, key):
-        """Examples -> (batch to learn from, metrics, judged completions for the samples files)."""
+        """Examples -> (batch to learn from, metrics, graded completions for the samples files)."""
         rollout = policy.generate(params, task.prompts(examples), key, self.num_generations)
         group = [example for example in examples for _ in range(self.num_generations)]
-        judged = task.judge(group, rollout)
-        rewards_PG = judged.rewards.reshape(-1, self.num_generations)
+        graded = task.grade(group, rollout)
+        rewards_PG = graded.rewards.reshape(-1, self.num_generations)
         best_PG = (rewards_PG == rewards_PG.max(axis=1, keepdims=True)) & (
             rewards_PG > rewards_PG.min(axis=1)[:, None]
         )
@@ -42,7 +42,7 @@ class BestOfGroup:
             token_mask=rollout.token_mask,
             loss_weight=self.weighting(learned_BT),
         )
-        return batch, judged.metrics | {"reward/best_share": float(best_PG.mean())}, judged
+        return batch, graded.metrics | {"reward/best_share": float(best_PG.mean())}, graded
 
     def loss(self, scores, batch):
         """A sum weighted by loss_weight, so that micro-batches and shards may add it up; and its

@@ -1,0 +1,156 @@
+"""How the sequences of a batch become rows on the mesh, and how values come back from there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from tunix_lite.learner import packing
+from tunix_lite.learner.packing import Packed, RowShape
+from tunix_lite.parallel.mesh import axis_size, put, sharding
+from tunix_lite.types import Batch, RowBatch
+
+PACKING = ("none", "sequences", "prefix")
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How the sequences of a batch become rows. Widths and counts are fixed, so that programs
+    compile once.
+
+    Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
+    hold all tokens that count.
+    """
+
+    # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
+    packing: str = "none"
+    num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
+    # last columns of unpacked rows, where the tokens that count are; None: as needed
+    num_scored: int | None = None
+    shape: RowShape | None = None  # of packed rows
+    rows_per_part: int = 0  # packed rows in a micro-batch of a shard
+
+    @property
+    def width(self) -> int:
+        """Tokens of a packed row; 0 where the rows are the sequences."""
+        return self.shape.width if self.shape else 0
+
+    @property
+    def _lanes(self) -> RowShape:
+        """The shape whose prompts are shared; where none is, one without columns."""
+        return self.shape if self.packing == "prefix" else RowShape(0)
+
+    def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
+        """The batch in rows on the mesh, and where its tokens went: `Packed.back` brings values of
+        rows back to [B, T].
+
+        Raises ValueError where a field has another shape than tokens, and as packing.packed and
+        packing.unpacked do.
+        """
+        _check_shapes(batch)
+        counts_BT = np.asarray(batch.loss_weight) != 0
+        if self.packing == "none":
+            packed = packing.unpacked(batch.token_mask, counts_BT)
+            # the tokens that count are in the last columns, so a slice finds them
+            last = counts_BT[:, counts_BT.shape[1] - self._last_columns(counts_BT) :]
+            columns = {"is_scored": last}
+        else:
+            counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
+            columns = {
+                "scored": packed.scored,
+                "previous": packed.previous,
+                "is_scored": packed.is_scored,
+                "num_parts": packed.num_parts,
+            }
+
+        # every value about a token goes where its token goes
+        placed = jax.tree.map(packed.place, batch)
+        rows = RowBatch(
+            **{field.name: getattr(placed, field.name) for field in fields(Batch)},
+            **columns,
+            segment_ids=packed.segment_ids,
+            positions=packed.positions,
+            completion_ids=packed.completion_ids,
+            prefix_columns=self._lanes.prefix_columns,
+            lane_columns=self._lanes.lane_columns,
+        )
+        return jax.tree.map(on_mesh, rows), packed
+
+    def shapes(
+        self, num_sequences: int, length: int, values: Sequence[str], streams: Sequence[str] = ()
+    ) -> RowBatch:
+        """What `lay_out` makes of [num_sequences, length], as ShapeDtypeStructs placed on the
+        current mesh.
+
+        Of packed rows there are as many, and as wide, as could ever come. values: the fields of
+        float32 that the batch has; streams: the names of its streams.
+        """
+        is_packed = self.packing != "none"
+        num_rows = axis_size("fsdp") * self.num_parts * self.rows_per_part
+        R = num_rows if is_packed else num_sequences
+        W = self.width if is_packed else length
+        M = self._most_scored() if is_packed else self.num_scored
+
+        def shape(columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+            place = sharding(("batch", "seq"), (R, columns))
+            return jax.ShapeDtypeStruct((R, columns), dtype, sharding=place)
+
+        columns = {"is_scored": shape(M, jnp.bool_)}
+        if is_packed:
+            columns["scored"] = shape(M, jnp.int32)
+            columns["previous"] = shape(M, jnp.int32)
+            columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+        return RowBatch(
+            tokens=shape(W, jnp.int32),
+            token_mask=shape(W, jnp.bool_),
+            **{name: shape(W, jnp.float32) for name in values},
+            streams={name: shape(W, jnp.float32) for name in streams},
+            **columns,
+            segment_ids=shape(W, jnp.int32),
+            positions=shape(W, jnp.int32),
+            completion_ids=shape(W, jnp.int32) if self.packing == "prefix" else None,
+            prefix_columns=self._lanes.prefix_columns,
+            lane_columns=self._lanes.lane_columns,
+        )
+
+    def _most_scored(self) -> int:
+        """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one
+        token of its own."""
+        return self.shape.num_scored(self.width - max(1, self.shape.prefix_columns))
+
+    def _last_columns(self, counts_BT: np.ndarray) -> int:
+        """How many columns at the end of the rows have all tokens that count."""
+        width = counts_BT.shape[1]
+        needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
+        if self.num_scored is None:
+            # in quarters of a row, so that few programs are compiled
+            quarter = -(-width // 4)
+            return min(width - 1, -(-needed // quarter) * quarter)
+        if needed > self.num_scored:
+            raise ValueError(
+                f"tokens count in the last {needed} columns, and {self.num_scored} are foreseen"
+            )
+        return self.num_scored
+
+
+def on_mesh(x: np.ndarray | int) -> jax.Array:
+    """An array of a batch: rows divided over fsdp, a number everywhere."""
+    return put(x, *("batch", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
+
+
+def _check_shapes(batch: Batch) -> None:
+    """Raises ValueError unless every field and every stream has a value per token."""
+    shape = np.shape(batch.tokens)
+    arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    del arrays["streams"]
+    arrays |= {f"streams[{name!r}]": value for name, value in batch.streams.items()}
+    for name, value in arrays.items():
+        if value is not None and np.shape(value) != shape:
+            raise ValueError(
+                f"batch.{name} has shape {list(np.shape(value))}, and tokens have {list(shape)}: a "
+                "batch holds one value per token, [B, T]"
+            )

@@ -1,0 +1,83 @@
+"""Experience: what an update learns from, and where it comes from."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.session import Session
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A batch to learn from.
+
+    Example: with algorithm.updates_per_rollout=2 the same completions are handed out for two
+    updates: first with is_fresh=True, updates_left=2, then with is_fresh=False, updates_left=1.
+    """
+
+    # the batch in rows on the mesh: what the update takes
+    rows: RowBatch
+    # the same as the algorithm made it, [B, T] on the host
+    batch: Batch
+    # of collecting: rewards, completions, time/rollout; {} where the batch is handed out again
+    metrics: Metrics
+    # completions with their rewards; None where nothing was sampled, as in SFT
+    graded: Graded | None
+    # made for this update, and not handed out before
+    is_fresh: bool
+    # updates that learn from it, this one included
+    updates_left: int
+
+
+class ExperienceSource(Protocol):
+    """Where the loop gets its experience from."""
+
+    def take(self, step: int, acting: Params) -> Experience:
+        """What update number `step` (from 0) learns from. acting: the parameters as they are now,
+        with adapters attached to their base. Raises RunFailed."""
+        ...
+
+
+class FreshExperience:
+    """Experience of the policy as it is: completions are sampled with the weights that learn from
+    them, once in algorithm.updates_per_rollout updates."""
+
+    def __init__(self, session: Session, learner: Learner):
+        self._run = session.run
+        self._task = session.task
+        self._long_prompts = session.task.long_prompts
+        self._num_prompts = session.parts.batch.prompts
+        self._rows = session.parts.rows
+        self._policy = learner.policy
+        self._seed_key = learner.seed_key
+        self._held: Experience | None = None
+
+    def take(self, step: int, acting: Params) -> Experience:
+        """See ExperienceSource. Data and sampling depend on the seed and the step alone."""
+        algorithm = self._run.algorithm
+        updates = algorithm.updates_per_rollout
+        if step % updates:
+            return self._again(updates - step % updates)
+
+        # Collect: examples of the task, completions of the policy, rewards, advantages.
+        key = jax.random.fold_in(self._seed_key, step)
+        with error_context(f"step {step + 1}", RunFailed):
+            examples, dropped = self._task.batch(self._num_prompts, self._run.seed, step // updates)
+            batch, metrics, graded = algorithm.collect(
+                self._policy, self._task, acting, examples, key
+            )
+        if self._long_prompts == "drop":
+            metrics["prompts/dropped"] = dropped
+
+        # Lay out: sequences become rows of a fixed width, divided over the mesh.
+        rows, _ = self._rows.lay_out(batch)
+        self._held = Experience(rows, batch, metrics, graded, True, updates)
+        return self._held
+
+    def _again(self, updates_left: int) -> Experience:
+        held: Any = self._held
+        return Experience(held.rows, held.batch, {}, held.graded, False, updates_left)

@@ -1,0 +1,152 @@
+"""A run in its folder, from its opening to what the folder says of its end."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed import gloo
+from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.planning.at_start import choose_micro_batch
+from tunix_lite.planning.resolved import chooses_micro_batch
+from tunix_lite.runs.leaving import saved
+from tunix_lite.runs.setup import (
+    Parts,
+    prepare,
+    run_metadata,
+    startup_summary,
+    write_fingerprint,
+)
+from tunix_lite.tasks.task import Task
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.disk import disk_errors_explained
+from tunix_lite.tracking.rundir import RunDir, Status, closing_with
+from tunix_lite.types import TrainState
+
+
+@dataclass
+class Job:
+    """What a run knows of the job that it is a part of.
+
+    Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a run of a sweep.
+    """
+
+    # time.time() when the job began: training.max_minutes counts from there; None: from the call
+    began: float | None = None
+    # the setting with which the same command goes on; None: hydra.run.dir of the run's folder
+    resume_hint: str | None = None
+    # what the same process has found already about this run (setup.find_parts); None: nothing
+    found: Parts | None = None
+    # what stopped the run, or may have: there once the run has been opened
+    stopping: Stopping | None = None
+
+
+@dataclass
+class Session:
+    """An open run: its settings, its parts, and whom it tells what.
+
+    Example: `with open_run(run, folder) as session: session.console.say("hello")`.
+    """
+
+    run: RunConfig
+    parts: Parts
+    run_dir: RunDir
+    console: Console
+    status: Status
+    stopping: Stopping
+    # the parts' task with its reward workers running
+    task: Task
+    # closes, in reverse order, what the run has opened
+    closing: contextlib.ExitStack
+    # the last state; None until the loop has ended
+    state: TrainState | None = field(default=None, repr=False)
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether the first checkpoint of this folder is still to come: the run begins afresh, or
+        goes on from the folder of another run."""
+        return self.parts.resume_from != self.run_dir.checkpoints
+
+
+@contextlib.contextmanager
+def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[Session]:
+    """Inside, the run is open; at the end its folder says how it ended.
+
+    Who is inside sets `session.state`. A run that was asked to stop ends the `with` block early and
+    without an error: its last state is in `session.state`, too. Raises ConfigError before anything
+    is written; DiskError if the folder cannot be written any more; any other error as it is.
+    """
+    job = job or Job()
+    began = job.began or time.time()
+    resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
+
+    # Checks: whatever the settings get wrong ends here.
+    run_dir = RunDir(folder, jax.process_index())
+    parts = prepare(run, run_dir, job.found)
+    jax.set_mesh(parts.mesh)
+    status = Status(run_dir)
+    whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
+    explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
+
+    with explained(), contextlib.ExitStack() as outside:
+        # The folder and its log.
+        run_dir.make()
+        gloo.log_into(run_dir.log)
+        every = run.training.log_interval_steps
+        quiet = not run_dir.is_first
+        console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
+        outside.push(closing_with(console.close))
+
+        # The micro-batch, where it is chosen by compiling, and what the panel says of it all.
+        if chooses_micro_batch(run):
+            console.busy("compiling, to choose training.micro_batch_size…")
+            resolved, train_step = choose_micro_batch(parts.resolved, console.say)
+            parts = replace(parts, resolved=resolved, train_step=train_step)
+            run = resolved.run
+        if not parts.overwrites_other_run(run_dir):
+            write_fingerprint(run, parts, run_dir)
+        status.about = run_metadata(run, parts)
+        console.panel(*startup_summary(run, parts, run_dir))
+        passed = time.time() - began
+        stopping = Stopping(
+            run.training.max_minutes, console.say, passed, run.training.grace_seconds
+        )
+        job.stopping = stopping
+
+        # Inside, the run is made; then the status says how it ended.
+        session = Session(
+            run, parts, run_dir, console, status, stopping, parts.task, contextlib.ExitStack()
+        )
+        try:
+            with explained(), session.closing as closing:
+                # Reward workers start while the model loads.
+                workers = parts.task.with_workers(run.rewards, console.say, stopping)
+                session.task = closing.enter_context(workers)
+                yield session
+        except StopRun as stop:
+            session.state = stop.state
+        except BaseException as error:
+            _failed(session, error)
+            raise
+        status.write("stopped" if status.stopped else "completed")
+        for text, style in status.closing_lines(resume_hint):
+            console.say(text, style=style)
+
+
+def _failed(session: Session, error: BaseException) -> None:
+    """Write the error into status.json; the error itself goes on to the caller."""
+    # A run that failed while it was loading leaves the folder as it found it.
+    if not session.status.started:
+        return
+    word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    # The disk may be what failed: then the error under way says more than a second one.
+    with contextlib.suppress(OSError):
+        session.status.write(word, error=f"{type(error).__name__}: {error}")
+        text = f"{word} after step {session.status.steps}; {saved(session.run_dir)}"
+        session.console.say(text, style="red")

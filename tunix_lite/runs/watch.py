@@ -1,0 +1,421 @@
+"""All of a run that is not learning, in one order: numbers, evaluation, logs, checkpoints, signals.
+
+The order has a meaning: what a crash in between leaves on the disk is always true. It stands in
+`Watch.after`.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.distributed.join import heartbeat
+from tunix_lite.distributed.stopping import COMPILATION, UPDATE
+from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.learner.optim import learning_rate_at, num_updates
+from tunix_lite.models import source
+from tunix_lite.planning import report
+from tunix_lite.planning.at_start import (
+    check_fits,
+    memory_line,
+    plan_of_this_run,
+    training_programs,
+)
+from tunix_lite.runs.evaluate import evaluate
+from tunix_lite.runs.experience import Experience
+from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.leaving import Unfinished, diverged, is_due, numbers, unmeasured
+from tunix_lite.runs.profiler import Profile
+from tunix_lite.runs.session import Session
+from tunix_lite.runs.setup import write_fingerprint
+from tunix_lite.runs.throughput import Throughput
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.rundir import RunDir, closing_with
+from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
+from tunix_lite.types import Graded, Metrics, TrainState
+
+# parts of metrics' names that are the run's own: no observer may write over them
+OUR_PARTS = (
+    "train",
+    "eval",
+    "reward",
+    "completions",
+    "prompts",
+    "rollout",
+    "time",
+    "perf",
+    "memory",
+)
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """An update that has been made. Do not keep it: the next update takes its state.
+
+    Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`.
+    """
+
+    # how many updates have been made: 1 after the first
+    step: int
+    state: TrainState
+    experience: Experience
+    # of the update, on the devices: train/loss and the like
+    learned: Metrics
+    is_last: bool
+
+    @property
+    def ends_rollout(self) -> bool:
+        """Whether a run can be resumed from here: the next update has experience of its own."""
+        return self.experience.updates_left == 1
+
+
+@dataclass
+class Watch:
+    """Who watches the loop: `before`, `step` and `updating` around a step, and `after` it."""
+
+    session: Session
+    learner: Learner
+    trackers: list[Tracker]
+    checkpoints: Checkpoints
+    profile: Profile
+    throughput: Throughput
+    # the step that this invocation begins at
+    start: int
+    # the metrics of step `start`, if its evaluation is still to be made; None: nothing is missing
+    unmeasured: Metrics | None
+    # the newest state: of the loop, before the next update takes it
+    state: TrainState
+    # updates in a row that were not made, because a number was not finite
+    skipped: int
+    # the checkpoints of this folder are of another run until one of ours is whole
+    is_fingerprint_pending: bool
+    unfinished: Unfinished = field(init=False)
+    accuracy: float | None = field(default=None, init=False)
+    # seconds since the step began: when collecting was over, and when the update was
+    _collected: float = field(default=0.0, init=False)
+    _updated: float = field(default=0.0, init=False)
+    _began: float = field(default=0.0, init=False)
+    # optimizer updates before the one under way, which sets its learning rate
+    _updates_before: int = field(default=0, init=False)
+
+    def before(self, state: TrainState) -> None:
+        """Before the first step: compile, write plan.md, and measure where nothing was measured."""
+        session = self.session
+        console = session.console
+        learner = self.learner
+
+        # The plan, by the programs of this run, which compile now.
+        console.busy("compiling…")
+        with session.stopping.uninterruptible(COMPILATION):
+            programs = training_programs(
+                learner.resolved, learner.policy, learner.train_step, state, learner.frozen
+            )
+            plan = plan_of_this_run(learner.resolved, programs)
+        if session.run_dir.is_first:
+            report.write(plan, session.run_dir.path)
+        console.say(memory_line(plan))
+        check_fits(plan, console.say)
+        console.say(str(self.throughput))
+
+        # The accuracy at the start, or the one that an earlier start did not come to.
+        session.stopping.may_stop = True
+        if self.start == 0 or self.unmeasured is not None:
+            measured = self.evaluated()
+            if measured:
+                self.log(self.start, (self.unmeasured or {}) | measured)
+                session.status.write("running")
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
+        self._began = time.perf_counter()
+        self.learner.seconds.clear()
+        with self.profile.step(number - self.start):
+            yield
+
+    @contextlib.contextmanager
+    def updating(self, experience: Experience, update: Callable) -> Iterator[None]:
+        """Around the update alone: until it is done nothing can stop the run.
+
+        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
+        """
+        stopping = self.session.stopping
+        if int(self.state.step) == self.start:
+            self.profile.write_table(update, self.session.parts.mesh)
+        stopping.check_before_update()
+        self._collected = time.perf_counter()
+        self._updates_before = num_updates(self.state.opt_state)
+        stopping.may_stop = False
+        with stopping.uninterruptible(UPDATE, times=experience.updates_left):
+            yield
+        self._updated = time.perf_counter()
+
+    def after(self, done: StepDone) -> str | None:
+        """All that follows an update. A reason to end the run, or None.
+
+        Numbers, then signs of life, then the disk. Raises FloatingPointError, once the state is
+        saved, after training.max_skipped_in_a_row updates that were not finite.
+        """
+        session = self.session
+        self.state = done.state
+        metrics = self.numbers(done)
+
+        # An end from here on keeps this step: it is logged even if its evaluation is cut short.
+        self.accuracy = None
+        session.stopping.may_stop = done.ends_rollout
+        session.stopping.has_learned = True
+        self.unfinished.pending.append(partial(self.log_step, done, metrics))
+        metrics |= self.observed(done)
+        if self.is_due(done.step, session.run.evaluation.interval_steps):
+            metrics |= self.evaluated()
+        self.accuracy = metrics.get("eval/accuracy")
+        self.unfinished.log_pending()
+
+        # Signs of life. `reason` asks all processes, so all must come here in every step.
+        self.checkpoints.check()
+        heartbeat(f"step {done.step}")
+        reason = None
+        if done.ends_rollout and not done.is_last:
+            reason = session.stopping.reason()
+        if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
+            raise self.given_up(done, metrics)
+
+        # The disk: status.json first, since who kills us leaves it so.
+        saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
+        if saves or self.accuracy is not None:
+            session.status.write("running")
+        if saves:
+            self.save()
+        session.status.stopped = reason
+        return reason
+
+    # ---- numbers
+
+    def numbers(self, done: StepDone) -> Metrics:
+        """The metrics of a step: of collecting, of the update, and of the clock."""
+        run = self.session.run
+        metrics = dict(done.experience.metrics)
+        metrics |= {name: float(value) for name, value in done.learned.items()}
+
+        # An update that was not made leaves its batch behind for who looks for the reason.
+        self.skipped = self.skipped + 1 if metrics["train/skipped"] else 0
+        if self.skipped:
+            self.keep_skipped(done, metrics)
+
+        # The learning rate of this update, and where the time went.
+        metrics["train/learning_rate"] = learning_rate_at(
+            run.optimizer, run.training.max_steps, self._updates_before
+        )
+        metrics |= dict(self.learner.seconds)
+        metrics["time/collect"] = self._collected - self._began
+        metrics["time/update"] = self._updated - self._collected
+        metrics["time/step"] = self._updated - self._began
+        metrics |= self.throughput.metrics(
+            done.experience.batch, metrics["time/update"], metrics["time/step"]
+        )
+        return metrics
+
+    def observed(self, done: StepDone) -> Metrics:
+        """What the user's observers say of a step. Raises RunFailed, naming the observer."""
+        metrics: Metrics = {}
+        for name, observer in self.session.run.tracking.observers.items():
+            with error_context(f"tracking.observers.{name}", RunFailed):
+                metrics |= _checked_metrics(observer(done))
+        return metrics
+
+    def evaluated(self) -> Metrics:
+        """Held-out accuracy now; {} if the run has no evaluation."""
+        session = self.session
+        num_examples = session.run.evaluation.num_examples
+        if not num_examples:
+            return {}
+        began = time.perf_counter()
+        # A launcher's clock starts with the first heartbeat, and before it everything compiles.
+        if session.status.steps > self.start:
+            heartbeat("evaluating")
+        metrics = evaluate(
+            self.learner.policy,
+            session.task,
+            self.learner.acting(self.state),
+            self.learner.seed_key,
+            num_examples,
+        )
+        session.status.record_accuracy(metrics["eval/accuracy"])
+        return {**metrics, "time/eval": time.perf_counter() - began}
+
+    def is_due(self, step: int, every: int) -> bool:
+        return is_due(step, every, self.session.run.training.max_steps)
+
+    # ---- what is written
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    def log_step(self, done: StepDone, metrics: Metrics) -> None:
+        """All there is to know of a whole step: its metrics, and its completions when due."""
+        self.log(done.step, metrics)
+        graded = done.experience.graded
+        if graded is not None and self.is_due(
+            done.step, self.session.run.tracking.samples_interval_steps
+        ):
+            shown = self.session.run.tracking.samples_shown
+            keep_samples(self.session.run_dir, self.session.console, done.step, graded, shown)
+        self.session.status.steps = done.step
+
+    def save(self) -> None:
+        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
+        may be written after it."""
+        session = self.session
+        self.checkpoints.save(self.state, self.accuracy, self.skipped)
+        if self.is_fingerprint_pending:
+            self.checkpoints.wait()
+            write_fingerprint(session.run, session.parts, session.run_dir)
+        self.is_fingerprint_pending = False
+        self.unfinished.on_disk = int(self.state.step)
+
+    def given_up(self, done: StepDone, metrics: Metrics) -> FloatingPointError:
+        """The error of a run that skips too many updates in a row; its state is saved first."""
+        unsaved = None
+        try:
+            self.save()
+            self.checkpoints.wait()
+        except OSError as error:
+            unsaved = error
+        checkpoints = self.session.run_dir.checkpoints
+        text = diverged(done.step, self.skipped, checkpoints, metrics, unsaved)
+        return FloatingPointError(text)
+
+    def keep_skipped(self, done: StepDone, metrics: Metrics) -> None:
+        """Write the batch of an update that was not made, for who looks for the reason."""
+        batch = done.experience.batch
+        arrays = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
+        arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
+        file = self.session.run_dir.write_skipped(done.step, arrays)
+        text = f"step {done.step} skipped: {numbers(metrics)}; its batch is in {file}"
+        self.session.console.say(text, style="red")
+
+
+def open_watch(session: Session, learner: Learner) -> Watch:
+    """Whoever watches this run, with what it opens: trackers, checkpoints, the profiler.
+
+    Raises FloatingPointError if the run gave up at this step before, and nothing has changed since.
+    """
+    run = session.run
+    run_dir = session.run_dir
+    closing = session.closing
+    start = int(learner.state.step)
+    begins = session.begins_here
+    session.status.start(start, begins)
+    if learner.skipped >= run.training.max_skipped_in_a_row:
+        raise FloatingPointError(diverged(start, learner.skipped, session.parts.resume_from))
+
+    # Signals count from here until everything is on the disk.
+    closing.enter_context(session.stopping)
+    checkpoints = Checkpoints(
+        run_dir.checkpoints,
+        run.training.keep_checkpoints,
+        run.training.keep_best_checkpoints,
+        run_dir.point_latest_here,
+    )
+
+    # Trackers go on where this run does: lines of later steps are of a run that was killed.
+    missing = None if begins else unmeasured(run, run_dir, start)
+    last_line = None
+    if not begins and start:
+        last_line = start if missing is None else start - 1
+    trackers: list[Tracker] = []
+    if run_dir.is_first:
+        trackers.append(JsonLines(run_dir.metrics, resume_at=last_line))
+        if run.tracking.tensorboard:
+            trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
+    for opened in (checkpoints, *trackers):
+        closing.push(closing_with(opened.close))
+    trackers.append(session.console)
+
+    # The profiler, and what the seconds of a step are set against.
+    is_profiled = run.training.profile_communication and run_dir.is_first
+    num_steps = run.training.max_steps - start
+    profile = Profile(run_dir.path if is_profiled else None, num_steps)
+    closing.callback(profile.close)
+    model = session.parts.model
+    throughput = Throughput.on(session.parts.mesh, model.cfg, source.num_adapters(model))
+
+    # An end before the last step keeps the last whole one.
+    watch = Watch(
+        session=session,
+        learner=learner,
+        trackers=trackers,
+        checkpoints=checkpoints,
+        profile=profile,
+        throughput=throughput,
+        start=start,
+        unmeasured=missing,
+        state=learner.state,
+        skipped=learner.skipped,
+        is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
+    )
+    watch.unfinished = Unfinished(
+        run,
+        run_dir,
+        session.status,
+        session.console.say,
+        lambda: watch.state,
+        watch.save,
+        checkpoints.wait,
+        start,
+    )
+    closing.enter_context(watch.unfinished.kept(session.stopping))
+    return watch
+
+
+def keep_samples(
+    run_dir: RunDir, console: Console, step: int, graded: Graded, num_shown: int
+) -> None:
+    """Write all completions of a step, and show so many of them, from best to worst."""
+    rows = sample_rows(graded)
+    run_dir.write_samples(step, rows)
+    rewarded = [row for row in rows if row["reward"] is not None]
+    ranked = sorted(rewarded, key=lambda row: -row["reward"])
+    count = min(num_shown, len(ranked))
+    chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
+    console.samples(step, [ranked[i] for i in chosen])
+
+
+def sample_rows(graded: Graded) -> list[dict[str, Any]]:
+    """The lines of samples/step_000010.jsonl: a completion each, and its rewards."""
+    rows = []
+    for i, text in enumerate(graded.completions):
+        row = {
+            "prompt": graded.prompts[i],
+            "completion": text,
+            "extracted": graded.extracted[i],
+            "correct": bool(graded.correct[i]),
+            "reward": None if graded.dropped[i] else float(graded.rewards[i]),
+        }
+        rows.append(row)
+    return rows
+
+
+def _checked_metrics(found: Any) -> Metrics:
+    """The metrics of an observer as plain numbers. Raises ValueError if they are anything else."""
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"it returned {kind}; return a dict like {{'my/number': 1.0}}")
+    metrics: Metrics = {}
+    for name, value in found.items():
+        if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
+            raise ValueError(
+                f"{name!r} is not the name of a metric of yours: part/name, and the part is none "
+                f"of {', '.join(OUR_PARTS)}"
+            )
+        number = np.asarray(value)
+        if number.shape or not np.issubdtype(number.dtype, np.number):
+            raise ValueError(f"{name} is {type(value).__name__}; give one number")
+        metrics[name] = float(number)
+    return metrics
