@@ -35,6 +35,8 @@ STRICT_PATH = (
     ("tunix_lite/train.py", "fit"),
     ("tunix_lite/runs/experience.py", "FreshExperience.take"),
     ("tunix_lite/algorithms/grpo.py", "GRPO.collect"),
+    ("tunix_lite/algorithms/groups.py", "sample_groups"),
+    ("tunix_lite/algorithms/groups.py", "Groups.batch"),
     ("tunix_lite/learner/rows.py", "RowLayout.lay_out"),
     ("tunix_lite/learner/step.py", "make_train_step"),
     ("tunix_lite/learner/micro_batches.py", "accumulate"),

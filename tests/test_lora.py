@@ -280,7 +280,7 @@ def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():
 
 def test_dropout_keeps_the_mean_and_drops_its_share():
     x = jnp.ones((64, 8, 100))
-    dropped = weights.drop(x, jax.random.split(jax.random.key(0), 64), 0.25)
+    dropped = weights.dropout(x, jax.random.split(jax.random.key(0), 64), 0.25)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.max()) == pytest.approx(1 / 0.75)

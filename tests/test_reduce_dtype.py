@@ -55,7 +55,7 @@ def test_of_a_weight_stored_in_bfloat16_it_is_rounded_once_after_the_sum():
 def test_adapters_hear_their_gradient_in_float32_and_a_frozen_base_has_no_way_for_one():
     leaf = Lora(*(jnp.ones(shape, jnp.float32) for shape in (WEIGHT.shape, (EMBED, 2), (2, HEADS, SIZE))))
     ready = for_compute(leaf, WEIGHT, jnp.bfloat16)
-    assert [part.trained.dtype for part in (ready.a, ready.b)] == [jnp.float32] * 2
+    assert [part.master.dtype for part in (ready.a, ready.b)] == [jnp.float32] * 2
     assert isinstance(ready.base, jax.Array) and ready.base.dtype == jnp.bfloat16
 
 

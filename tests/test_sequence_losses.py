@@ -1,4 +1,4 @@
-"""A loss with a mean over each completion, the GSPO of docs/extend: one number and one gradient in every layout.
+"""The losses of docs/extend/example: one number and one gradient in every layout, micro-batch and mesh.
 
 What is right comes from the formulas, sequence by sequence, in float64: nothing of the package but the weights' names.
 """
@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +17,30 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.types import Rollout, TokenScores
+
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow
 import exactness_worker
 from exactness_worker import MODELS, SEQUENCES, Way
-from test_exactness import difference, expected, pulled
+from test_exactness import difference, expected, log_probabilities, pulled
 
-FILE = Path(__file__).parents[1] / "docs" / "extend" / "example" / "gspo.py"
+EXAMPLE = Path(__file__).parents[1] / "docs" / "extend" / "example"
 CLIP = {"clip_low": 0.02, "clip_high": 0.03}  # as many are clipped as not
 
 
 @cache
-def gspo():
-    """The class of the page, from its file."""
-    spec = importlib.util.spec_from_file_location("gspo", FILE)
+def example(name: str):
+    """A file of the page, as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.GSPO(**CLIP)
+    return module
+
+
+@pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out"])
+def test_an_algorithm_is_at_most_30_lines(name):
+    assert len((EXAMPLE / f"{name}.py").read_text().splitlines()) <= 30
 
 
 @cache
@@ -100,6 +109,85 @@ def named(way: Way) -> str:
 def test_a_mean_over_a_completion_is_the_same_in_every_layout(way):
     batch, loss, grads = of_the_formulas()
     devices = jax.devices()[: way.fsdp * way.tp]
-    found = exactness_worker.update(MODELS["plain"], way, batch, devices, gspo())
+    found = exactness_worker.update(MODELS["plain"], way, batch, devices, example("gspo").GSPO(**CLIP))
     np.testing.assert_allclose(found.metrics["train/loss"], loss, rtol=1e-5, atol=1e-7)
     assert difference(found.grads, grads) < 1e-5
+
+
+# ---- an entropy bonus
+
+
+COEF = 0.3  # large enough that the gradient of the entropy is a good part of it all
+
+
+def entropy_and_logprobs(params, tokens):
+    """Of the tokens of one sequence but its first, in float64."""
+    full = log_probabilities(params, tokens, MODELS["plain"].cfg, MODELS["plain"].temperature)
+    chosen = full[jnp.arange(len(tokens) - 1), tokens[1:]]
+    return chosen, -jnp.sum(jnp.exp(full) * full, axis=-1)
+
+
+@jax.jit
+def pulled_by_both(params, tokens, of_logprobs, of_entropy):
+    """Both of one sequence, and what slopes of both make of the weights."""
+    found, pull = jax.vjp(lambda params: entropy_and_logprobs(params, tokens), params)
+    return found, pull((of_logprobs, of_entropy))[0]
+
+
+@cache
+def of_the_entropy_formulas():
+    """(batch, loss, gradients): loss = - sum_t w_t (rho_t A + COEF H_t), in float64."""
+    known = expected("plain")
+    counts = known.batch.loss_weight > 0
+    old = np.where(counts, known.batch.old_logprobs, 0).astype(np.float32)
+    batch = replace(known.batch, old_logprobs=old, ref_logprobs=None)
+    weight, advantages = (np.float64(x) for x in (batch.loss_weight, batch.advantages))
+    ratio = np.exp(known.logprobs - np.float64(old))
+    loss = -np.sum(weight * ratio * advantages)
+    slopes = -weight * ratio * advantages
+    of_each = []
+    with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), MODELS["plain"].arrays()[0])
+        for b, mask in enumerate(np.asarray(batch.token_mask)):
+            here = weight[b][mask][1:]
+            (_, entropy), grads = pulled_by_both(params, batch.tokens[b][mask], slopes[b][mask][1:], -COEF * here)
+            loss -= COEF * np.sum(here * np.asarray(entropy))
+            of_each.append(jax.tree.map(np.asarray, grads))
+    return batch, loss, jax.tree.map(lambda *xs: np.sum(xs, axis=0), *of_each)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=named)
+def test_the_entropy_of_a_loss_has_a_gradient_the_same_in_every_layout(way):
+    batch, loss, grads = of_the_entropy_formulas()
+    without = exactness_worker.update(
+        MODELS["plain"], FEW[0], batch, None, example("entropy_bonus").EntropyBonus(8, 0.0)
+    )
+    assert difference(without.grads, grads) > 0.05, "the bonus hardly changes the gradient; this test shows nothing"
+    devices = jax.devices()[: way.fsdp * way.tp]
+    found = exactness_worker.update(
+        MODELS["plain"], way, batch, devices, example("entropy_bonus").EntropyBonus(8, COEF)
+    )
+    np.testing.assert_allclose(found.metrics["train/loss"], loss, rtol=1e-5, atol=1e-7)
+    assert difference(found.grads, grads) < 1e-5
+
+
+# ---- a leave-one-out baseline
+
+
+def test_the_leave_one_out_baseline_is_that_of_the_others_by_hand():
+    """Of 1 2 6 the others' means are 4, 3.5 and 1.5; of 0 1 (one was dropped) they are 1 and 0."""
+    rewards = np.array([1.0, 2.0, 6.0, 0.0, np.nan, 1.0])
+    completion = np.array([[False, True, True], [False, True, False]] * 3)
+    rollout = Rollout(np.ones((6, 3), int), np.ones((6, 3), bool), completion, None, None, np.zeros((6, 3)))
+    graded = SimpleNamespace(rewards=rewards, dropped=np.isnan(rewards), metrics={})
+    policy = Policy(lambda *_, on_finished: rollout, None)
+    grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
+    task = SimpleNamespace(grader=lambda group: grader, prompts=lambda examples: None)
+    algorithm = example("leave_one_out").LeaveOneOut(num_generations=3)
+    batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
+    np.testing.assert_array_equal(batch.advantages[:, 0], [-3, -1.5, 4.5, -1, 0, 1])
+    np.testing.assert_allclose(batch.loss_weight, completion / 7 * ~np.isnan(rewards)[:, None])
+    assert metrics["reward/groups_that_agree"] == 0
+    logprobs = jnp.full((6, 3), -2.0)
+    # tokens that count: two of row 0, 2, one of 1, 3, 5: 2 (-3) - 1.5 + 2 (4.5) - 1 + 1 = 1.5; times 2 / 7
+    np.testing.assert_allclose(algorithm.loss(TokenScores(logprobs, logprobs), batch)[0], 2 * 1.5 / 7, rtol=1e-6)

@@ -114,7 +114,7 @@ def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
         program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
 
 
-@pytest.mark.parametrize("name", ["gspo", "best_of_group"])
+@pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out", "best_of_group"])
 def test_the_algorithms_of_the_docs_may_be_packed(name, with_the_example):  # noqa: F811
     run = program.compose([f"algorithm={name}", "training.packing=prefix"])
     assert run.algorithm.num_generations == 8

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.dropped import advantages_of_kept, agreeing, weights_of_kept
+from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Max, Metrics, Params, RowBatch, TokenScores
 
@@ -77,45 +76,27 @@ class GRPO:
         examples: list[dict],
         key: jax.Array,
     ) -> tuple[Batch, Metrics, Graded]:
-        """Prompts -> completions -> rewards -> advantages -> the batch to learn from, with what was
-        seen on the way."""
-        group = [example for example in examples for _ in range(self.num_generations)]
-        # of each completion as soon as it ends, while others are still drawn
-        grader = task.grader(group)
-        prompts = task.prompts(examples)
-        rollout = policy.generate(
-            params, prompts, key, self.num_generations, on_finished=grader.submit
-        )
-        graded = grader.results(rollout)
-        rewards_PG = graded.rewards.reshape(-1, self.num_generations)
-        kept_B = ~graded.dropped
-        kept_PG = kept_B.reshape(rewards_PG.shape)
-        advantages_B1 = advantages_of_kept(self.advantages, rewards_PG, kept_PG).reshape(-1, 1)
-        batch = Batch(
-            tokens=rollout.tokens,
-            token_mask=rollout.token_mask,
-            loss_weight=weights_of_kept(
-                self.weighting, np.asarray(rollout.completion_mask), kept_B
-            ),
-            advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
-            old_logprobs=rollout.logprobs
-            if self.old_logprobs == "sampled"
-            else rollout.full_logprobs,
-        )
+        """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
+        the graded completions."""
+        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+        batch = groups.batch(self.advantages, self.weighting)
+        if self.old_logprobs == "sampled":
+            batch = batch.replace(old_logprobs=groups.rollout.logprobs)
         if self.needs_reference:
             batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
-        agree = float(agreeing(rewards_PG, kept_PG).mean())
-        metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
-        return batch, metrics, graded
+        return batch, groups.metrics, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """The loss and its metrics: sums that micro-batches may add up, and a maximum."""
+        """The loss and its metrics: sums that micro-batches may add up, and a maximum. All [R, W]
+        arrays are of rows; the suffix BT says the same of rows that are not packed."""
+        # what stands off the completion never matters, whatever its numbers are
         counts_BT = batch.loss_weight > 0
         gap_BT = jnp.where(counts_BT, scores.logprobs - batch.old_logprobs, 0.0)
         ratio_BT = jnp.exp(jnp.clip(gap_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
         gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
         loss = -jnp.sum(batch.loss_weight * gain_BT)
+
         # where clipping took the gradient
         bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages
         metrics = {
@@ -125,6 +106,8 @@ class GRPO:
             "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_BT)),
             "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_BT)))),
         }
+
+        # the KL term, per token
         if self.needs_reference:
             ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - scores.logprobs, 0.0)
             metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_BT, ratio_BT))

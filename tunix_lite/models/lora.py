@@ -22,10 +22,10 @@ from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Lora,
     Weight,
+    adapter_pair,
     dense,
     flatten,
     is_quantized,
-    pair,
     stacked,
     unstacked,
 )
@@ -131,7 +131,7 @@ def _some(declared: dict) -> list[str]:
 
 
 def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
-    a, b = pair(unstacked(w), rank, uniform_fan_in(w.inputs))
+    a, b = adapter_pair(unstacked(w), rank, uniform_fan_in(w.inputs))
     return (stacked(a, w.shape[0]), stacked(b, w.shape[0])) if w.is_stacked else (a, b)
 
 

@@ -98,7 +98,8 @@ def tokens_of(settings: Settings, block, index):
 
 def _laid_out(table_NPSD):
     """Told here and not by the caller: the gradient of a plain constraint must lie as the table,
-    also where the batch is divided by hand (mesh.divided) and fsdp is not there to divide it."""
+    also where the batch is divided by hand and fsdp is not there to divide it
+    (mesh.constrain_gradient)."""
     return constrain(table_NPSD, "layers", *AXES)
 
 

@@ -1,8 +1,8 @@
-"""A weight: its shape, where it lives, how it starts, and how it multiplies.
+"""A weight: its shape, its sharding, its initialisation, and how it multiplies.
 
 Besides plain arrays, `project` understands three leaves: `Int8` and `Nf4`, which store a frozen
 weight in one byte or half a byte an element, and `Lora`, which adds a trained product of two thin
-matrices to a frozen weight of any kind. It is the one place that does; the model only ever says
+matrices to a frozen weight of any kind. Only this module knows them; the model just calls
 `project(x, w["q"])`.
 """
 
@@ -18,22 +18,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from tunix_lite.models.rounding import added, by_rows, product, stored, wide
-from tunix_lite.parallel.mesh import constrain_gradient, gather, parts_of, sharding, spec
+from tunix_lite.parallel.mesh import (
+    MeshSizes,
+    constrain_gradient,
+    gather,
+    parts_of,
+    sharding,
+    spec,
+)
+from tunix_lite.types import Params
 
 # (key, shape, dtype) -> array
 Initializer = Callable[..., jax.Array]
+# A nested dict of `Weight`, or of leaves like `Int8` that hold Weights: parameters, declared.
+Table = Any
+# A leaf of parameters: an array, `Int8`, `Nf4`, `Lora` or `ComputeCopy`.
+Leaf = Any
 
 
-# one object for one number: weights that start alike compile once
+# Cached, so that weights which start alike have one initialiser and compile once.
 @cache
 def fan_in(inputs: int = 1) -> Initializer:
     """Truncated normal with variance 1 / (number of inputs), for a weight with `inputs` leading
     input dims."""
 
-    def init(key, shape, dtype):
-        # the std of a normal cut at two sigma
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        # 0.88 is the standard deviation of a normal that is cut at two sigma.
         scale = np.prod(shape[:inputs]) ** -0.5 / 0.87962566
         return (scale * jax.random.truncated_normal(key, -2, 2, shape)).astype(dtype)
 
@@ -46,18 +60,23 @@ ones = jax.nn.initializers.ones
 
 @dataclass(frozen=True)
 class Weight:
-    """The one declaration of a parameter: init, sharding, Hugging Face names and counts are
-    readings of it.
+    """The declaration of a parameter, from which initialisation, sharding, Hugging Face names and
+    counts are read.
 
-    Dims run inputs first: `project` contracts the leading `inputs` of them. 0 marks what is not
-    projected with: norms, biases and the embedding.
+    Dims run inputs first: `project` contracts the leading `inputs` of them.
+
+    Example: Weight((512, 8, 64), ("embed", "heads", "head_dim")) turns 512 inputs into 8 heads of
+    64.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]  # logical axes, one per dim; parallel.mesh.RULES places them
-    init: Initializer = fan_in()  # of one layer
+    # logical axes, one per dim; parallel.mesh.RULES says which mesh axis divides them
+    axes: tuple[str, ...]
+    # of one layer
+    init: Initializer = fan_in()
+    # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @property
     def is_stacked(self) -> bool:
@@ -65,7 +84,8 @@ class Weight:
         return self.axes[0] == "layers"
 
 
-def is_weight(leaf) -> bool:
+def is_weight(leaf: Any) -> bool:
+    """Whether a node of a table is a `Weight`, not a dict of them."""
     return isinstance(leaf, Weight)
 
 
@@ -75,12 +95,10 @@ def stacked(weight: Weight, count: int) -> Weight:
 
 
 def unstacked(weight: Weight) -> Weight:
-    """One of the layers of a stacked weight; another weight as it is."""
-    return (
-        replace(weight, shape=weight.shape[1:], axes=weight.axes[1:])
-        if weight.is_stacked
-        else weight
-    )
+    """One of the layers of a stacked weight. Another weight is returned unchanged."""
+    if not weight.is_stacked:
+        return weight
+    return replace(weight, shape=weight.shape[1:], axes=weight.axes[1:])
 
 
 # ---- leaves that are more than an array
@@ -88,7 +106,7 @@ def unstacked(weight: Weight) -> Weight:
 
 @flax.struct.dataclass
 class Int8:
-    """A weight as round(w / scale) with one scale for each block of inputs of an output."""
+    """A weight as round(w / scale), with one scale for each block of inputs of an output."""
 
     codes: Any  # int8, the weight's shape
     scales: Any  # float32, the weight's shape with the last input dim counted in blocks
@@ -96,8 +114,8 @@ class Int8:
 
 @flax.struct.dataclass
 class Nf4:
-    """A weight as the nearest of 16 levels times a block's scale (NormalFloat, arXiv:2305.14314
-    appendix E)."""
+    """A weight as the nearest of 16 levels times the scale of its block (NormalFloat,
+    arXiv:2305.14314 appendix E)."""
 
     codes: Any  # uint8, two neighbours of the last dim in a byte, the first in the high half
     scales: Any  # float32, as in Int8
@@ -105,8 +123,8 @@ class Nf4:
 
 @flax.struct.dataclass
 class Lora:
-    """base + scale * a @ b (arXiv:2106.09685). `keys`, one per sequence of the batch, are there
-    while dropout acts."""
+    """base + scale * a @ b (arXiv:2106.09685). With `keys`, one per sequence of the batch, dropout
+    acts."""
 
     base: Any  # frozen: an array, Int8 or Nf4
     a: Any  # [*inputs, R]
@@ -118,23 +136,25 @@ class Lora:
 
 @flax.struct.dataclass
 class ComputeCopy:
-    """A weight that trains, where it is computed with fewer bits than its gradient is summed with
-    (see `for_compute`)."""
+    """A trained weight whose gradient is summed in more bits than it is computed with (see
+    `for_compute`)."""
 
-    used: Any  # in the type of the computation, whole over fsdp; no gradient goes through it
-    # in the type of the sums, divided over fsdp; never read, and all of the gradient goes to it
-    trained: Any
+    # in the dtype of the computation, gathered over fsdp; no gradient goes through it
+    value: Any
+    # in the dtype of the sums, divided over fsdp; never read, and the whole gradient goes to it
+    master: Any
     axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
-def is_quantized(leaf) -> bool:
+def is_quantized(leaf: Leaf) -> bool:
+    """Whether a leaf is `Int8` or `Nf4`."""
     return isinstance(leaf, Int8 | Nf4)
 
 
 def nf4_levels() -> np.ndarray:
-    """The 16 levels: quantiles of a normal distribution, 8 above zero, 7 below and zero itself,
-    scaled to [-1, 1]."""
-    # the paper's offset: the mean of both sides' outermost quantile
+    """The 16 levels, float32: quantiles of a normal distribution, 8 above zero, 7 below and zero
+    itself, scaled to [-1, 1]."""
+    # The paper's offset: the mean of the outermost quantiles of both sides.
     outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2
 
     def quantiles(count: int) -> list[float]:
@@ -147,74 +167,85 @@ def nf4_levels() -> np.ndarray:
 NF4_LEVELS = nf4_levels()
 
 
-def dense(weight, inputs: int = 1, dtype=jnp.float32):
-    """Any leaf as a plain array of `dtype`: dequantised, adapters added."""
+def dense(weight: Leaf, inputs: int = 1, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Any leaf of one layer as a plain array of `dtype`: dequantised, adapters added."""
     if isinstance(weight, Lora):
+        # The sum is taken in the wider of the two dtypes, and cast once.
         rank = weight.a.shape[-1]
-        product = weight.a.reshape(-1, rank) @ weight.b.reshape(rank, -1)
-        whole = dense(weight.base, inputs, jnp.promote_types(dtype, product.dtype))
-        return (whole + weight.scale * product.reshape(whole.shape)).astype(dtype)
+        update = weight.a.reshape(-1, rank) @ weight.b.reshape(rank, -1)
+        base = dense(weight.base, inputs, jnp.promote_types(dtype, update.dtype))
+        return (base + weight.scale * update.reshape(base.shape)).astype(dtype)
     if not is_quantized(weight):
         return stored(weight, dtype)
+
+    # Codes become values, and each block of them is multiplied by its scale.
     if isinstance(weight, Nf4):
         pairs = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1)
         values = jnp.asarray(NF4_LEVELS)[pairs.reshape(*pairs.shape[:-2], -1)]
     else:
         values = weight.codes.astype(jnp.float32)
-    scaled = in_blocks(values, weight.scales.shape, inputs) * jnp.expand_dims(weight.scales, inputs)
+    blocks = in_blocks(values, weight.scales.shape, inputs)
+    scaled = blocks * jnp.expand_dims(weight.scales, inputs)
     return stored(scaled.reshape(values.shape), dtype)
 
 
-def in_blocks(values, scales_shape: tuple[int, ...], inputs: int):
+def in_blocks(values: jax.Array, scales_shape: tuple[int, ...], inputs: int) -> jax.Array:
     """`values` with the last input dim split into (blocks, block)."""
     dim = inputs - 1
     return values.reshape(*values.shape[:dim], scales_shape[dim], -1, *values.shape[inputs:])
 
 
-def project(x, weight, inputs: int = 1, sum_dtype=jnp.float32):
-    """Contract the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype.
+def project(
+    x: jax.Array, weight: Leaf, inputs: int = 1, sum_dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Contracts the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype:
+    [*batch, *outputs].
 
-    sum_dtype: what the parts of shards that divide these dims are summed in, as rounding.product
-    takes it. Written as a product of two matrices: of a contraction over more dims, XLA's CPU
-    backend makes a gradient with transposed copies that takes twice as long.
+    sum_dtype: in what dtype the parts of shards that divide these dims are summed, as
+    rounding.product takes it. It is written as a product of two matrices: of a contraction over
+    more dims, XLA's CPU backend makes a gradient with transposed copies that takes twice as long.
     """
     if isinstance(weight, Lora):
-        seen = x if weight.keys is None else drop(x, weight.keys, weight.dropout)
-        adapted = project(project(seen, weight.a, inputs, sum_dtype), weight.b)
+        x_kept = x if weight.keys is None else dropout(x, weight.keys, weight.dropout)
+        adapted = project(project(x_kept, weight.a, inputs, sum_dtype), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
         return added(project(x, weight.base, inputs, sum_dtype), scaled)
     if isinstance(weight, ComputeCopy):
-        way = Way(weight.axes, inputs, weight.trained.dtype)
-        return _with_slope_of(way, project(x, weight.used, inputs, sum_dtype), x, weight.trained)
+        info = _GradientInfo(weight.axes, inputs, weight.master.dtype)
+        out = project(x, weight.value, inputs, sum_dtype)
+        return _with_gradient_to_master(info, out, x, weight.master)
+
     weight = dense(weight, inputs, x.dtype)
-    batch, outputs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
+    batch = x.shape[: x.ndim - inputs]
+    outputs = weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
     matrix = weight.reshape(rows.shape[1], -1)
-    multiplied = lambda rows: product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)  # noqa: E731
-    outcome = by_rows(multiplied, rows, 0, parts_of("batch"))
-    # see decoder.REMAT
-    outcome = checkpoint_name(outcome, "product")
-    return outcome.reshape(*batch, *outputs)
+
+    def multiply(rows: jax.Array) -> jax.Array:
+        return product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)
+
+    # The name is one of those that decoder.REMAT keeps.
+    out = checkpoint_name(by_rows(multiply, rows, 0, parts_of("batch")), "product")
+    return out.reshape(*batch, *outputs)
 
 
-def for_compute(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
-    """A leaf for the moment that it is used: in the type of the computation, whole over fsdp; its
-    gradient divided.
+def for_compute(
+    leaf: Leaf, weight: Weight, dtype: DTypeLike, reduce_dtype: DTypeLike = jnp.float32
+) -> Leaf:
+    """A leaf of one layer, ready to compute with: in `dtype`, and gathered over fsdp. Its gradient
+    is divided over fsdp.
 
-    weight: the declaration of the plain weight, of one layer. Quantised leaves travel as codes,
-    norms keep their type. reduce_dtype: what gradients are computed and summed over the mesh in, if
-    it has more bits than `dtype`.
+    weight: the declaration of the plain weight, of one layer. Quantised leaves are gathered as
+    codes, norms keep their dtype. reduce_dtype: what gradients are computed in and summed in over
+    the mesh, if it has more bits than `dtype`.
     """
     if isinstance(leaf, Lora):
-        a, b = pair(weight, leaf.a.shape[-1])
-        a, b = (
-            for_compute(leaf.a, a, dtype, reduce_dtype),
-            for_compute(leaf.b, b, dtype, reduce_dtype),
-        )
-        # the base is frozen
-        return leaf.replace(
-            base=for_compute(leaf.base, weight, dtype, reduce_dtype=dtype), a=a, b=b
-        )
+        a, b = adapter_pair(weight, leaf.a.shape[-1])
+        a = for_compute(leaf.a, a, dtype, reduce_dtype)
+        b = for_compute(leaf.b, b, dtype, reduce_dtype)
+        # The base is frozen: it has no gradient to sum.
+        base = for_compute(leaf.base, weight, dtype, reduce_dtype=dtype)
+        return leaf.replace(base=base, a=a, b=b)
     if is_quantized(leaf):
         return leaf.replace(
             codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight))
@@ -223,51 +254,63 @@ def for_compute(leaf, weight: Weight, dtype, reduce_dtype=jnp.float32):
         return leaf
     if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
         return gather(stored(leaf, dtype), weight.axes)
-    trained = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
-    # a bias: it is rounded where it is added (decoder.attention_part)
+
+    # The gradient has more bits than the computation.
+    master = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
     if not weight.inputs:
-        return gather(trained, weight.axes)
-    return ComputeCopy(
-        gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes), trained, weight.axes
-    )
+        # A bias, which is rounded where it is added (decoder.attention_part).
+        return gather(master, weight.axes)
+    value = gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes)
+    return ComputeCopy(value, master, weight.axes)
 
 
-class Way(NamedTuple):
-    """What is known, while compiling, of a gradient that goes a way of its own."""
+class _GradientInfo(NamedTuple):
+    """What is known of a weight's gradient while compiling."""
 
     axes: tuple[str, ...]  # of the weight
     inputs: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_slope_of(way: Way, product, x, trained):
-    """The product of x and a weight, as it is; its slope also goes to `trained`, which stands for
-    the weight.
+def _with_gradient_to_master(
+    info: _GradientInfo, out: jax.Array, x: jax.Array, master: jax.Array
+) -> jax.Array:
+    """`out`, the product of x and a weight, unchanged. The gradient of the weight goes to `master`,
+    in its dtype.
 
-    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, and then the
-    parts are summed.
+    JAX would give a bfloat16 weight a bfloat16 gradient: the part of each shard is rounded, and
+    then the parts are summed.
     """
-    return product
+    return out
 
 
-def _slope_of(way: Way, x, slope):
-    shape = x.shape[x.ndim - way.inputs :] + slope.shape[x.ndim - way.inputs :]
-    rows = x.reshape(-1, np.prod(shape[: way.inputs]))
-    slopes = slope.reshape(len(rows), -1)
-    whole = jax.lax.dot_general(
-        rows, slopes, (((0,), (0,)), ((), ())), preferred_element_type=way.dtype
+def _forward_to_master(
+    info: _GradientInfo, out: jax.Array, x: jax.Array, master: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return out, x
+
+
+def _backward_to_master(
+    info: _GradientInfo, x: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
+    shape = x.shape[x.ndim - info.inputs :] + cotangent.shape[x.ndim - info.inputs :]
+    rows = x.reshape(-1, np.prod(shape[: info.inputs]))
+    cotangent_rows = cotangent.reshape(len(rows), -1)
+    gradient = jax.lax.dot_general(
+        rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=info.dtype
     )
-    return slope, None, constrain_gradient(whole.reshape(shape), way.axes)
+    return cotangent, None, constrain_gradient(gradient.reshape(shape), info.axes)
 
 
-_with_slope_of.defvjp(lambda way, product, x, trained: (product, x), _slope_of)
+_with_gradient_to_master.defvjp(_forward_to_master, _backward_to_master)
 
 
-def pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:
-    """The a and b of an adapter of one layer's weight; init: of a."""
+def adapter_pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:
+    """The a [*inputs, R] and b [R, *outputs] of an adapter of one layer's weight. init: of a."""
     a = Weight((*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs)
-    return a, Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
+    b = Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
+    return a, b
 
 
 def scales_axes(w: Weight) -> tuple[str, ...]:
@@ -276,81 +319,84 @@ def scales_axes(w: Weight) -> tuple[str, ...]:
     return (*w.axes[:dim], f"{w.axes[dim]}_blocks", *w.axes[dim + 1 :])
 
 
-def drop(x, keys, rate: float):
-    """x with a share of its elements at zero and the rest scaled up; row b's come from keys[b]
-    alone."""
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
-    return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+def dropout(x: jax.Array, keys: jax.Array, rate: float) -> jax.Array:
+    """x [B, ...] with a share `rate` of its elements at zero and the rest scaled up. The zeros of
+    row b depend on keys[b] alone."""
+    is_kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
 
-# ---- readings of a table
+# ---- what is read from a table
 
 
-def flatten(tree) -> dict:
-    """A table or parameters by path, "layers/q" and the like; a leaf that is more than an array
-    stays whole."""
+def flatten(tree: Table | Params) -> dict[str, Any]:
+    """A table or parameters by path, "layers/q" and the like. A leaf that is more than an array
+    stays in one piece."""
     return traverse_util.flatten_dict(
         tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict)
     )
 
 
-def shardings(table, rules=None):
-    """Where each weight of a table lives on the current mesh."""
+def shardings(table: Table, rules: dict[str, str | None] | None = None) -> Any:
+    """The sharding of each weight of a table on the current mesh. rules: None means the current
+    ones."""
     return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table, is_leaf=is_weight)
 
 
-def shapes(table, dtype=None):
-    """The table as ShapeDtypeStructs, placed: what the parameters will be, without making them."""
+def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
+    """The table as ShapeDtypeStructs with shardings: what the parameters will be, without making
+    them."""
 
-    def shape(w: Weight):
+    def shape(w: Weight) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape))
 
     return jax.tree.map(shape, table, is_leaf=is_weight)
 
 
-def check_divisible(table, mesh, rules: dict[str, str | None] | None = None) -> None:
+def check_divisible(table: Table, mesh: MeshSizes) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
     some dim."""
     for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
         try:
-            spec(w.axes, w.shape, mesh, rules)
+            spec(w.axes, w.shape, mesh)
         except ValueError as error:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"weight {name}: {error}") from error
 
 
-def num_params(table) -> int:
+def num_params(table: Table) -> int:
+    """Elements of all weights together."""
     return sum(int(np.prod(w.shape)) for w in jax.tree.leaves(table, is_leaf=is_weight))
 
 
-def num_bytes(table) -> int:
-    return sum(
-        int(np.prod(w.shape)) * w.dtype.itemsize for w in jax.tree.leaves(shapes_only(table))
-    )
+def num_bytes(table: Table) -> int:
+    """Bytes of all weights together, on no mesh."""
+    leaves = jax.tree.leaves(shapes_only(table))
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def shapes_only(table):
-    """The table as ShapeDtypeStructs without a place: needs no mesh."""
+def shapes_only(table: Table) -> Any:
+    """The table as ShapeDtypeStructs without shardings: needs no mesh."""
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight)
 
 
-def init_params(table, key):
-    """Random parameters, each created directly on the devices that it will live on. The mesh does
-    not change them."""
+def init_params(table: Table, key: jax.Array) -> Params:
+    """Random parameters. Each is created directly on the devices that hold it, and the mesh does
+    not change its numbers."""
     leaves, treedef = jax.tree.flatten(table, is_leaf=is_weight)
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten(
-        [_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)]
-    )
+    made = [_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)]
+    return treedef.unflatten(made)
 
 
 @cache
-def _creator(w: Weight, place):
-    def create(key):
+def _creator(w: Weight, out_sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """key -> the weight. Cached, so that weights which are alike compile once."""
+
+    def create(key: jax.Array) -> jax.Array:
         if not w.is_stacked:
             return w.init(key, w.shape, w.dtype)
-        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(
-            jax.random.split(key, w.shape[0])
-        )
+        keys = jax.random.split(key, w.shape[0])
+        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(keys)
 
-    return jax.jit(create, out_shardings=place)
+    return jax.jit(create, out_shardings=out_sharding)

@@ -9,20 +9,32 @@ stands under `sharding` in its settings.
 
 import contextlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from tunix_lite.distributed.join import disable_compilation_cache, nodes_of
 
+# ((sizes), (axis names)), as a user types it: [[4,1],[fsdp,tp]]
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]]
 
+
+class MeshSizes(Protocol):
+    """A mesh, or anything that knows how many parts each axis has."""
+
+    shape: Mapping[str, int]
+
+
 AXES = ("fsdp", "tp")
+AUTO = (AxisType.Auto,) * len(AXES)
 PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
 
 RULES: dict[str, str | None] = {
@@ -44,10 +56,10 @@ RULES: dict[str, str | None] = {
     "head_dim_blocks": None,
     # activations
     "batch": "fsdp",
-    # that wait to be continued: a slot on any shard may need them
+    # prompts whose completions are sampled: a slot on any shard may need them
     "prompts": None,
     "seq": None,
-    # of what runs between layers; tp: sequence parallelism (arXiv:2205.05198)
+    # the sequence between layers; tp: sequence parallelism (arXiv:2205.05198)
     "residual_seq": None,
     "act_embed": None,
 }
@@ -70,21 +82,13 @@ class ShardingConfig:
     def __post_init__(self):
         for name in ("train", "rollout"):
             for axis, over in getattr(self, name).items():
-                if axis not in RULES:
-                    raise ValueError(
-                        f"{name}.{axis}: there is no such logical axis; there is {', '.join(RULES)}"
-                    )
-                if axis in ("seq", "act_embed", "layers", "prompts") and over is not None:
-                    raise ValueError(
-                        f"{name}.{axis}={over!r}: the programs need it whole; leave it null"
-                    )
-                if over is not None and over not in AXES:
-                    raise ValueError(f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null")
+                _check_rule(f"{name}.{axis}", axis, over)
         if self.rollout.get("residual_seq"):
             raise ValueError(
                 "rollout.residual_seq: a token that is sampled has no length to divide"
             )
-        if self.train.get("batch", "fsdp") != "fsdp" or self.rollout.get("batch", "fsdp") != "fsdp":
+        over_fsdp = [rules.get("batch", "fsdp") == "fsdp" for rules in (self.train, self.rollout)]
+        if not all(over_fsdp):
             raise ValueError(
                 "batch: sequences are divided over fsdp; train.embed=null copies the weights "
                 "instead"
@@ -95,19 +99,38 @@ class ShardingConfig:
         return RULES | getattr(self, name)
 
 
+def _check_rule(setting: str, axis: str, over: str | None) -> None:
+    """Raises ValueError, beginning with the setting, if no program could follow the rule."""
+    if axis not in RULES:
+        raise ValueError(f"{setting}: there is no such logical axis; there is {', '.join(RULES)}")
+    if axis in ("seq", "act_embed", "layers", "prompts") and over is not None:
+        raise ValueError(f"{setting}={over!r}: the programs need it whole; leave it null")
+    if over is not None and over not in AXES:
+        raise ValueError(f"{setting}={over!r}; it is {', '.join(AXES)} or null")
+
+
+# ---- the rules in force
+# They are global to the process, as JAX's current mesh is. `constrain` and its like need both, deep
+# inside functions of the model: passed along, the rules would be a parameter of every function from
+# `forward` down. A process trains one run, so it needs one set of rules, and `use_rules` changes
+# them only while a program is traced.
+
 _tables = {"train": RULES, "rollout": RULES}
 _active = ["train"]
 
 
 def set_rules(rules: ShardingConfig) -> None:
-    """Makes these the rules of the process, as `jax.set_mesh` does the mesh."""
+    """Makes these the rules of the whole process, as `jax.set_mesh` does with the mesh.
+
+    Programs that are traced already keep the rules that they were traced with.
+    """
     _tables.update(train=rules.table("train"), rollout=rules.table("rollout"))
 
 
 @contextlib.contextmanager
-def use_rules(name: str, **changes: str | None):
-    """Inside, the table `name`, train or rollout, holds, with these changes. What is traced there
-    keeps it."""
+def use_rules(name: str, **changes: str | None) -> Iterator[None]:
+    """Inside, the rules are those of the table `name`, train or rollout, with these changes. What
+    is traced inside keeps them."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
     _active.append(key)
@@ -118,6 +141,7 @@ def use_rules(name: str, **changes: str | None):
 
 
 def current_rules() -> dict[str, str | None]:
+    """Logical axis -> mesh axis, or None: not divided."""
     return _tables[_active[-1]]
 
 
@@ -136,7 +160,8 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         raise ValueError(
             f"{as_text(mesh_shape)} must hold whole numbers first and names second; {right}"
         )
-    if unknown := [name for name in names if name not in AXES]:
+    unknown = [name for name in names if name not in AXES]
+    if unknown:
         raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}; {right}")
     if len(set(names)) != len(names):
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
@@ -150,35 +175,43 @@ def resolve_mesh_shape(
     """Sizes by axis name, both axes present and -1 filled in, so that all devices are taken.
     Without a -1 the mesh may be smaller than `num_devices`, unless it takes_all.
 
-    Raises ValueError, naming both numbers and a mesh that would fit, if it needs more of them, or
-    another number; where the program could_pretend that there are more, also how.
+    Raises ValueError if the mesh needs more devices, or another number; the message names both
+    numbers and a mesh that would fit. could_pretend: it also says how a CPU pretends to be more.
     """
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
     known = int(np.prod([size for size in sizes.values() if size != -1]))
     resolved = {name: num_devices // known if size == -1 else size for name, size in sizes.items()}
-    is_smaller = -1 not in sizes.values() and known < num_devices
-    if np.prod(list(resolved.values())) != num_devices and (takes_all or not is_smaller):
-        tp = next(
-            t for t in range(min(abs(sizes["tp"]), num_devices), 0, -1) if num_devices % t == 0
-        )
+    has_rest = -1 in sizes.values()
+    may_be_smaller = not takes_all and not has_rest and known < num_devices
+    if may_be_smaller or np.prod(list(resolved.values())) == num_devices:
+        return resolved
+
+    # The mesh that would fit has the largest possible tp up to the one asked for.
+    largest = min(abs(sizes["tp"]), num_devices)
+    tp = next(t for t in range(largest, 0, -1) if num_devices % t == 0)
+    needed = f"{'a multiple of ' if has_rest else ''}{known}"
+    pretend = ""
+    if could_pretend and known > num_devices:
         pretend = f"; {PRETEND}={known} before the command pretends that many"
-        raise ValueError(
-            f"{as_text(mesh_shape)} needs "
-            f"{'a multiple of ' if -1 in sizes.values() else ''}{known} devices, but jax "
-            f"sees {num_devices}; [[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and "
-            "[[-1,1],[fsdp,tp]] always does"
-            + (pretend if could_pretend and known > num_devices else "")
-        )
-    return resolved
+    raise ValueError(
+        f"{as_text(mesh_shape)} needs {needed} devices, but jax sees {num_devices}; "
+        f"[[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and [[-1,1],[fsdp,tp]] always does"
+        f"{pretend}"
+    )
 
 
-def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False) -> Mesh:
+def make_mesh(
+    mesh_shape: MeshShape,
+    devices: Sequence[jax.Device] | None = None,
+    tp_across_nodes: bool = False,
+) -> Mesh:
     """The mesh over all devices (or those given), or over the first ones, if it is smaller. Its
-    axes are Auto: the compiler places what we do not.
+    axes are Auto: the compiler shards what we do not.
 
-    Several processes must all have a part in it. Over several nodes, tp lies inside each of them,
-    and only fsdp crosses. Raises ValueError where that cannot be.
+    All processes must take part in it. Over several nodes, tp stays inside each of them, and only
+    fsdp crosses the network. Raises ValueError where that cannot be. On several CPU devices it
+    turns off jax's compilation cache (distributed.join).
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) > 1 and devices[0].platform == "cpu":
@@ -187,45 +220,46 @@ def make_mesh(mesh_shape: MeshShape, devices=None, tp_across_nodes: bool = False
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, could_pretend=not has_peers
     )
-    tp, devices = sizes["tp"], devices[: sizes["fsdp"] * sizes["tp"]]
-    nodes = nodes_of(devices)
-    sizes = [len(node) for node in nodes]
-    if any(size % tp for size in sizes):
-        if not tp_across_nodes:
-            fits = ", ".join(
-                str(n) for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)
-            )
-            raise ValueError(
-                f"tp={tp} would cross the network between {len(nodes)} nodes with {min(sizes)} "
-                "devices each, in every "
-                f"layer; tp could be {fits}, and launch.tp_across_nodes=true does it all the same"
-            )
-        laid_out = [_laid_out((1, len(node)), node).ravel() for node in nodes]
+    tp = sizes["tp"]
+    nodes = nodes_of(devices[: sizes["fsdp"] * tp])
+
+    # Each node holds whole tp groups, unless the user asks for tp over the network.
+    node_sizes = [len(node) for node in nodes]
+    if not any(size % tp for size in node_sizes):
+        arranged = [_arranged((len(node) // tp, tp), node) for node in nodes]
+    elif tp_across_nodes:
+        arranged = [_arranged((1, len(node)), node).ravel() for node in nodes]
     else:
-        laid_out = [_laid_out((len(node) // tp, tp), node) for node in nodes]
-    return Mesh(
-        np.concatenate(laid_out).reshape(-1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES)
-    )
+        possible = range(1, min(node_sizes) + 1)
+        fits = [str(n) for n in possible if not any(size % n for size in node_sizes)]
+        raise ValueError(
+            f"tp={tp} would cross the network between {len(nodes)} nodes with {min(node_sizes)} "
+            f"devices each, in every layer; tp could be {', '.join(fits)}, and "
+            "launch.tp_across_nodes=true does it all the same"
+        )
+    return Mesh(np.concatenate(arranged).reshape(-1, tp), AXES, axis_types=AUTO)
 
 
-def _laid_out(sizes: tuple[int, int], devices: list) -> np.ndarray:
+def _arranged(sizes: tuple[int, int], devices: list[jax.Device]) -> np.ndarray:
     """The devices of one node, as [fsdp, tp], neighbours on its own network side by side."""
     try:
-        return jax.make_mesh(
-            sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
-        ).devices
-    except (
-        NotImplementedError
-    ):  # a large TPU slice, whose torus these sizes do not follow: then an axis may be split
+        return jax.make_mesh(sizes, AXES, axis_types=AUTO, devices=devices).devices
+    except NotImplementedError:
+        # A large TPU slice, whose torus these sizes do not follow: then an axis may be split.
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
-def spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh, rules=None) -> P:
-    """The partition spec of an array whose dims carry these logical axes; rules: None means the
-    current table.
+def spec(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    mesh: MeshSizes,
+    rules: dict[str, str | None] | None = None,
+) -> P:
+    """The partition spec of an array whose dims have these logical axes. rules: None means the
+    current ones.
 
-    Raises ValueError for a dim that its mesh axis does not divide, unless it is one that may stay
-    whole, and for two dims over one mesh axis.
+    Raises ValueError for a dim that its mesh axis does not divide, unless it is one of
+    MAY_STAY_WHOLE; and for two dims over one mesh axis.
     """
     assert len(axes) == len(shape), (axes, shape)
     rules = current_rules() if rules is None else rules
@@ -265,14 +299,19 @@ def elements_on_device(
     )
 
 
-def sharding(axes: tuple[str, ...], shape: tuple[int, ...], rules=None) -> NamedSharding:
-    """Where an array with these logical axes lives on the current mesh."""
+def sharding(
+    axes: tuple[str, ...], shape: tuple[int, ...], rules: dict[str, str | None] | None = None
+) -> NamedSharding:
+    """The sharding of an array with these logical axes on the current mesh. Raises as `spec`."""
     mesh = current_mesh()
     return NamedSharding(mesh, spec(axes, shape, mesh, rules))
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """`x`, told inside jit how it lies on the mesh. Never a no-op: without a mesh it raises."""
+    """`x` with the sharding of these logical axes, inside jit.
+
+    Never a no-op: without a mesh it raises RuntimeError.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise RuntimeError(
@@ -282,78 +321,82 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
-    """x, which lies as `axes` say, as `to` says; its gradient goes the other way, and arrives lying
-    as x does.
+    """x, which has the sharding of the axes `axes`, with that of the axes `to`. Its gradient goes
+    the other way, and arrives with the sharding of x.
 
-    A plain constraint would hold the gradient to the same place as the value: summed whole on every
-    device where a reduce-scatter does.
+    A plain constraint would give the gradient the same sharding as the value: every device would
+    sum all of it, where a reduce-scatter is enough.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return _move(x, spec(axes, x.shape, mesh), spec(to, x.shape, mesh))
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A weight, whole over the axis that divides the batch, for the moment that it is used; its
-    gradient divided."""
-    return _move(
-        x,
-        _gradient_spec(axes, x.shape),
-        without(spec(axes, x.shape, jax.sharding.get_abstract_mesh())),
-    )
+    """A weight gathered over fsdp, the axis that divides the batch, to compute with. Its gradient
+    is divided over fsdp."""
+    back = _gradient_spec(axes, x.shape)
+    to = without(spec(axes, x.shape, jax.sharding.get_abstract_mesh()))
+    return _move(x, back, to)
 
 
 def constrain_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The gradient of a weight, told where it lies."""
+    """The gradient of a weight with these logical axes, with its sharding."""
     return jax.lax.with_sharding_constraint(x, _gradient_spec(axes, x.shape))
 
 
 def _gradient_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
-    lies = spec(axes, shape, jax.sharding.get_abstract_mesh())
-    # Where the batch is divided by hand (step.py), every shard keeps a gradient of its own until
-    # they are summed.
-    return lies if current_rules()["batch"] else without(lies)
+    of_weight = spec(axes, shape, jax.sharding.get_abstract_mesh())
+    # Where a vmap over shards divides the batch (micro_batches.py), every shard keeps a gradient of
+    # its own until they are summed.
+    return of_weight if current_rules()["batch"] else without(of_weight)
 
 
-def without(lies: P, axis: str = "fsdp") -> P:
+def without(divided: P, axis: str = "fsdp") -> P:
     """The same spec without a division over `axis`."""
-    return P(*(None if entry == axis else entry for entry in lies))
+    return P(*(None if entry == axis else entry for entry in divided))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _move(x, back: P, to: P):
+def _move(x: jax.Array, back: P, to: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, to)
 
 
-_move.defvjp(
-    lambda x, back, to: (jax.lax.with_sharding_constraint(x, to), None),
-    lambda back, to, _, slope: (jax.lax.with_sharding_constraint(slope, back),),
-)
+def _move_forward(x: jax.Array, back: P, to: P) -> tuple[jax.Array, None]:
+    return jax.lax.with_sharding_constraint(x, to), None
+
+
+def _move_backward(back: P, to: P, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(cotangent, back),)
+
+
+_move.defvjp(_move_forward, _move_backward)
 
 
 def axis_size(axis: str) -> int:
-    """How many parts the current mesh's axis has; inside jit as outside."""
+    """How many parts an axis of the current mesh has, inside jit and outside."""
     return jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def parts_of(logical: str) -> int:
-    """How many parts the current rules cut a dim of this logical axis into, on the current mesh."""
+    """How many parts the current rules divide a dim of this logical axis into, on the current
+    mesh."""
     axis = current_rules()[logical]
     return 1 if axis is None else axis_size(axis)
 
 
-def gathered_sharding(place: NamedSharding, axis: str = "fsdp") -> NamedSharding:
-    """The same place without a division over `axis`."""
-    return NamedSharding(place.mesh, without(place.spec, axis))
+def gathered_sharding(divided: NamedSharding, axis: str = "fsdp") -> NamedSharding:
+    """The same sharding without a division over `axis`."""
+    return NamedSharding(divided.mesh, without(divided.spec, axis))
 
 
-def put(x, *axes: str) -> jax.Array:
-    """A host array, the same on all processes, placed on the current mesh."""
+def put(x: ArrayLike, *axes: str) -> jax.Array:
+    """A host array, the same on all processes, on the current mesh with these logical axes."""
     x = np.asarray(x)
-    place = sharding(axes, x.shape)
-    # device_put would compare it across processes, each time
+    to = sharding(axes, x.shape)
+    # device_put would compare the array across processes, each time.
     if jax.process_count() > 1:
-        return jax.make_array_from_callback(x.shape, place, lambda part: x[part])
-    return jax.device_put(x, place)
+        return jax.make_array_from_callback(x.shape, to, lambda part: x[part])
+    return jax.device_put(x, to)
 
 
 def current_mesh() -> Mesh:
@@ -370,10 +413,7 @@ def of_all(mesh: Mesh) -> str:
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 
 
-def as_text(mesh_shape) -> str:
-    """The mesh as people type it: [[4,1],[fsdp,tp]]."""
-    return (
-        str([list(part) if isinstance(part, tuple) else part for part in mesh_shape])
-        .replace(" ", "")
-        .replace("'", "")
-    )
+def as_text(mesh_shape: Sequence) -> str:
+    """The mesh as a user types it: [[4,1],[fsdp,tp]]."""
+    lists = [list(part) if isinstance(part, tuple) else part for part in mesh_shape]
+    return str(lists).replace(" ", "").replace("'", "")

@@ -1,0 +1,27 @@
+"""Policy gradient with an entropy bonus: loss = - sum_t w_t (rho_t A + entropy_coef * H_t)."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.weighting import per_token
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    num_generations: int = 8
+    entropy_coef: float = 0.01  # per nat of the distribution that a token is drawn from
+    updates_per_rollout = 1
+    needs_reference = needs_demonstrations = False
+    reduces = "tokens"
+
+    def collect(self, policy, task, params, examples, key):
+        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+        return groups.batch(standardise, per_token), groups.metrics, groups.graded
+
+    def loss(self, scores, batch):
+        ratio = jnp.exp(scores.logprobs - batch.old_logprobs)
+        gain = ratio * batch.advantages + self.entropy_coef * scores.entropy
+        return -jnp.sum(batch.loss_weight * gain), {}
