@@ -39,7 +39,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
-from tunix_lite.errors import ConfigError
+from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
@@ -179,8 +179,8 @@ def test_a_child_that_does_not_come_back_is_no_failure(word):
 
 def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
     code = (
-        "import os, sys; from faulty_rewards import once; from tunix_lite.rewards.pool import Pool, Rewards\n"
-        "pool = Pool({'r': once}, Rewards('zero', workers=0))\n"
+        "import os, sys; from faulty_rewards import once; from tunix_lite.rewards.pool import Pool, RewardsConfig\n"
+        "pool = Pool({'r': once}, RewardsConfig('zero', workers=0))\n"
         "print(pool.submit('zz', {'at': 2, 'word': 'fork return'}).result(), flush=True); os.wait()"
     )
     folders = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
@@ -368,7 +368,7 @@ def test_an_evaluation_counts_and_says_its_failures():
     assert len(lines) == 1
     with (
         task_of(texts).with_workers(RewardsConfig("raise"), print) as task,
-        pytest.raises(ConfigError, match="^evaluation: rew"),
+        pytest.raises(RunFailed, match="^evaluation: rew"),
     ):
         evaluate(policy, task, None, None, 4)
 
@@ -504,8 +504,8 @@ PARENT = """
 import sys, time
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has not
 from faulty_rewards import faulty
-from tunix_lite.rewards.pool import Pool, Rewards
-pool = Pool({"r": faulty}, Rewards(timeout=60.0, workers=2))
+from tunix_lite.rewards.pool import Pool, RewardsConfig
+pool = Pool({"r": faulty}, RewardsConfig(timeout=60.0, workers=2))
 [future.result() for future in [pool.submit("sleepy", {}) for _ in range(8)]]
 while None in pool._workers:
     time.sleep(0.01)
