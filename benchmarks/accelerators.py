@@ -40,7 +40,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.planning.programs import abstract, lowered
-from tunix_lite.planning.resolved import Case, make_case
+from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 
 DEVICES = 8
 TARGETS = {"h100x8": ("xla", "cudnn"), "v5e-8": ("xla", "splash")}
@@ -125,7 +125,7 @@ def tiny(cfg: Architecture, family: str) -> Architecture:
     )
 
 
-def case_of(cell: Cell, platform: str) -> Case:
+def case_of(cell: Cell, platform: str) -> ResolvedRun:
     """The run of a cell on its mesh. Raises ConfigError with training's words, where training refuses it."""
     run = run_of(cell.family)
     packs = cell.packing not in (None, "none")
@@ -140,8 +140,8 @@ def case_of(cell: Cell, platform: str) -> Case:
     rollout = replace(run.rollout, cache=cell.cache or "compute")
     run = replace(run, training=replace(run.training, **changes), rollout=rollout)
     sizes = {"fsdp": DEVICES // cell.tp, "tp": cell.tp}
-    case = make_case(run, run.model.architecture, None, sizes, platform)
-    return replace(case, weights=cell.weights or "gathered")
+    case = resolve_run(run, run.model.architecture, None, sizes, platform)
+    return replace(case, sampling_weights=cell.weights or "gathered")
 
 
 def pretended_choice():

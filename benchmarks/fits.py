@@ -57,7 +57,7 @@ def best(model: str, way: str, target: str) -> Plan | None:
 
 
 def mesh_of(plan: Plan) -> str:
-    return f"{plan.case.sizes['fsdp']}x{plan.case.sizes['tp']}"
+    return f"{plan.resolved.mesh_shape['fsdp']}x{plan.resolved.mesh_shape['tp']}"
 
 
 def compiled(model: str, way: str, target: str) -> dict:

@@ -21,10 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from tunix_lite.commands.program import compose
-from tunix_lite.parallel.mesh import as_text, make_mesh, resolve_mesh_shape
+from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning.machine import devices_of, find_machine
-from tunix_lite.planning.plan import settled
-from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, of_executable
+from tunix_lite.planning.plan import with_choices
+from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, of_executable, on_mesh
 from tunix_lite.planning.resolved import find_model
 
 WORKLOAD = (
@@ -39,11 +39,10 @@ def measured(target: str, mesh_sizes: list[int] | None, overrides: list[str]) ->
     shape = run.model.mesh_shape if mesh_sizes is None else (tuple(mesh_sizes), ("fsdp", "tp"))
     sizes = resolve_mesh_shape(shape, machine.num_devices)
     devices = devices_of(machine)
-    mesh = make_mesh((tuple(sizes.values()), tuple(sizes)), devices)
-    case = settled(run, machine, *find_model(run.model), sizes)
-    with jax.set_mesh(mesh):
+    resolved = with_choices(run, machine, *find_model(run.model), sizes)
+    with on_mesh(resolved, devices):
         began = time.perf_counter()
-        update = lowered(case, abstract(case))["update"]()
+        update = lowered(resolved, abstract(resolved))["update"]()
         lowering = time.perf_counter() - began
         try:
             done = update.compile()
@@ -55,7 +54,7 @@ def measured(target: str, mesh_sizes: list[int] | None, overrides: list[str]) ->
         program = of_executable("update", done, sizes)
     return {
         "mesh": as_text((tuple(sizes.values()), tuple(sizes))),
-        "attention": case.attention,
+        "attention": resolved.attention,
         "argument_bytes": program.argument_bytes,
         "temp_bytes": program.temp_bytes,
         "alias_bytes": program.alias_bytes,

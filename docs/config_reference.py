@@ -157,7 +157,19 @@ def _passed(parameters) -> tuple[str, ...]:
 
 
 def field_comments(kind: type) -> dict[str, str]:
-    """The comment on the line of each field, or above it, by the field's name; no entry: none."""
+    """The comment on the line of each field, or above it, by the field's name; no entry: none.
+
+    Fields that the class has from another one have their comments there.
+    """
+    found = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _own_field_comments(base)
+    return found
+
+
+def _own_field_comments(kind: type) -> dict[str, str]:
+    """The same of the fields that stand in the class itself."""
     source = inspect.cleandoc("\n" + inspect.getsource(kind))
     lines = source.splitlines()
     comments = {

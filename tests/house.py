@@ -52,7 +52,7 @@ HONEST_PATH = (
     ("tunix_lite/commands/train.py", "seen_of"),
     ("tunix_lite/commands/train.py", "join"),
     ("tunix_lite/commands/program.py", "main"),
-    ("tunix_lite/commands/program.py", "_check"),
+    ("tunix_lite/commands/program.py", "_check_runs"),
     ("tunix_lite/commands/program.py", "compose"),
     ("tunix_lite/commands/program.py", "compose_values"),
     ("tunix_lite/commands/program.py", "_or_exit"),

@@ -29,14 +29,12 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
-from tunix_lite.models import decoder, weights
-from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.quantize import stored_table
+from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning.batch_size import plan_batch
-from tunix_lite.runs.setup import check_generation
+from tunix_lite.planning.resolved import check_generation, check_model_divides
 from tunix_lite.tasks.task import Reward, Task
 from tunix_lite.types import TokenScores
 
@@ -220,7 +218,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     mesh = check_model(run, devices)
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
-        check_generation(run, SimpleNamespace(cfg=cfg))
+        check_generation(run, cfg)
     if run.model.weights in ("bundled", "random"):
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
@@ -240,10 +238,8 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     mesh = resolve_mesh_shape(run.model.mesh_shape, devices or int(np.prod(sizes)))
     if (cfg := architecture(run)) is None:
         return mesh
-    table, lora = decoder.weights(cfg), run.model.lora
-    tables = [stored_table(table, lora.base), adapter_weights(table, lora)] if lora.rank else [table]
-    for part in tables:
-        weights.check_divisible(part, SimpleNamespace(shape=mesh))
+    lora = run.model.lora if run.model.lora.rank else None
+    check_model_divides(run, cfg, lora, mesh)
     return mesh
 
 

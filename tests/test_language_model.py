@@ -372,7 +372,9 @@ def test_what_a_run_is_cannot_be_changed_beside_it(adapted, monkeypatch, capsys)
 
 def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(generate_command, "opened", lambda run, settings: seen.append(settings.prompt) or one())
+    monkeypatch.setattr(
+        generate_command, "open_chosen_model", lambda run, settings: seen.append(settings.prompt) or one()
+    )
     for said in ("prompt=12", "prompt=What is 1, 2?", "prompt='{quoted}'"):
         run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
     assert seen == ["12", "What is 1, 2?", "{quoted}"]

@@ -35,7 +35,7 @@ from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, scored_batch_shapes
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.resolved import Case, find_model, make_case
+from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import engine
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.train import train
@@ -45,11 +45,11 @@ SMALL = ["training.prompts_per_step=2", "algorithm.num_generations=4", "evaluati
 LENGTHS = ["generation.max_prompt_length=10", "generation.max_new_tokens=12", "rollout.chunk=4"]
 
 
-def case_of(cfg, overrides=(), fsdp=2, tp=2) -> Case:
+def case_of(cfg, overrides=(), fsdp=2, tp=2) -> ResolvedRun:
     """A run of the tests' tiny architecture."""
     run = compose(["model=random", *SMALL, *LENGTHS, *overrides])
     run = replace(run, model=replace(run.model, architecture=cfg))
-    return make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+    return resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
@@ -79,11 +79,11 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     make_programs = engine.make_programs
     monkeypatch.setattr(engine, "make_programs", noted)
     set_mesh(fsdp, tp)
-    case = make_case(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+    case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
     frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
-    rollout = replace(run.rollout, num_slots=case.slots, weights=case.weights)
+    rollout = replace(run.rollout, num_slots=case.slots, weights=case.sampling_weights)
     generate = engine.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
@@ -203,7 +203,7 @@ def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
     case = case_of(cfg, ["training.mixed_precision=bf16"])
     whole = 2 * MATRICES  # of a tp shard
     assert estimate.rollout(case)["weights to sample"] == 2 * whole + 4 * SCALES
-    assert estimate.rollout(replace(case, weights="sharded"))["weights to sample"] == 2 * MATRICES + 4 * SCALES
+    assert estimate.rollout(replace(case, sampling_weights="sharded"))["weights to sample"] == 2 * MATRICES + 4 * SCALES
 
 
 def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
@@ -219,7 +219,7 @@ def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
 
 def of_sizes(cfg, capacity, programs=(), refused=()):
     case = case_of(cfg, ["algorithm.kl_coef=0.1"])
-    return plan.put_together(machine(capacity), case, {p.name: p for p in programs}, refused)
+    return plan.assemble_plan(machine(capacity), case, {p.name: p for p in programs}, refused)
 
 
 def test_the_peak_is_what_is_resident_and_the_phase_that_adds_most(cfg):
@@ -277,9 +277,9 @@ def test_a_run_asks_for_the_share_of_a_gpu_that_a_plan_counts_on(monkeypatch):
 
 
 def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
-    case = replace(case_of(cfg, ["training.mixed_precision=bf16"]), weights="gathered")
+    case = replace(case_of(cfg, ["training.mixed_precision=bf16"]), sampling_weights="gathered")
     hardware = find_target("h100x4").hardware
-    found = plan.put_together(machine(GiB, 4, hardware), case, {})
+    found = plan.assemble_plan(machine(GiB, 4, hardware), case, {})
     rollout, update = (phase.bound for phase in found.phases)
     tokens, counted = 8 * 22, 8 * 12
     weights = 4 * (3 * LAYER)  # on four devices
@@ -295,13 +295,17 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
     assert speed.gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
     rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
-    rounded = plan.put_together(machine(GiB, 4, hardware), replace(rounded, weights="gathered"), {}).phases[-1].bound
+    rounded = (
+        plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})
+        .phases[-1]
+        .bound
+    )
     assert update.sent_bytes - rounded.sent_bytes == 2 * 3 * (88 * 16) * 2  # forward in bfloat16, too
     # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
     assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
     assert found.step_seconds == rollout.seconds + update.seconds
     assert found.tokens_per_second == tokens / found.step_seconds
-    assert plan.put_together(machine(GiB), case, {}).tokens_per_second is None
+    assert plan.assemble_plan(machine(GiB), case, {}).tokens_per_second is None
 
 
 def test_between_nodes_only_fsdp_sends():
@@ -322,7 +326,7 @@ def planned(overrides, words=(), **settings):
 
 def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
     found = planned(["model=gemma3_1b"], target="v5e-16", mesh="all")
-    assert [p.case.sizes for p in found.plans if p.fits] == [p.case.sizes for p in found.plans]
+    assert [p.resolved.mesh_shape for p in found.plans if p.fits] == [p.resolved.mesh_shape for p in found.plans]
     seconds = [p.step_seconds for p in found.plans]
     assert seconds == sorted(seconds)
     assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
@@ -337,14 +341,14 @@ def test_a_mesh_is_compiled_only_as_often_as_is_asked(monkeypatch):
     asked = []
 
     def compiled(plan, devices, say):
-        asked.append(plan.case.sizes)
+        asked.append(plan.resolved.mesh_shape)
         return plan
 
     monkeypatch.setattr(command.planning, "with_compiled", compiled)
     settings = PlanConfig(mesh="all", compile_most=2)
     found = make_plans(compose(SMALL), settings, [])
-    assert asked == [p.case.sizes for p in found.plans[:2]]
-    assert {p.case.sizes["tp"] for p in found.plans} == {1, 2, 4}
+    assert asked == [p.resolved.mesh_shape for p in found.plans[:2]]
+    assert {p.resolved.mesh_shape["tp"] for p in found.plans} == {1, 2, 4}
 
 
 def test_what_would_fit_is_tried_and_is_a_command():
@@ -360,8 +364,8 @@ def test_what_would_fit_is_tried_and_is_a_command():
 
 def test_the_cheapest_change_comes_first(cfg):
     case = case_of(cfg, ["training.mixed_precision=bf16_params"], fsdp=4, tp=1)
-    full = plan.put_together(machine(1), case, {})
-    sharded = plan.put_together(machine(1), replace(case, weights="sharded"), {})
+    full = plan.assemble_plan(machine(1), case, {})
+    sharded = plan.assemble_plan(machine(1), replace(case, sampling_weights="sharded"), {})
     assert full.fullest.name == "update"
     less = replace(full, machine=machine(full.peak_bytes - 1))
     overrides, found = advice(less)
@@ -373,7 +377,7 @@ def test_the_cheapest_change_comes_first(cfg):
 def sampling_is_the_peak(cfg, slots: int) -> Plan:
     """Of many layers under LoRA gradients are small, and sampling has a copy of the base; one device divides none."""
     small = ["model.lora.rank=1", "training.micro_batch_size=1", "training.remat=block", f"rollout.num_slots={slots}"]
-    found = plan.put_together(machine(1), case_of(replace(cfg, num_layers=12), small, fsdp=1, tp=1), {})
+    found = plan.assemble_plan(machine(1), case_of(replace(cfg, num_layers=12), small, fsdp=1, tp=1), {})
     assert found.fullest.name == "rollout"
     return replace(found, machine=machine(found.peak_bytes - 1))
 
@@ -389,12 +393,12 @@ def test_where_sampling_is_the_peak_its_slots_are_halved_or_its_cache_is_int8(cf
 
 def test_slots_are_halved_no_further_than_it_takes(cfg):
     full = sampling_is_the_peak(cfg, 8)
-    quarter = plan.put_together(full.machine, replace(full.case, slots=2), {}).peak_bytes
+    quarter = plan.assemble_plan(full.machine, replace(full.resolved, slots=2), {}).peak_bytes
     assert advice(replace(full, machine=machine(quarter)))[0] == ("rollout.num_slots=2",)
 
 
 def test_where_nothing_fits_the_advice_is_the_least_that_was_reached(cfg):
-    full = plan.put_together(machine(10), case_of(cfg, fsdp=4, tp=1), {})
+    full = plan.assemble_plan(machine(10), case_of(cfg, fsdp=4, tp=1), {})
     overrides, least = advice(full)
     assert least.fits is False
     assert least.peak_bytes < full.peak_bytes
@@ -437,7 +441,7 @@ def test_auto_takes_the_largest_micro_batch_that_fits():
     run = compose([*overrides, *lengths, "training.micro_batch_size=auto"])
     machine, sizes = find_machine("v5e-4"), {"fsdp": 4, "tp": 1}
     found = plan.estimated(run, machine, *find_model(run.model), sizes)
-    size = found.case.batch.micro_batch_size
+    size = found.resolved.batch.micro_batch_size
     assert found.fits
     assert 1 <= size < 1024
     twice = compose([*overrides, *lengths, f"training.micro_batch_size={2 * size}"])
@@ -513,7 +517,7 @@ def test_without_the_compiler_the_message_says_what_to_install_and_what_goes_wit
 
 def test_cudnn_of_a_gpu_that_is_not_here_is_estimated_and_not_compiled(monkeypatch):
     words = ["model=gemma3_1b", "training.attention=cudnn", "training.mixed_precision=bf16"]
-    assert planned(words, target="h100x8").plans[0].case.attention == "cudnn"
+    assert planned(words, target="h100x8").plans[0].resolved.attention == "cudnn"
     monkeypatch.setattr(command, "devices_of", lambda machine: [])
     said = "cuDNN's kernel can be lowered only where cuDNN is installed, .*training.attention=xla .*analytic=true"
     with pytest.raises(ConfigError, match=said):
@@ -560,7 +564,7 @@ def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
 
 def test_a_plan_that_is_not_all_compiled_says_so(cfg, tmp_path):
     update = Compiled("update", 10**6, 0, 0, 0, 0)
-    found = plan.put_together(find_machine("attached"), case_of(cfg), {"update": update})
+    found = plan.assemble_plan(find_machine("attached"), case_of(cfg), {"update": update})
     assert {phase.name: phase.source for phase in found.phases} == {"rollout": "estimate", "update": "compiled"}
     report.write(found, tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["hardware"] is None
@@ -569,8 +573,8 @@ def test_a_plan_that_is_not_all_compiled_says_so(cfg, tmp_path):
 
 def test_supervised_learning_samples_only_to_evaluate(cfg):
     run = compose(["model=random", "algorithm=sft", *LENGTHS, "evaluation.num_examples=4"])
-    case = make_case(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
-    found = plan.put_together(machine(GiB, 4, find_target("h100x4").hardware), case, {})
+    case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
+    found = plan.assemble_plan(machine(GiB, 4, find_target("h100x4").hardware), case, {})
     assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]
 
 
@@ -610,7 +614,7 @@ def a_gib_a_sequence(machine, case, done):
 
 def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_programs):
     """For 4 sequences a shard at once there is too little memory, for 2 enough: two programs, and none after them."""
-    monkeypatch.setattr(at_start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
     monkeypatch.setattr(at_start, "attached", lambda: machine(3 * GiB))
     train(compose([*STARTS, "training.micro_batch_size=auto"]), tmp_path)
     assert compiled_programs == {"update": 2, "score": 1}
@@ -621,14 +625,14 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
 
 
 def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
-    monkeypatch.setattr(at_start, "put_together", a_gib_a_sequence)
+    monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
     monkeypatch.setattr(at_start, "attached", lambda: machine(GiB // 2))
     monkeypatch.setattr(at_start, "compiled", lambda *args: None)
     set_mesh(2, 2)
-    run, lines = compose([*SMALL, *LENGTHS, "training.micro_batch_size=auto"]), []
+    resolved, lines = case_of(cfg, ["training.micro_batch_size=auto"]), []
     tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
     with pytest.raises(ConfigError, match=tried):
-        at_start.choose_micro_batch(run, SimpleNamespace(cfg=cfg, lora=None), lines.append)
+        at_start.choose_micro_batch(resolved, lines.append)
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
@@ -684,7 +688,7 @@ def qwen(*overrides: str) -> Plan:
 
 def test_weights_to_sample_with_are_chosen_beside_the_optimizer_and_the_prompts_that_wait():
     found = qwen()
-    assert found.case.weights == "sharded" and found.fits
+    assert found.resolved.sampling_weights == "sharded" and found.fits
     assert qwen("rollout.weights=gathered").fits is False
 
 
@@ -693,7 +697,7 @@ def test_where_the_optimizer_fits_and_the_shelf_does_not_weights_stay_divided(cf
     case = case_of(cfg, fsdp=2, tp=1)
     adds, there = estimate.rollout(case), sum(estimate.resident(case).values())
     needed = adds["weights to sample"] + adds["cache"] + adds["prompts"]
-    chosen = [estimate.choose_weights(case, there + math.ceil(needed / 0.9) + more) for more in (1, -2)]
+    chosen = [estimate.choose_sampling_weights(case, there + math.ceil(needed / 0.9) + more) for more in (1, -2)]
     assert adds["prompts"] > 10 and chosen == ["gathered", "sharded"]
 
 
@@ -719,7 +723,7 @@ def test_a_run_that_does_not_fit_stops_and_says_what_would():
 
 
 def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
-    found = plan.put_together(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
+    found = plan.assemble_plan(machine(GiB), case_of(cfg, ["training.packing=sequences"]), {})
     phases = tuple(replace(phase, adds={"all": GiB if phase.name == "update" else 1}) for phase in found.phases)
     at_start.check_fits(replace(found, phases=phases), print)
     assert "DOES NOT FIT with rows at their fullest" in at_start.memory_line(replace(found, phases=phases))
@@ -729,7 +733,7 @@ def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
 
 def test_a_run_that_cannot_fit_stops_before_it_loads_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(at_start, "attached", lambda: machine(10**5))
-    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(source, "load_weights", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match="the run does not fit: .* GiB of 0.00 a device"):
         train(compose([*STARTS]), tmp_path)
 

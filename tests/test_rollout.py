@@ -693,7 +693,8 @@ def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
     """Per head of a token: 8 codes and a scale of 4 bytes instead of 8 * 4; with a head of 256 in bf16, 260 for 512."""
     k, v = np.random.default_rng(0).normal(size=(2, 3, 2, 7, 8)) * np.logspace(-3, 3, 7)[:, None]
     k[0, 0, 0] = 0  # padding
-    codes_k, codes_v, scales_k, scales_v = map(np.asarray, kv_cache.quantize_kv(jnp.float32(k), jnp.float32(v)))
+    quantized = kv_cache.quantize_kv(jnp.float32(k), jnp.float32(v))
+    codes_k, codes_v, scales_k, scales_v = map(np.asarray, jax.tree.leaves(quantized))
     for x, codes, scales in ((k, codes_k, scales_k), (v, codes_v, scales_v)):
         np.testing.assert_allclose(scales, np.abs(x).max(axis=-1) / 127, rtol=1e-6)
         off = np.abs(codes.astype(np.float64) * scales[..., None] - x)
@@ -775,5 +776,5 @@ def test_decoding_updates_the_cache_in_place(cfg):
 
 
 def test_slots_are_a_multiple_of_fsdp():
-    set_mesh(4, 1)
-    assert [engine.round_up_to_shards(slots) for slots in (1, 4, 63)] == [4, 4, 64]
+    assert [RolloutConfig(num_slots=asked).slots(1000, 4) for asked in (1, 4, 63, None)] == [4, 4, 64, 256]
+    assert RolloutConfig().slots(6, 4) == 8

@@ -4,26 +4,22 @@ import sys
 from dataclasses import dataclass
 
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import escape_for_terminal, open_chosen_model
+from tunix_lite.commands.generate import escape_for_terminal
+from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
+from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.plain_text import visible
 
 HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or Ctrl-D ends"
 
 
 @dataclass(frozen=True)
-class ChatConfig:
-    """Whom to talk to."""
+class ChatConfig(WhichWeights):
+    """The model to talk to, and how the conversation begins."""
 
-    # the folder of a run, whose newest weights speak; null: model.weights as they are
-    checkpoint: str | None = None
-    step: int | None = None  # of an older checkpoint of that run; null: the newest
-    system: str | None = None  # what the system message says; null: there is none
-
-    def __post_init__(self):
-        if self.step is not None and self.checkpoint is None:
-            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+    # the text of the system message; null: there is none
+    system: str | None = None
 
 
 def main() -> None:
@@ -31,7 +27,10 @@ def main() -> None:
 
 
 def chat(run: RunConfig, settings: ChatConfig) -> None:
-    """Reads lines until there are no more, and answers each as the conversation so far asks."""
+    """Reads lines from standard input, and prints the model's answer to each.
+
+    Raises ConfigError if the model has no chat template.
+    """
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
@@ -39,31 +38,36 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
         )
     print(HELP, file=sys.stderr)
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    said, turn = list(start), 0
-    while (line := _ask()) is not None:
+    messages = list(start)
+    turn = 0
+    while (line := _read_line()) is not None:
+        # commands of the chat itself
         if line in ("/exit", "/quit"):
             return
         if line == "/reset":
-            said = list(start)
+            messages = list(start)
         elif line.startswith("/system "):
             start = [{"role": "system", "content": line.removeprefix("/system ")}]
-            said = list(start)
+            messages = list(start)
         elif line.startswith("/"):
             print(HELP, file=sys.stderr)
+
+        # a message for the model
         elif line.strip():
-            asked = [*said, {"role": "user", "content": line}]
+            asked = [*messages, {"role": "user", "content": line}]
             try:
                 answer = _answer(model, asked, run, turn)
             except ValueError as error:
-                # too long, or not as the template wants it: the conversation stays as it was
+                # Too long, or not what the template allows: the conversation stays as it was.
                 print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
                 continue
-            said, turn = [*asked, {"role": "assistant", "content": answer}], turn + 1
+            messages = [*asked, {"role": "assistant", "content": answer}]
+            turn += 1
 
 
-def _ask() -> str | None:
-    """A line of the user's; None when there are no more."""
-    # closed
+def _read_line() -> str | None:
+    """The next line of the user; None when there are no more."""
+    # Standard input is None where the process was started without one.
     if sys.stdin is None:
         return None
     if sys.stdin.isatty():
@@ -72,11 +76,12 @@ def _ask() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(model, asked: list[dict], run: RunConfig, turn: int) -> str:
+def _answer(model: LanguageModel, messages: list[dict], run: RunConfig, turn: int) -> str:
+    """The model's answer to a conversation, printed while it is sampled."""
     pieces = []
-    # each turn draws anew
+    # Each turn has a seed of its own, or a repeated question would get the same answer.
     seed = (run.seed + turn) % 2**32
-    for text in model.stream(asked, run.generation, seed, run.rollout):
+    for text in model.stream(messages, run.generation, seed, run.rollout):
         pieces.append(text)
         print(escape_for_terminal(text), end="", flush=True)
     print()

@@ -1,36 +1,35 @@
-"""`tunix-lite generate prompt="..."`, or `prompts=FILE`: completions of a run's model or of any
-other."""
+"""`tunix-lite generate prompt="..."` or `prompts=FILE`: completions of one prompt, or many."""
 
 import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
-
 from tunix_lite.commands import program
+from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.inference.language_model import LanguageModel, Prompt, open_model, run_settings
-from tunix_lite.parallel.mesh import of_all
+from tunix_lite.inference.language_model import Completion, Prompt
 from tunix_lite.plain_text import shortened, visible
 from tunix_lite.tasks.sources import json_of, lines_of
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    """What to answer, and where to put it."""
+class GenerateConfig(WhichWeights):
+    """The prompts, and where to write the completions."""
 
-    # the folder of a run, whose newest weights speak; null: model.weights as they are
-    checkpoint: str | None = None
-    step: int | None = None  # of an older checkpoint of that run; null: the newest
-    prompt: str | None = None  # one prompt, answered on the terminal as it is drawn
+    # one prompt; its completion is printed token by token
+    prompt: str | None = None
     # or a file: .jsonl with "prompt" or "messages" in each line, or text, a prompt a line
     prompts: str | None = None
-    num_generations: int = 1  # completions of each prompt
-    batch_size: int = 64  # sequences drawn together; changes memory and speed, not what is said
-    out: str | None = None  # a .jsonl file for the completions; null: the terminal
-    overwrite: bool = False  # replace `out` if it exists
+    # completions of each prompt
+    num_generations: int = 1
+    # sequences sampled together; changes memory and speed, not the completions
+    batch_size: int = 64
+    # a .jsonl file for the completions; null: the terminal
+    out: str | None = None
+    # replace `out` if it exists
+    overwrite: bool = False
 
     def __post_init__(self):
         if (self.prompt is None) == (self.prompts is None):
@@ -41,8 +40,7 @@ class GenerateConfig:
                 f"batch_size={self.batch_size} at "
                 "least that"
             )
-        if self.step is not None and self.checkpoint is None:
-            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+        super().__post_init__()
 
 
 def main() -> None:
@@ -50,79 +48,88 @@ def main() -> None:
 
 
 def generate(run: RunConfig, settings: GenerateConfig) -> None:
-    """Reads the prompts, loads the model and writes what it says."""
+    """Reads the prompts, loads the model, and prints or writes the completions.
+
+    Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded.
+    """
+    limits = None
     if settings.prompt is not None:
-        asked, most = [settings.prompt], None
+        prompts = [settings.prompt]
     else:
-        asked, most = read_prompts(
-            Path(settings.prompts).expanduser(), run.generation.max_new_tokens
-        )
-    out = None if settings.out is None else Path(settings.out).expanduser()
-    if out is not None:
-        if out.is_dir():
-            raise ConfigError(
-                f"out={out} is a folder; give a file, such as {out}/completions.jsonl"
-            )
-        if out.exists() and not settings.overwrite:
-            raise ConfigError(
-                f"out={out} exists; give another file, or overwrite=true to replace it"
-            )
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
+        file = Path(settings.prompts).expanduser()
+        prompts, limits = read_prompts(file, run.generation.max_new_tokens)
+    out = _output_file(settings)
     model = open_chosen_model(run, settings)
+
     with error_context("generate"):
+        # A single completion appears on the terminal while it is sampled.
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
             for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
                 print(escape_for_terminal(text), end="", flush=True)
             print()
             return
-        how = settings.num_generations, run.seed, settings.batch_size
-        said = model.generate(asked, run.generation, *how, max_new_tokens=most, rollout=run.rollout)
-    if missing := len({*range(len(asked))} - {completion.prompt for completion in said}):
-        print(f"{missing} of {len(asked)} prompts were too long, and dropped", file=sys.stderr)
-    rows = [{**asdict(completion), "prompt": asked[completion.prompt]} for completion in said]
+        completions = model.generate(
+            prompts,
+            run.generation,
+            settings.num_generations,
+            run.seed,
+            settings.batch_size,
+            max_new_tokens=limits,
+            rollout=run.rollout,
+        )
+    _show(completions, prompts, out)
+
+
+def _output_file(settings: GenerateConfig) -> Path | None:
+    """The file that `out` names. Raises ConfigError if it could not be written."""
+    if settings.out is None:
+        return None
+    out = Path(settings.out).expanduser()
+    if out.is_dir():
+        raise ConfigError(f"out={out} is a folder; give a file, such as {out}/completions.jsonl")
+    if out.exists() and not settings.overwrite:
+        raise ConfigError(f"out={out} exists; give another file, or overwrite=true to replace it")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
+    return out
+
+
+def _show(completions: list[Completion], prompts: list[Prompt], out: Path | None) -> None:
+    """Writes completions with their prompts to the file `out`; None: prints them."""
+    dropped = len(prompts) - len({completion.prompt for completion in completions})
+    if dropped:
+        print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
+    rows = [{**asdict(found), "prompt": prompts[found.prompt]} for found in completions]
+
     if out is not None:
-        out.write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-        )
-        print(
-            f"{len(rows)} completions of {len(asked) - missing} prompts are in {out}",
-            file=sys.stderr,
-        )
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        out.write_text("".join(lines), encoding="utf-8")
+        answered = len(prompts) - dropped
+        print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
         return
+
     for row in rows:
-        question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(
-            escape_for_terminal(
-                "> "
-                f"{question}\n{row['text']}{' [cut]' if row['finish_reason'] == 'length' else ''}\n"
-            )
-        )
+        prompt = row["prompt"]
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        cut = " [cut]" if row["finish_reason"] == "length" else ""
+        print(escape_for_terminal(f"> {question}\n{row['text']}{cut}\n"))
 
 
 def escape_for_terminal(text: str) -> str:
-    """What a model says, as it is for a file or a pipe; on a terminal, with what would act on it
-    escaped."""
+    """Escapes control characters in a model's text if standard output is a terminal.
+
+    Files and pipes get the text as it is.
+    """
     return visible(text) if sys.stdout.isatty() else text
 
 
-def open_chosen_model(run: RunConfig, settings, dtype: str | None = None) -> LanguageModel:
-    """The model that `model` and `checkpoint` name, on its mesh; dtype None: as
-    training.mixed_precision says."""
-    folder = None if settings.checkpoint is None else Path(settings.checkpoint).expanduser()
-    seed = run.seed if folder is None else run_settings(folder, run.model.family)[1]
-    model = open_model(
-        run.model, folder, settings.step, dtype or run.training.mixed_precision, seed
-    )
-    if model.mesh.size < jax.device_count():
-        print(f"devices: {of_all(model.mesh)}", file=sys.stderr)
-    return model
-
-
 def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
-    """The prompts of a file, "prompt" or "messages" of each line of .jsonl, else each line; and the
-    most tokens of each one's completions: "max_new_tokens" of its line, else `most`. Raises
-    ConfigError."""
+    """The prompts of a file, and for each the most tokens of its completions.
+
+    Each line of a .jsonl file is {"prompt": "..."} or {"messages": [...]}, and may have
+    "max_new_tokens", else `most` counts. Each line of any other file is a prompt. Raises
+    ConfigError with the line that is wrong.
+    """
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:
@@ -133,27 +140,35 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
-    asked, limits = zip(*(_prompt(file, i, line, most) for i, line in lines))
-    return list(asked), list(limits)
+    prompts = []
+    limits = []
+    for number, line in lines:
+        prompt, limit = _read_prompt(file, number, line, most)
+        prompts.append(prompt)
+        limits.append(limit)
+    return prompts, limits
 
 
-def _prompt(file: Path, number: int, line: str, most: int) -> tuple[Prompt, int]:
+def _read_prompt(file: Path, number: int, line: str, most: int) -> tuple[Prompt, int]:
+    """The prompt in a line of a .jsonl file, and the most tokens of its completions."""
     try:
         row = json_of(line, f"{file}, line {number}")
     except ValueError as error:
         raise ConfigError(f"prompts={error}") from error
-    asked = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+    prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+    is_text = isinstance(prompt, str) and prompt
     is_conversation = (
-        isinstance(asked, list) and asked and all(isinstance(message, dict) for message in asked)
+        isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
     )
-    if not (isinstance(asked, str) and asked) and not is_conversation:
+    if not is_text and not is_conversation:
         raise ConfigError(
             f'prompts={file}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
         )
+
     limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most
     if type(limit) is not int or not 1 <= limit <= most:
         raise ConfigError(
             f"prompts={file}, line {number}: max_new_tokens={shortened(limit)}; it is 1 to "
             f"generation.max_new_tokens={most}"
         )
-    return asked, limit
+    return prompt, limit

@@ -1,5 +1,9 @@
-"""Hydra in, RunConfig out. Settings are checked before Hydra makes a folder: a mistake leaves
-nothing behind."""
+"""The command line: Hydra reads it, and programs get a built `RunConfig`.
+
+Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that the
+settings of a run are composed here first, and once more by `hydra.main`, which takes no composed
+ones; they are built only once.
+"""
 
 import argparse
 import contextlib
@@ -8,7 +12,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +42,35 @@ from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
 
 EXIT_FAILED = 1
-# another try would not change it
+# A launcher does not start the run again after this one.
 EXIT_WRONG_SETTINGS = 2
-# as a shell says it
+# 128 + SIGINT, as shells have it.
 EXIT_INTERRUPTED = 130
 
 
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
-    """The run that these overrides describe; `more_conf` is a folder of the user's own options.
-    Raises ConfigError."""
+    """The settings of a run, built from conf/ and these overrides.
+
+    overrides: as on the command line, `["model=gemma3_1b", "seed=1"]`. more_conf: a folder with the
+    user's own options. Raises ConfigError.
+    """
     return build(RunConfig, compose_values(overrides, more_conf))
 
 
 def compose_values(
     overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()
 ) -> dict:
-    """The settings as plain values; `of` are overrides that a program begins with. Raises
-    ConfigError."""
+    """The settings as nested plain values, not built yet.
+
+    of: overrides that a command adds before those of the user, `("+command=generate",)`. Raises
+    ConfigError.
+    """
     overrides = expand_short_forms(overrides)
     with error_context(""):
         check_config_dir(more_conf)
-    search = (
-        [] if more_conf is None else [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
-    )
+    search = []
+    if more_conf is not None:
+        search = [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
             return _plain_values(hydra.compose("config", [*search, *of, *overrides]))
@@ -69,9 +79,10 @@ def compose_values(
 
 
 def expand_short_forms(words: list[str]) -> list[str]:
-    """The command line with what is short written out: resume=X is resume.folder=X."""
+    """The words of a command line, with `resume=X` written out as `resume.folder=X`."""
+    short = "resume="
     return [
-        "resume.folder=" + word.removeprefix("resume=") if word.startswith("resume=") else word
+        "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
         for word in words
     ]
 
@@ -83,59 +94,62 @@ def _plain_values(settings: DictConfig) -> dict:
 def explain(
     error: Exception, overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()
 ) -> str:
-    """One message for what Hydra refused, with the nearest right spelling. Call it inside
-    initialize_config_dir."""
+    """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
+
+    error: Hydra's own error; its text is the message where no override is found wrong. The other
+    arguments are those of `compose_values`. Call it inside `hydra.initialize_config_dir`.
+    """
+    # An override that Hydra's grammar refuses.
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
-    read = {}
+    parsed = {}
     for text in overrides:
         try:
-            read[text] = OverridesParser.create().parse_override(text)
+            parsed[text] = OverridesParser.create().parse_override(text)
         except HydraException:
             return (
                 f"{text}: cannot be read as an override; write key=value, and a value with "
                 "brackets or spaces "
                 "in two pairs of quotes: 'key=\"value\"'"
             )
-    known = _known(
-        [*of, *(text for text, override in read.items() if override.get_key_element() in groups)],
-        of,
-    )
-    for text, override in read.items():
+
+    # The first override whose option or key does not exist.
+    chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
+    known = _known_settings([*of, *chosen], of)
+    sections = {key[:i] for key in known for i, char in enumerate(key) if char == "."}
+    folders = [conf_dir()]
+    if more_conf:
+        folders.append(Path(more_conf))
+    for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
         if key.startswith("hydra."):
             continue
-        folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
-        options = (
-            sorted({f.stem for d in folders for f in (d / key).glob("*.yaml")})
-            if key in groups
-            else []
-        )
+        options = []
+        if key in groups:
+            options = sorted({file.stem for d in folders for file in (d / key).glob("*.yaml")})
         if options and override.value() not in options:
             return (
                 f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
             )
-        sections = {k[:i] for k in known for i, c in enumerate(k) if c == "."}
-        if (
-            key not in known
-            and key not in groups
-            and key not in sections
-            and not text.startswith("+")
-        ):
+        exists = key in known or key in groups or key in sections
+        if not exists and not text.startswith("+"):
             return unknown_key(key, known)
     return str(error).replace("\n", " ")
 
 
-def _known(options: list[str], of: tuple[str, ...]) -> list[str]:
-    """The settings that there are with these options: model=random has some that the default model
-    has not."""
+def _known_settings(options: list[str], of: tuple[str, ...]) -> list[str]:
+    """The dotted names of all settings, with these options chosen; model=random has more of them.
+
+    If the options cannot be composed, those of the default options.
+    """
     try:
-        return [str(key) for key in _leaves(_plain_values(hydra.compose("config", options)))]
+        values = _plain_values(hydra.compose("config", options))
     except (HydraException, OmegaConfBaseException):
-        # one of them is what is wrong
-        return [str(key) for key in _leaves(_plain_values(hydra.compose("config", list(of))))]
+        values = _plain_values(hydra.compose("config", list(of)))
+    return list(_leaves(values))
 
 
-def _leaves(values, prefix=""):
+def _leaves(values: dict, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values in nested dicts."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -144,8 +158,11 @@ def _leaves(values, prefix=""):
 
 
 def fill_in_folder(text: str, values: dict) -> str:
-    """A folder as the command line gives it, with ${now:...} and plain settings filled in. Raises
-    ConfigError."""
+    """Fills in `${now:...}` and settings in the folder that a command line gives.
+
+    text: the folder as given. values: the settings as plain values. Raises ConfigError for what
+    only Hydra could fill in.
+    """
     setup_globals()
     try:
         return str(OmegaConf.create({**values, "hydra": {"folder": text}}).hydra.folder)
@@ -159,31 +176,46 @@ def fill_in_folder(text: str, values: dict) -> str:
 def main(
     task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]
 ) -> None:
-    """Runs `task(run, folder)` with the settings on the command line; `check` looks at them first.
+    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)`.
 
-    Hydra's own flags (--help, --cfg job, --multirun ...) work as everywhere; of a sweep every run
-    is checked first.
+    The folder that `check` gets is the one that Hydra will make, as far as it is known. `task` gets
+    the same `run` object as `check`. Hydra's own flags (--help, --cfg job, --multirun ...) work as
+    in every Hydra program. All runs of a sweep are checked before the first one starts. Errors end
+    the process with a message and an exit code.
     """
     keep_freed_memory()
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
-    _or_exit(lambda: _check_places(sys.argv[1:]))
-    _or_exit(lambda: _check(check, sys.argv[1:]))
+    checked: list[tuple[dict, RunConfig]] = []
+    _or_exit(lambda: _check_folders(sys.argv[1:]))
+    _or_exit(lambda: checked.extend(_check_runs(check, sys.argv[1:])))
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(settings: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        _or_exit(
-            lambda: task(build(RunConfig, _plain_values(settings)), folder), made_by_hydra=folder
-        )
+        _or_exit(lambda: task(_run_of(settings, checked), folder), made_by_hydra=folder)
 
     job()
 
 
-def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
-    """Runs a program beside training: settings of its own, built as `kind`, and all those of a run.
+def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunConfig:
+    """The run that was built and checked from these very values; if none was, it is built now.
 
-    It makes no folder of its own. With checkpoint=RUN, `model` is what that run trained, where
-    nothing else is given.
+    None was where a value depends on the clock, or is not a number (which equals nothing).
+    """
+    values = _plain_values(settings)
+    for i, (known_values, _) in enumerate(checked):
+        if known_values == values:
+            return checked.pop(i)[1]
+    return build(RunConfig, values)
+
+
+def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
+    """Runs a command beside training, `action(run, settings)`, with what its command line says.
+
+    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
+    settings. It has all settings of a run, too, but makes no folder as a run does. With
+    checkpoint=FOLDER the settings of `model` are those of the run in that folder. Errors end the
+    process with a message and an exit code.
     """
     keep_freed_memory()
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
@@ -198,20 +230,23 @@ def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None])
         return
 
     def act() -> None:
+        # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         for text in known.overrides:
-            key, _, said = text.partition("=")
+            key, _, literal = text.partition("=")
             if key in LITERAL and key not in values:
                 raise ConfigError(unknown_key(key, list(values)))
             if key in LITERAL:
-                values[key] = _unquoted(said)
-        _on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
+                values[key] = _unquoted(literal)
+        _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
+
+        # A folder is data: `_of_run` refuses one whose settings hold a _target_.
         if values.get("checkpoint") is not None:
             if not isinstance(values["checkpoint"], str):
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
-            # has no _target_ in it
             values["model"] = _of_run(values, overrides)
+
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")
             return
@@ -222,12 +257,12 @@ def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None])
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
 
 
-# what stands behind their = is text for the model, whatever Hydra would read there
+# Settings whose value is text for the model: Hydra does not parse it.
 LITERAL = {
     "prompt",
     "system",
 }
-# where the base is, and what belongs to the machine
+# Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.
 BESIDE_A_RUN = {
     "weights",
     "tokenizer",
@@ -237,17 +272,17 @@ BESIDE_A_RUN = {
 
 
 def _unquoted(text: str) -> str | None:
-    """The text, without quotes around it that a shell left; null as in YAML."""
+    """The text without quotes that a shell may have left around it; `null` is None, as in YAML."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return None if text == "null" else text
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:
-    """The model of the run in values["checkpoint"], with what the command line says of `model` put
-    over it.
+    """The `model` settings of the run in values["checkpoint"], with the command line's on top.
 
-    The mesh is that of the command line alone: it belongs to the machine.
+    The mesh comes from the command line alone: it belongs to the machine. Raises ConfigError for a
+    setting that is not in BESIDE_A_RUN.
     """
     own = {}
     for text in overrides:
@@ -266,34 +301,41 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
 
 
-def _check_places(words: list[str]) -> None:
-    """Raises ConfigError for a folder that a run writes to, which Hydra would make, or a missing
-    one of options."""
-    _on_disk({folder_key(words): folder_given(words)})
+def _check_folders(words: list[str]) -> None:
+    """Raises ConfigError if the run's folder is an address, or if --config-dir names no folder."""
+    _check_on_disk({folder_key(words): folder_given(words)})
     with error_context(""):
         check_config_dir(config_dir(words))
 
 
-def _on_disk(places: dict) -> None:
-    """Raises ConfigError for a setting that says an address, such as gs://bucket/run, and no
-    folder."""
+def _check_on_disk(folders: dict) -> None:
+    """Raises ConfigError if a setting, by its name, is an address such as gs://bucket/run."""
     with error_context(""):
-        for name, place in places.items():
-            check_on_disk(name, place)
+        for name, folder in folders.items():
+            check_on_disk(name, folder)
 
 
-def _check(check: Callable[[RunConfig, Path], object], arguments: list[str]) -> None:
-    """Looks at the run, or at every run of a sweep. Flags that only show something are Hydra's own
-    business."""
+def _check_runs(
+    check: Callable[[RunConfig, Path], object], arguments: list[str]
+) -> list[tuple[dict, RunConfig]]:
+    """Builds and checks the run, or every run of a sweep: (plain values, run) of each.
+
+    If there are flags of Hydra that only show something, such as --cfg, there is nothing to check.
+    """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("overrides", nargs="*")
     known, others = parser.parse_known_intermixed_args(arguments)
     if others:
-        return
+        return []
+    checked = []
     for overrides in _runs_of(known.overrides) if known.multirun else [known.overrides]:
-        check(compose(overrides, known.config_dir), _run_dir(overrides))
+        values = compose_values(overrides, known.config_dir)
+        run = build(RunConfig, values)
+        check(run, _run_dir(overrides))
+        checked.append((values, run))
+    return checked
 
 
 def _runs_of(overrides: list[str]) -> list[list[str]]:
@@ -303,62 +345,74 @@ def _runs_of(overrides: list[str]) -> list[list[str]]:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException:
-            # composing it says what is wrong
+            # Composing this override will raise an error that says what is wrong.
             return [overrides]
-        swept = override.is_sweep_override()
-        key = override.get_key_element()
-        choices.append(
-            [f"{key}={value}" for value in override.sweep_string_iterator()] if swept else [text]
-        )
+        values = [text]
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        choices.append(values)
     return [list(run) for run in itertools.product(*choices)]
 
 
 def sweep_folder() -> Path | None:
-    """Of the sweep that the run which Hydra has started is one of; None where it is a run by
-    itself."""
+    """The folder of the sweep that the current run belongs to; None if it is no run of a sweep.
+
+    Call it while Hydra runs the task of `main`.
+    """
     settings = HydraConfig.get()
     return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None
 
 
 def _run_dir(overrides: list[str]) -> Path:
-    """The folder that the run will write to, as far as it is known before Hydra makes it."""
+    """The folder that the run will write to, as far as it is known before Hydra makes it.
+
+    Without hydra.run.dir Hydra takes a new folder, named after the time: it holds nothing.
+    """
     return Path(folder_given(overrides) or "outputs/not-made-yet")
 
 
 def _as_long_as_read(action: Callable[[], object]) -> None:
-    """For programs whose output is what they are for: all is well if whoever read it has enough."""
+    """Runs `action`, and takes a closed pipe for success: `| head` has read all that it wants."""
     try:
         action()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-GOES_ON = "; if a checkpoint was saved, the same command with hydra.run.dir=FOLDER goes on from it"
+RESUME_HINT = (
+    "; if a checkpoint was saved, the same command with hydra.run.dir=FOLDER goes on from it"
+)
 
 
 def _or_exit(
-    action: Callable[[], object], made_by_hydra: Path | None = None, interrupted: str = GOES_ON
+    action: Callable[[], object],
+    made_by_hydra: Path | None = None,
+    interrupted: str = RESUME_HINT,
 ) -> None:
+    """Runs `action`; errors that a user can cause become one line of text and an exit code.
+
+    made_by_hydra: the folder that Hydra made for this run, which is removed if wrong settings are
+    found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C.
+    """
     try:
         action()
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    except (
-        FloatingPointError
-    ) as error:  # says what to do about it, and where in the code does not help
+    except FloatingPointError as error:
+        # The message says what to do; a traceback would not help.
         print(f"error: {visible(str(error))}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except DiskError as error:
-        # they may be on that disk, too
+        # Standard output and error may be files on that disk, too.
         with contextlib.suppress(OSError):
             print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        # Else a thread that still writes would keep us, and what it leaves undone would fill the
-        # screen.
+        # A usual exit would wait for a thread that still writes a checkpoint, and print its error.
         os._exit(EXIT_FAILED)
     except (ConfigError, RunFailed) as error:
-        # as of who has it, and we do not
+        # RunFailed: another run may have the folder, so it stays.
         is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)

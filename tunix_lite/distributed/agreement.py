@@ -1,4 +1,8 @@
-"""What each process of a run says of itself, and who of them differs."""
+"""What each process of a run reports about itself, and which processes differ.
+
+Processes of one run must have the same packages, code, kind of devices, compiler variables and
+settings. If they have not, they compile different programs, and their collectives hang.
+"""
 
 import contextlib
 import dataclasses
@@ -21,92 +25,119 @@ from tunix_lite.distributed.allgather import allgather_values
 PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 NOT_COMPARED = {"launch.process_id"}
-# differences, or processes, in a message
+# Most differences, or names of processes, in a message.
 SHOWN = 5
 
-# variables that hold several
+# Variables that hold several flags each; the flags are compared one by one.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Variables of jax that a process may have to itself: its place in the run, its devices (which
-# `accelerator` and check_devices compare), caches, and what it says or writes for people. All
-# others may change programs.
+# Variables of jax that may differ between processes: the id of the process, its devices (which
+# `accelerator` and `check_devices` compare), its caches, logging and dumps. All others may change
+# compiled programs.
 OWN_VARIABLES = re.compile(
     r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
     r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_|INCLUDE_\w*DUMPS)"
 )
 OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
-# what their names begin with in messages
+# The prefix of environment variables in `ProcessInfo.values` and in messages.
 VARIABLE = "variable "
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What a process says of itself."""
+    """What a process reports about itself when the processes of a run meet.
 
-    values: dict[str, str]  # what must be the same on all that have it
-    folder: str | None = None  # that process 0 writes to
+    Example: `ProcessInfo({"package jax": "0.10.2", "seed": "0"}, "outputs/run", "node-1")`.
+    """
+
+    # name -> value; all processes that have a name must have the same value
+    values: dict[str, str]
+    # the folder of the run, as this process would choose it; that of process 0 counts
+    folder: str | None = None
+    # the name of the machine
     host: str = ""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all know afterwards."""
+    """What all processes know after they have met.
 
-    hosts: list[str]  # by process
-    folder: str | None  # of process 0
+    Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines.
+    """
+
+    # the name of each process's machine, in the order of process ids
+    hosts: list[str]
+    # the folder of the run, as process 0 chose it
+    folder: str | None
 
 
 def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
-    """This process: packages, code, kind of devices, variables of jax, and the settings of its run
-    as plain values."""
-    found = {f"package {name}": _version(name) for name in PACKAGES}
-    found |= {
-        f"package {name}": version for name in PLUGINS if (version := _version(name)) != "none"
-    }
-    found |= {"tunix-lite's code": code_digest(Path(__file__).parents[1])}
-    found |= {"python": platform.python_version(), "accelerator": accelerator()}
-    return ProcessInfo(
-        found | compiler_variables(os.environ) | flatten_settings(settings), folder, host_name()
-    )
+    """Describes this process: packages, code, kind of devices, compiler variables and settings.
+
+    settings: those of the run, as nested plain values. folder: the folder of the run.
+    """
+    values = {f"package {name}": _version(name) for name in PACKAGES}
+    # Plugins are compared only between the machines that have them.
+    for name in PLUGINS:
+        version = _version(name)
+        if version != "none":
+            values[f"package {name}"] = version
+
+    # Versions do not change between two commits of a checkout, so the code itself counts.
+    values["tunix-lite's code"] = code_digest(Path(__file__).parents[1])
+    values["python"] = platform.python_version()
+    values["accelerator"] = accelerator()
+    values |= compiler_variables(os.environ)
+    values |= flatten_settings(settings)
+    return ProcessInfo(values, folder, host_name())
 
 
 def flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Every setting as text, by its whole name. Of an absolute path the end: its start belongs to a
-    machine."""
+    """Nested settings as one dict of texts, keyed by dotted names.
+
+    Of an absolute path only the last part is kept: the rest may differ between machines.
+
+    Example: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`.
+    """
     if isinstance(value, dict):
-        dot = f"{name}." if name else ""
-        return {
-            key: text
-            for part, item in value.items()
-            for key, text in flatten_settings(item, f"{dot}{part}").items()
-        }
+        prefix = f"{name}." if name else ""
+        found = {}
+        for part, item in value.items():
+            found |= flatten_settings(item, f"{prefix}{part}")
+        return found
+    if name in NOT_COMPARED:
+        return {}
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
-    return {} if name in NOT_COMPARED else {name: Path(value).name if is_path else str(value)}
+    return {name: Path(value).name if is_path else str(value)}
 
 
 def code_digest(folder: Path) -> str:
-    """A digest of the Python files in a folder: two commits of a checkout have one version."""
+    """A digest of all Python files in a folder; it changes when the name or content of one does."""
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
-    return _digest(
-        "".join(f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)).encode()
-    )
+    lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
+    return _digest("".join(lines).encode())
 
 
 def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
-    """A digest of the file of each function and class in built settings that is not of this
-    package."""
+    """Digests of the files that define the user's own functions and classes in built settings.
+
+    Keys are `code of SETTING`. Functions and classes of this package are left out: `process_info`
+    has a digest of the whole package.
+    """
+    own_package = __name__.partition(".")[0]
     found = {}
     for where, named in _named(settings, name):
-        if (named.__module__ or "").partition(".")[0] == __name__.partition(".")[0]:
+        if (named.__module__ or "").partition(".")[0] == own_package:
             continue
-        # written in C, or in a notebook: no file
+        # What is written in C, or in a notebook, has no file.
         with contextlib.suppress(OSError, TypeError):
-            if file := inspect.getsourcefile(inspect.unwrap(named)):
+            file = inspect.getsourcefile(inspect.unwrap(named))
+            if file:
                 found[f"code of {where}"] = _digest(Path(file).read_bytes())
     return found
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Functions and classes that settings give by path: (the setting, what it names)."""
+    """All functions and classes in built settings, as (dotted name of the setting, object)."""
     inside = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield name, type(value)
@@ -129,12 +160,15 @@ def _digest(data: bytes) -> str:
 
 
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of jax and XLA that may change a program, without those that a process may have to
-    itself."""
-    found = {name: value for name, value in sorted(environ.items()) if name.startswith("JAX_")}
-    found = {
-        name: value for name, value in found.items() if value and not OWN_VARIABLES.match(name)
-    }
+    """The environment variables of jax and XLA that may change compiled programs.
+
+    Variables that may differ between processes (OWN_VARIABLES, OWN_FLAGS) are left out. Each flag
+    of XLA_FLAGS is a value of its own.
+    """
+    found = {}
+    for name, value in sorted(environ.items()):
+        if name.startswith("JAX_") and value and not OWN_VARIABLES.match(name):
+            found[name] = value
     for name in FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
@@ -151,43 +185,44 @@ def _version(package: str) -> str:
 
 
 def accelerator() -> str:
-    """What jax would use here, as far as that can be known before it is used."""
+    """The devices that jax would use on this machine: "CPU", "NVIDIA GPU" or "TPU".
+
+    Read from /dev, because asking jax would start its backend.
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
     names = {p.name for p in Path("/dev").glob("*")} if Path("/dev").is_dir() else set()
     if any(re.fullmatch(r"nvidia\d+", name) for name in names):
         return "NVIDIA GPU"
-    return (
-        "TPU"
-        if any(
-            re.fullmatch(r"accel\d+|vfio", name) and _version("libtpu") != "none" for name in names
-        )
-        else "CPU"
-    )
+    has_tpu = any(re.fullmatch(r"accel\d+|vfio", name) for name in names)
+    return "TPU" if has_tpu and _version("libtpu") != "none" else "CPU"
 
 
 def host_name() -> str:
+    """The name of this machine."""
     return socket.gethostname()
 
 
-# ---- who differs
+# ---- which processes differ
 
 
-def describe_differences(said: dict[int, tuple[str, dict[str, str]]]) -> str | None:
-    """Who differs from most in what, in words; None: nobody. Of two halves, that of process 0 is
-    right.
+def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str | None:
+    """Says which processes differ from the majority, and in what. None if all agree.
 
-    `said` is, by process, its name and its values; a value that a process does not have is no
-    difference.
+    reports: process id -> (name of the process, its values). Only processes that have a value are
+    compared in it. Where two values are equally common, that of the lowest process is right.
     """
     differences = []
-    for key in dict.fromkeys(key for _, values in said.values() for key in values):
-        have = {p: values[key] for p, (_, values) in sorted(said.items()) if key in values}
-        # in the order of processes, and the first of equals is the most common
+    keys = dict.fromkeys(key for _, values in reports.values() for key in values)
+    for key in keys:
+        have = {p: values[key] for p, (_, values) in sorted(reports.items()) if key in values}
+        # Counter keeps the order of processes, and most_common takes the first of equals.
         counts = Counter(have.values())
         usual = counts.most_common(1)[0][0]
-        for value in [value for value in counts if value != usual]:
-            odd = [said[p][0] for p, own in have.items() if own == value]
+        for value in counts:
+            if value == usual:
+                continue
+            odd = [reports[p][0] for p, own in have.items() if own == value]
             differences.append(
                 f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
                 f"the others {usual}"
@@ -199,51 +234,59 @@ def describe_differences(said: dict[int, tuple[str, dict[str, str]]]) -> str | N
 
 
 def enumerate_names(names: list[str]) -> str:
-    """process 1, process 2 and 7 more."""
-    shown = (
-        names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
-    )
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    """A list of names as text, at most SHOWN of them: `process 1, process 2 and 7 more`."""
+    shown = names
+    if len(names) > SHOWN:
+        shown = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 REMEDY = "Start all of them with the same command and the same packages"
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
-    unset = {
-        name: "not set"
-        for own in everyone.values()
-        for name in own.values
-        if name.startswith(VARIABLE)
+    """The error message for processes that differ, with the remedy; None if they agree.
+
+    everyone: by process id. A variable that only some processes have counts as a difference.
+    """
+    unset = {}
+    for info in everyone.values():
+        unset |= {name: "not set" for name in info.values if name.startswith(VARIABLE)}
+    reports = {
+        p: (f"process {p} ({info.host})", unset | info.values) for p, info in everyone.items()
     }
-    said = {p: (f"process {p} ({own.host})", unset | own.values) for p, own in everyone.items()}
-    text = describe_differences(said)
+    text = describe_differences(reports)
     return None if text is None else f"{text}. {REMEDY}"
 
 
-# ---- once jax has started
+# ---- after jax has started
 
 
 def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
-    """The same agreement where jax has started; all hear of an `error` that one has found.
+    """Lets all processes agree, as `meeting.meet` does, but through collectives of jax.
 
-    Raises ValueError, on all of them: a process that knows its own error says that one.
+    own: this process. error: what this process has found wrong; then all processes fail. Every
+    process must call this. Raises ValueError on all of them if they differ or if one has an error.
+    A process with an error of its own raises that one.
     """
     everyone = gather_process_info(own, error)
-    wrong = {
-        p: theirs.values["error"] for p, theirs in everyone.items() if "error" in theirs.values
-    }
     if error is not None:
         raise ValueError(error)
-    for p, text in wrong.items():
-        raise ValueError(f"process {p} ({everyone[p].host}): {text}")
-    if text := mismatch_error(everyone):
+    for p, info in everyone.items():
+        if "error" in info.values:
+            raise ValueError(f"process {p} ({info.host}): {info.values['error']}")
+    text = mismatch_error(everyone)
+    if text is not None:
         raise ValueError(text)
     return Agreement([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
 
 
 def gather_process_info(own: ProcessInfo, error: str | None = None) -> dict[int, ProcessInfo]:
-    """What every process says of itself, by process."""
-    values = own.values | ({} if error is None else {"error": error})
+    """The reports of all processes, by process id. `error` travels as one of the values."""
+    values = dict(own.values)
+    if error is not None:
+        values["error"] = error
     everyone = allgather_values(dataclasses.asdict(dataclasses.replace(own, values=values)))
-    return {p: ProcessInfo(**said) for p, said in enumerate(everyone)}
+    return {p: ProcessInfo(**report) for p, report in enumerate(everyone)}

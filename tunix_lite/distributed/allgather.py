@@ -1,18 +1,26 @@
-"""What every process of a run knows, for all of them."""
+"""A value of each process, given to all processes."""
 
 import json
 from typing import Any
 
 
 def allgather_values(value: Any) -> list:
-    """What each process gave, by process; plain values, as JSON has them. All of them must come
-    here, jax started."""
+    """The values of all processes, in the order of their ids.
+
+    A value is anything that JSON can hold: numbers, texts, lists, dicts with text keys, None. This
+    is a collective: every process must call it, and jax must have started. One process gets
+    `[value]` back as it is.
+
+    Example: `allgather_values(jax.process_index())` is `[0, 1]` on both of two processes.
+    """
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
         return [value]
+
+    # All processes must send arrays of one length, so each text is padded with blanks.
     text = json.dumps(value).encode()
     longest = int(np.max(multihost_utils.process_allgather(np.int32(len(text)))))
     padded = np.frombuffer(text.ljust(longest), np.uint8)

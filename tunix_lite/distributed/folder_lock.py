@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder."""
+"""A lock on the folder of a run: one run at a time writes to it."""
 
 import contextlib
 import errno
@@ -10,26 +10,26 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
 
-# its name in the folder; it stays there, and says who was the last
+# The lock file in the folder. It stays there, and holds the name of the last owner.
 LOCK = ".lock"
-# a file system that has no locks
+# Errors of a file system that has no locks: there, nothing keeps a second run out.
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-# seconds
+# Seconds between two attempts to take the lock.
 POLL = 0.2
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
-    """Inside, nobody else can claim the folder, which is made if need be; the end of the process
-    frees it, too.
+    """A context in which no other process can lock the folder. Makes the folder if there is none.
 
-    A run whose launcher was killed still saves what it has, in this folder: the one that goes on
-    from there waits. Raises ValueError if another process has the folder for `timeout` more
-    seconds, or if nobody can have it.
+    The lock ends with the context, or with the process. If another process has the lock, as a run
+    that saves its last checkpoint after its launcher was killed, this waits up to `timeout`
+    seconds, then raises ValueError. Also raises ValueError if .lock is a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LOCK).is_dir():
@@ -38,20 +38,24 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
             "away"
         )
     with (folder / LOCK).open("a+") as file:
-        until, other = time.monotonic() + timeout, None
-        while not _locked(file):
+        # Wait for the other run, and tell the user once whom we wait for.
+        deadline = time.monotonic() + timeout
+        other = None
+        while not _try_lock(file):
             if other is None:
                 other = _owner(folder)
                 print(
                     f"waiting for {folder}, which is in use by {other}", file=sys.stderr, flush=True
                 )
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise ValueError(
                     f"{folder} is in use by {other}, and was for {timeout:g} s: end that run, or "
                     "give this one another "
                     "hydra.run.dir"
                 )
             time.sleep(POLL)
+
+        # Write our name on disk: other hosts compare it (is_locked_by).
         file.truncate(0)
         file.write(
             f"process {os.getpid()} of {socket.gethostname()}, since "
@@ -64,10 +68,10 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
-    """Inside, the folder is that of this run on all of its processes: the first has claimed it, and
-    all see it.
+    """A context in which the folder belongs to this run: process 0 has the lock, all see the file.
 
-    Raises ValueError on all of them, if another run has it or if it is not one folder.
+    Every process of the run must enter it. Raises ValueError on all of them if another run has the
+    lock for `timeout` seconds, or if some process sees another folder under this path.
     """
     with contextlib.ExitStack() as until_done:
         error = None
@@ -77,26 +81,36 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             except ValueError as problem:
                 error = str(problem)
         join.agree({}, error)
-        theirs, owner = allgather_values([str(folder.absolute()), lock_owner(folder)])[0]
+
+        # The lock file that process 0 wrote must be visible at this path on every host.
+        reports = allgather_values([str(folder.absolute()), lock_owner(folder)])
+        first_folder, owner = reports[0]
         error = (
-            f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {theirs}; all "
-            "hosts must see it"
+            f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
+            "all hosts must see it"
         )
         join.agree({}, None if is_locked_by(owner, folder) else error)
         yield
 
 
 def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
-    """Whether `lock_owner` says so; on a network disk another host may see it a little later."""
-    until = time.monotonic() + seconds
-    while (seen := lock_owner(folder)) != owner and time.monotonic() < until:
+    """Whether `lock_owner(folder)` is `owner`.
+
+    Looks again for some `seconds`: a host may see a file on a network disk a little later.
+    """
+    deadline = time.monotonic() + seconds
+    while lock_owner(folder) != owner:
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(POLL)
-    return seen == owner
+    return True
 
 
 def lock_owner(folder: Path) -> str | None:
-    """What whoever has the folder, or had it last, wrote there; None where nobody has. Never twice
-    the same."""
+    """The text in the lock file: process id, host and time of the last lock. None if there is none.
+
+    The time is in microseconds, so no two locks have the same text.
+    """
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None
@@ -106,7 +120,8 @@ def _owner(folder: Path) -> str:
     return (lock_owner(folder) or "another process").partition(",")[0]
 
 
-def _locked(file) -> bool:
+def _try_lock(file: TextIO) -> bool:
+    """Locks the open file, without waiting. False if another process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,10 @@
-"""Gloo, which carries what CPU devices of several processes send each other, greets each of its
-connections on the screen, in the middle of what a run shows there. Here these lines go to the log.
+"""Moves the greetings of Gloo from the screen to the log of the run.
 
-It is compiled code and writes to file 1, whatever Python does with its `sys.stdout`. So
-`sys.stdout` gets a file of its own, the screen, and file 1 becomes a pipe, from which everything
-but those lines is passed on.
+Gloo is the library with which CPU devices of several processes communicate. It prints a line for
+each of its connections, in the middle of the run's own output. It is compiled code and writes to
+file descriptor 1, so replacing `sys.stdout` does not help. Instead descriptor 1 becomes a pipe, and
+`sys.stdout` writes to a copy of the old descriptor. A thread reads the pipe, keeps the greetings,
+and writes all else to the screen.
 """
 
 import atexit
@@ -20,39 +21,47 @@ PIECES = (
     rb"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |"
     rb"Expected number of connected peer ranks is : )*\s*"
 )
-# for what is still in the pipe at the end
+# Seconds to wait, at the end of the process, for what is still in the pipe.
 END_SECONDS = 1.0
 
 _filters: list["Filter"] = []
 
 
 def redirect_greetings() -> None:
-    """From now on, its greetings are kept for `log_into`. Once, and before several processes use
-    CPU devices."""
+    """Keeps all greetings of Gloo from now on, until `log_into` names a file for them.
+
+    Call it before several processes use CPU devices. A second call does nothing.
+    """
     if not _filters:
         _filters.append(Filter())
         atexit.register(restore_stdout)
 
 
 def log_into(file: Path) -> None:
-    """Where the greetings go, those that have been kept until now, too."""
+    """Appends the greetings to this file: those kept until now, and all that follow."""
     for each in _filters:
         each.log_into(file)
 
 
 def restore_stdout() -> None:
-    """At the end of the process: file 1 is the screen again, and what was under way to it is
-    there."""
+    """Makes file descriptor 1 the screen again, after writing what is still in the pipe.
+
+    Runs at the end of the process. Call it before `os._exit`, which runs nothing of that kind.
+    """
     for each in _filters:
         each.close()
 
 
 class Filter:
-    """Stands between file 1 and the screen."""
+    """The pipe between file descriptor 1 and the screen, and the thread that reads it."""
 
     def __init__(self):
-        sys.stdout.flush()
-        self._screen, stdout = os.dup(1), sys.stdout
+        # Python's own output goes to the screen directly, through a copy of descriptor 1.
+        stdout = sys.stdout
+        stdout.flush()
+        self._screen = os.dup(1)
+
+        # All that compiled code writes to descriptor 1 goes into the pipe.
         reading, writing = os.pipe()
         os.dup2(writing, 1)
         os.close(writing)
@@ -61,46 +70,49 @@ class Filter:
         sys.stdout.reconfigure(
             line_buffering=stdout.line_buffering, write_through=stdout.write_through
         )
-        # greetings, which have not ended yet
+
+        # the number of greetings that have begun and not ended
         self._begun = 0
+        # greetings that are not in the log yet
         self._kept: list[bytes] = []
         self._log: Path | None = None
         self._thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
         self._thread.start()
 
     def log_into(self, file: Path) -> None:
+        """Appends the greetings to this file from now on, with those kept until now."""
         self._log = file
         self._write()
 
     def _pass_on(self, reading: int) -> None:
-        with open(reading, "rb") as said:
-            for line in said:
+        """Reads the pipe to its end, keeps the greetings and writes all else to the screen."""
+        with open(reading, "rb") as lines:
+            for line in lines:
                 self._begun += line.count(BEGINS)
-                # of several threads, piece by piece
+                # Several threads of Gloo print at once, so a line may hold pieces of greetings.
                 if self._begun and re.fullmatch(PIECES, line):
                     self._begun -= 1
                     self._kept.append(line)
                     self._write()
                 else:
-                    # a screen that is gone
+                    # The screen may be gone: a closed terminal, or a pipe that nobody reads.
                     with contextlib.suppress(OSError):
                         os.write(self._screen, line)
 
     def _write(self) -> None:
+        """Appends the kept greetings to the log, if `log_into` has named it."""
         if self._log is not None:
-            # a full disk ends a run elsewhere
-            with (
-                contextlib.suppress(OSError),
-                self._log.open("ab") as log,
-            ):
+            # A full disk must not end this thread; other parts of the run report it.
+            with contextlib.suppress(OSError), self._log.open("ab") as log:
                 while self._kept:
                     log.write(self._kept.pop(0))
 
     def close(self) -> None:
+        """Makes descriptor 1 the screen again, and waits END_SECONDS for what is in the pipe."""
         sys.stdout.flush()
+        # Buffers of compiled code would else be written after the pipe is closed.
         with contextlib.suppress(OSError, AttributeError):
-            # what compiled code keeps until the very end
             ctypes.CDLL(None).fflush(None)
-        # the end of the pipe, unless somebody we started still has it
+        # This closes the pipe, unless a process that we started still has it open.
         os.dup2(self._screen, 1)
         self._thread.join(END_SECONDS)

@@ -1,10 +1,10 @@
-"""Outlives the launcher of a run and nothing else: should that be killed, what it has started is
-gone soon after.
+"""Ends the processes of a run if their launcher is killed.
 
-A program of its own, of the standard library alone. It reads a pipe whose other end only the
-launcher holds: numbers of processes, a line each, and at the end a dot. If the end comes without
-one, the launcher was killed. What belongs to the run has the launcher's temporary folder in its
-environment: reward workers, too, and what they started, in whatever session.
+A program of its own, which uses only the standard library. The launcher starts it, and holds the
+only other end of its pipe. Through the pipe the launcher sends the ids of the processes that it
+starts, a line each, and a dot when it ends. If the pipe closes without the dot, the launcher was
+killed, and the guard ends the run. All processes of the run have the path of the launcher's
+temporary folder in their environment: reward workers too, and whatever they started.
 """
 
 import contextlib
@@ -15,53 +15,63 @@ import sys
 import time
 from pathlib import Path
 
-# seconds for an update that is under way and a checkpoint, once the launcher is gone
+# Seconds that the run has to finish its update and to save, after the launcher is gone.
 GRACE = 300.0
+# Seconds between two looks at the processes.
 POLL = 0.2
 
 
 def main() -> None:
-    pipe, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # who kills the launcher's group does not mean us
+    pipe = int(sys.argv[1])
+    folder = Path(sys.argv[2])
+
+    # Signals to the launcher's group of processes, such as Ctrl-C, must not end the guard.
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with open(pipe) as said:
-        *processes, last = said.read().split("\n")
+
+    with open(pipe) as lines:
+        *processes, last = lines.read().split("\n")
     if last != ".":
         end_all({int(pid) for pid in processes}, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_all(processes: set[int], folder: Path, grace: float = GRACE) -> None:
-    """Asks these processes to stop, wakes them if they are stopped, and ends them when the time is
-    up; with the last of them ends all that belongs to the run. They have been asked already, as a
-    rule: twice at once is once."""
-    mark, until = f"={folder}/".encode(), time.monotonic() + grace
+    """Ends all processes of the run. Those named in `processes` have `grace` seconds to save.
+
+    First sends them SIGTERM. Whoever ended the launcher has mostly sent it already, and a run
+    takes two signals at once for one. When all of them have ended, or the time is up, every process
+    that has `folder` in its environment is killed.
+    """
+    mark = f"={folder}/".encode()
+    deadline = time.monotonic() + grace
     for pid in processes & marked(mark):
         send(pid, signal.SIGTERM)
+
     while left := marked(mark):
-        is_time = not left & processes or time.monotonic() > until
+        is_time = not left & processes or time.monotonic() > deadline
         for pid in left:
+            # SIGCONT: a process that is stopped would not see the SIGTERM.
             send(pid, signal.SIGKILL if is_time else signal.SIGCONT)
         time.sleep(POLL)
 
 
 def marked(mark: bytes) -> set[int]:
-    """The processes, but us, in whose environment this stands, as they were started; those that
-    have ended not."""
+    """The ids of the other running processes that were started with `mark` in their environment."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        # gone, or another user's
+        # A process may be gone by now, or belong to another user.
         with contextlib.suppress(OSError):
             pid = int(process.name)
-            # of one that has ended it is empty
+            # The environment of a process that has ended is empty.
             if mark in (process / "environ").read_bytes() and pid != os.getpid():
                 found.add(pid)
     return found
 
 
 def send(pid: int, number: int) -> None:
+    """Sends a signal to a process, which may be gone."""
     with contextlib.suppress(OSError):
         os.kill(pid, number)
 

@@ -1,16 +1,18 @@
-"""Memory, before jax starts: what the host's programs free is kept, and of a GPU's nearly all is
-taken."""
+"""How much memory jax takes, decided before jax starts: of a GPU, and of the host's allocator."""
 
 import ctypes
 import os
 import sys
 
-# glibc's names for its settings (mallopt(3))
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+# The names of glibc's settings, with the numbers from mallopt(3).
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_MAX = -4
+M_ARENA_MAX = -8
 
-# of a GPU's memory for programs: what `tunix-lite plan` counts on, and a run asks for
+# The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
-# its name, and the one it had
+# The variable that says so to jax: today's name, and the one of older versions.
 FRACTION = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -18,27 +20,26 @@ FRACTION = (
 
 
 def take_gpu_memory() -> None:
-    """Lets jax have GPU_SHARE of each GPU, of which it takes 75 % by default. Whatever the user has
-    set stays.
+    """Lets jax take GPU_SHARE of each GPU's memory instead of its default, 75 %.
 
-    Call it before the first device is used: that is when jax looks.
+    A share that the user has set stays. Call it before the first device is used: jax reads the
+    variable then.
     """
     if not any(name in os.environ for name in FRACTION):
-        # the old name: older versions of jax know only that
+        # All versions of jax read the old name.
         os.environ[FRACTION[1]] = str(GPU_SHARE)
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc reuse large blocks. Call it at the start of a program, before jax; returns
-    whether it took effect.
+    """Makes glibc keep and reuse large blocks that were freed. Returns whether it took effect.
 
-    XLA's CPU backend asks for its temporaries anew in every call. By default glibc maps and unmaps
-    them each time, and the page faults took a third of an update (docs/log.md, 2026-11-21). The
-    price: the process stays at its peak.
+    Call it at the start of a program, before jax. XLA's CPU backend allocates its temporaries anew
+    in every call. By default glibc maps and unmaps them each time, and the page faults took a third
+    of an update (docs/log.md, 2026-11-21). The price: the process never gives memory back.
     """
     if not sys.platform.startswith("linux"):
         return False
-    # musl has none
+    # musl, another C library, has no mallopt.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -1,8 +1,8 @@
-"""One run of several processes: they meet, agree, and start jax.distributed; what they owe each
-other at the end.
+"""Joins the processes of a run: they meet, agree, and start jax.distributed.
 
-A process of several runs the same program as one alone: after `initialise` `jax.devices()` are
-those of all.
+Each process runs the same program as a run of one process. After `initialise`, `jax.devices()` are
+the devices of all processes. Also here: the heartbeat for a launcher, and what a process does when
+it fails or loses another one.
 """
 
 import contextlib
@@ -10,9 +10,10 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.agreement import (
@@ -27,9 +28,12 @@ from tunix_lite.distributed.meeting import is_loopback, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.errors import is_of_a_peer
 
-# a file that `heartbeat` touches, and a launcher looks at
+if TYPE_CHECKING:
+    import jax
+
+# The variable with the path of the file that `heartbeat` writes and the launcher watches.
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
-# when the job began, in seconds since 1970, as a launcher or a job script says it
+# The variable with the start time of the job, in seconds since 1970; a launcher or script sets it.
 STARTED = "TUNIX_LITE_STARTED"
 
 _joined: list[tuple[ProcessPlace, Agreement]] = []
@@ -38,21 +42,31 @@ _joined: list[tuple[ProcessPlace, Agreement]] = []
 def initialise(
     launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
 ) -> tuple[ProcessPlace, Agreement]:
-    """Joins the processes of this run, once, before a device is used: they meet, agree, and start
-    jax.distributed.
+    """Joins the processes of this run: they meet, agree, and start jax.distributed.
 
-    Raises ValueError where they cannot be a run, on all of them with the same words.
+    launch: the settings. environ: the variables of the environment, usually `os.environ`. about:
+    this process, from `agreement.process_info`. Returns the place of this process in the run, and
+    what all have agreed on. Call it before a device is used. Further calls return the same.
+
+    Raises NotMet if a process does not come in time, and ValueError if they cannot be one run: on
+    all of them, with the same message.
     """
     if _joined:
         return _joined[0]
+
+    # Where we know the address of process 0, the processes compare themselves before jax starts.
     place = find_place(launch, environ)
     agreed = Agreement([about.host], about.folder)
     if place.coordinator is not None:
         agreed = meet(place, about, launch.timeout)
+
+    # Where only jax knows the others, they compare themselves through jax.
     if place.num_processes > 1 or place.asks_jax:
         _start_jax(launch, place, local_devices(place, environ))
     if place.asks_jax:
-        place, agreed = _as_jax_says(place), agree_through_jax(about)
+        place = _with_ids_of_jax(place)
+        agreed = agree_through_jax(about)
+
     check_devices(launch, place, environ)
     if place.num_processes > 1:
         disable_compilation_cache()
@@ -61,17 +75,16 @@ def initialise(
 
 
 def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    """Whether this process is a run by itself, as far as that is known before jax starts; else
-    others may join."""
+    """Whether this process is a run by itself, as far as that is known before jax starts."""
     place = find_place(launch, environ)
     return place.num_processes == 1 and not place.asks_jax
 
 
 def agree(values: dict[str, str], error: str | None = None) -> None:
-    """Raises ValueError, on all processes, if one of them has another value than the rest, or an
-    error; alone, its own.
+    """Raises ValueError on all processes if their values differ, or if one of them has an error.
 
-    For what is found only after they have joined. All of them must come here.
+    values: what must be the same on all processes. error: what this process has found wrong. Every
+    process must call this, after `initialise`. A single process raises its own error, if any.
     """
     if len(hosts()) > 1:
         agree_through_jax(ProcessInfo(values, host=host_name()), error)
@@ -80,11 +93,12 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
 
 
 def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | None) -> None:
+    """Starts jax.distributed. devices: the local GPUs of this process; None: all that it sees."""
     import jax
 
     if accelerator() == "CPU":
         gloo.redirect_greetings()
-    # it would take SIGTERM for itself: stopping.py
+    # This service would take over SIGTERM, which distributed/stopping.py handles.
     jax.config.update("jax_enable_preemption_service", False)
     limits = {
         "initialization_timeout": launch.timeout,
@@ -94,20 +108,21 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         try:
             jax.distributed.initialize(**limits)
         except ValueError as error:
-            # in the words of jax's arguments
+            # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
                 f"{place.source}: jax found no other processes here ({error}); say "
                 "launch.coordinator=HOST:PORT, "
                 "launch.num_processes and launch.process_id"
             ) from error
         return
+
     host, _, port = place.coordinator.rpartition(":")
     jax.distributed.initialize(
         place.coordinator,
         place.num_processes,
         place.process_id,
         devices,
-        # or Slurm's variables would give each process one GPU
+        # Otherwise jax reads Slurm's variables, and gives each process one GPU.
         cluster_detection_method="deactivate",
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         **limits,
@@ -115,11 +130,11 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
 
 
 def disable_compilation_cache() -> None:
-    """On several CPU devices, programs that are read from disk mix up their collectives: none is
-    kept there.
+    """Turns off jax's compilation cache on disk if there are several CPU devices.
 
-    Measured with jaxlib 0.10.2 (docs/log.md): they crash or hang, or could exchange arrays of one
-    size without a word.
+    Programs of several CPU devices that are read from the cache mix up their collectives. With
+    jaxlib 0.10.2 they crashed or hung (docs/log.md), and could exchange wrong arrays of the same
+    size without an error.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -127,23 +142,24 @@ def disable_compilation_cache() -> None:
     used = jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache
     if used and jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
-        # jax asks that once, at its first program, and keeps the answer
+        # jax reads the setting only when it compiles its first program, unless the cache is reset.
         compilation_cache.reset_cache()
         if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
             text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
 
 
-def _as_jax_says(place: ProcessPlace) -> ProcessPlace:
+def _with_ids_of_jax(place: ProcessPlace) -> ProcessPlace:
     import jax
 
     return replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
 
 
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
-    """The GPUs of this process: its own of several on a machine, else None, all that it sees.
+    """The indices of the GPUs that this process uses; None: all that it sees.
 
-    A launcher that shows each process only its own GPU has chosen already.
+    Of several processes on a machine each uses one. If CUDA_VISIBLE_DEVICES shows this process a
+    single GPU, whoever started it has chosen already.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     is_chosen = visible != "" and "," not in visible
@@ -151,10 +167,14 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
 
 
 def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
-    """Raises ValueError if jax has other devices than it should; all processes see the same."""
+    """Raises ValueError if jax has other devices than it should.
+
+    All processes see all devices, so all of them raise. Checked are: the number of processes, that
+    each has as many devices of one kind, the GPUs that Slurm has for us, and launch.expect_devices.
+    """
     import jax
 
-    # on TPU VMs no variable says so, and libtpu shows the whole slice
+    # On TPU VMs no variable names the other hosts, but libtpu shows the devices of the whole slice.
     if jax.process_count() != place.num_processes:
         raise ValueError(
             f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a "
@@ -163,14 +183,19 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
         )
     if place.num_processes == 1 and launch.expect_devices is None:
         return
+
+    # Every process must have as many devices as the others, of one kind.
     devices = jax.devices()
     counts = Counter(d.process_index for d in devices)
     kinds = {d.process_index: d.device_kind for d in devices}
     values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
-    if text := describe_differences({p: (f"process {p}", said) for p, said in values.items()}):
+    text = describe_differences({p: (f"process {p}", own) for p, own in values.items()})
+    if text is not None:
         raise ValueError(
             f"{text}. Every process must have as many devices, of one kind: look at its machine"
         )
+
+    # One process on a Slurm node that has several GPUs, but sees fewer of them.
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
     if (
         on_node.isdecimal()
@@ -199,24 +224,25 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
 
 
 def has_joined() -> bool:
+    """Whether `initialise` has joined the processes of this run."""
     return bool(_joined)
 
 
 def is_first() -> bool:
-    """Whether this is process 0 of the run, which writes what all share."""
+    """Whether this is process 0 of the run, which writes the files of the run."""
     return not _joined or _joined[0][0].process_id == 0
 
 
 def hosts() -> list[str]:
-    """The machine of each process of this run, by process; of one alone, one."""
+    """The machine name of each process of this run, in the order of process ids."""
     return _joined[0][1].hosts if _joined else [host_name()]
 
 
-def nodes_of(devices: list) -> list[list]:
-    """The devices, by the fast network that they share: that of a TPU slice, else of a machine."""
+def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
+    """Groups devices that share a fast network: those of a TPU slice, else those of a machine."""
     machines = hosts()
 
-    def node(device):
+    def node(device: "jax.Device") -> int | str:
         if device.platform == "tpu":
             return getattr(device, "slice_index", 0)
         return machines[device.process_index] if device.process_index < len(machines) else ""
@@ -225,22 +251,27 @@ def nodes_of(devices: list) -> list[list]:
     return [[device for device in devices if node(device) == name] for name in names]
 
 
-# ---- while it runs
+# ---- during the run
 
 
 def heartbeat(doing: str = "") -> None:
-    """Tells a launcher that this process is alive, and what it does. Without a launcher,
-    nothing."""
-    if file := os.environ.get(HEARTBEAT):
-        # a full disk is not a reason to end a run
+    """Tells the launcher that this process is alive, and what it does, such as "step 3".
+
+    Writes the file that the launcher watches. Without a launcher it does nothing.
+    """
+    file = os.environ.get(HEARTBEAT)
+    if file:
+        # A full disk must not end a run here.
         with contextlib.suppress(OSError):
             Path(file).write_text(doing)
 
 
 @contextlib.contextmanager
-def exit_at_once_on_failure():
-    """Inside, a process of several that fails ends at once: jax would wait minutes for the others
-    to end, too."""
+def exit_at_once_on_failure() -> Iterator[None]:
+    """A context in which a process of several exits at once when it fails.
+
+    Without it jax waits at the exit, for minutes, until the other processes end too.
+    """
     try:
         yield
     except BaseException as error:
@@ -256,9 +287,11 @@ def exit_at_once_on_failure():
 
 
 @contextlib.contextmanager
-def exit_when_a_peer_is_lost():
-    """Inside, the error that another process is gone becomes a line that says so, and the end of
-    this one."""
+def exit_when_a_peer_is_lost() -> Iterator[None]:
+    """A context in which an error of jax about a lost process ends this one, with one line of text.
+
+    All other errors pass through.
+    """
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -269,13 +302,14 @@ def exit_when_a_peer_is_lost():
 
 
 LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
-# how often our launcher has started this process before
+# The variable with the number of times that our launcher has restarted this process.
 RESTARTS = "TUNIX_LITE_RESTARTS"
+# The same of all launchers that we know: ours, torchrun and Slurm.
 RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether whoever started this process had started it before, with the same command."""
+    """Whether a launcher (ours, torchrun or Slurm) restarted this process after a failure."""
     return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
 
 

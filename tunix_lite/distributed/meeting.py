@@ -1,9 +1,8 @@
-"""How the processes of a run meet before anything expensive: each reaches process 0, and hears what
-all are.
+"""The processes of a run meet, and compare what they are, before jax starts and compiles.
 
-Plain sockets, on the port that jax's coordinator takes over afterwards: jax itself waits without a
-word and then ends in a C++ trace. Process 0 listens; each other one sends a line of JSON, what it
-is, and gets one back.
+Process 0 listens; each other process sends a line of JSON that describes it, and gets one back.
+These are plain sockets, on the port that jax's coordinator takes over afterwards. jax itself would
+wait without a message, and then end with a C++ stack trace.
 """
 
 import contextlib
@@ -21,53 +20,63 @@ from collections.abc import Callable
 from tunix_lite.distributed.agreement import Agreement, ProcessInfo, enumerate_names, mismatch_error
 from tunix_lite.distributed.process_place import ProcessPlace
 
-# bytes of what a process says
+# Most bytes of a message.
 MOST = 1 << 22
-# connections, besides one for each process, that may have said nothing yet
+# Most connections that have sent no whole message, beside one for each process.
 MOST_WAITING = 64
+# The key that marks a message as one of ours; its value is the process id.
 HELLO = "tunix_lite"
-# seconds of waiting that nobody needs to be told of
+# Seconds of waiting before the first line about it.
 SHORT = 2
-# seconds in which whoever comes must have said who it is
+# Seconds in which a new connection must send its whole message.
 HEARS = 5
 
 
 class NotMet(ValueError):
-    """The processes did not come together, whatever their settings: another try may do."""
+    """A process did not come, or the port is taken. Settings are not at fault; try again."""
 
 
 def meet(
     place: ProcessPlace, own: ProcessInfo, timeout: float, say: Callable[[str], None] | None = None
 ) -> Agreement:
-    """Waits until all processes of the run have said what they are to process 0, and tells what all
-    know.
+    """Lets all processes of a run meet: each reports to process 0, which compares them and answers.
 
-    Raises, on all of them, NotMet if one is missing after `timeout` seconds or the port is another
-    program's, and ValueError if one is another than the rest.
+    place: of this process; its coordinator is the address at which process 0 listens. own: what
+    this process reports. timeout: seconds to wait for all. say: prints a line; None: standard
+    error. Returns what all have agreed on.
+
+    Raises, on all processes, NotMet if one is missing after `timeout` seconds or another program
+    has the port, and ValueError if their reports differ.
     """
     with contextlib.closing(Countdown(timeout, say)) as waiting:
-        return (_listen if place.process_id == 0 else _report)(place, own, waiting)
+        if place.process_id == 0:
+            return _listen(place, own, waiting)
+        return _report(place, own, waiting)
 
 
 class Countdown:
-    """A limit, and what is waited for, once that takes a while: every second on a terminal, else
-    every half minute."""
+    """A time limit, and the line that says what we wait for and how long.
+
+    On a terminal the line is updated every second. Elsewhere there is a new one every half minute.
+    """
 
     def __init__(self, seconds: float, say: Callable[[str], None] | None = None):
-        self.seconds, self._until = seconds, time.monotonic() + seconds
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds
         self._is_terminal = say is None and sys.stderr.isatty()
         self._say = say or functools.partial(print, file=sys.stderr, flush=True)
-        # the next line comes with so many seconds left
-        self._next, self._is_open = (
-            seconds - SHORT,
-            False,
-        )
+        # the seconds that are left when the next line is due
+        self._next = seconds - SHORT
+        # whether the cursor stands in a line that will be updated
+        self._is_open = False
 
     @property
     def left(self) -> float:
-        return self._until - time.monotonic()
+        """Seconds until the limit; negative after it."""
+        return self._deadline - time.monotonic()
 
     def show(self, text: str) -> None:
+        """Prints `text` with the seconds that are left, if a line is due."""
         if self.left > self._next:
             return
         self._next = self.left - (1 if self._is_terminal else 30)
@@ -79,12 +88,13 @@ class Countdown:
             self._say(line)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that is not updated."""
         self.close()
         self._is_open = False
         self._say(text)
 
     def close(self) -> None:
+        """Removes the line from the terminal."""
         if self._is_open:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -93,6 +103,7 @@ class Countdown:
 
 
 def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
+    """What process 0 does: it waits for the reports of all, compares them and sends the result."""
     host, port = _address(place)
     came: dict[int, ProcessInfo] = {0: own}
     lines: list[tuple[int, socket.socket]] = []
@@ -100,20 +111,25 @@ def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
         _server(host, port, place) as server,
         contextlib.closing(Arrivals(server, place, waiting)) as arrivals,
     ):
-        error, absent = None, None
+        # Wait until all are there, one of them is wrong, or the time is up.
+        error = None
+        absent = None
         while len(came) < place.num_processes and error is None and absent is None:
             missing = [p for p in range(place.num_processes) if p not in came]
             waiting.show(
                 f"process 0 waits at port {port} for {len(missing)} of {place.num_processes} "
                 "processes"
             )
-            for connection, said in arrivals.said(min(1.0, max(0.01, waiting.left))):
-                error = error or _welcome(connection, said, place, came, lines)
+            for connection, hello in arrivals.receive(min(1.0, max(0.01, waiting.left))):
+                error = error or _welcome(connection, hello, place, came, lines)
             if error is None and len(came) < place.num_processes and waiting.left <= 0:
                 absent = _missing(place, missing, waiting.seconds)
+
+        # All of them get the same answer, so all of them end with the same error.
         error = error or absent or mismatch_error(came)
         agreed = Agreement([came[p].host for p in sorted(came)], own.folder)
-        _tell(lines, {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)})
+        answer = {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)}
+        _send_answer(lines, answer)
         for _, connection in lines:
             connection.close()
     if error:
@@ -123,67 +139,82 @@ def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a process says that comes."""
+    """The report of a process to process 0."""
 
+    # the id of the process
     process: int
-    count: int  # of processes, as it was told
+    # the number of processes of the run, by its own settings
+    count: int
     about: ProcessInfo
 
 
 class Arrivals:
-    """Who connects, and what they say. All are heard at once: whoever is slow, or a stranger, keeps
-    nobody else."""
+    """The connections to process 0 that have not sent a whole report yet.
+
+    All are read at once, so that a slow process or a stranger holds up nobody else.
+    """
 
     def __init__(self, server: socket.socket, place: ProcessPlace, waiting: Countdown):
-        self._server, self._place, self._waiting = server, place, waiting
+        self._server = server
+        self._place = place
+        self._waiting = waiting
         self._most = place.num_processes + MOST_WAITING
-        self._heard: dict[
-            socket.socket, tuple[bytearray, float]
-        ] = {}  # so far, and until when; the oldest first
+        # connection -> (what it has sent, its deadline), the oldest connection first
+        self._received: dict[socket.socket, tuple[bytearray, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
         self._has_noted = False
         server.setblocking(False)
 
-    def said(self, seconds: float) -> list[tuple[socket.socket, Hello]]:
-        """Who has said who they are, within so many seconds; nobody, if that is how it is."""
+    def receive(self, seconds: float) -> list[tuple[socket.socket, Hello]]:
+        """The reports that are whole now. Waits up to `seconds` for something to arrive."""
         found = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
                 self._accept()
-            elif (hello := self._hear(key.fileobj)) is not None:
-                found.append((key.fileobj, hello))
+            else:
+                hello = self._read(key.fileobj)
+                if hello is not None:
+                    found.append((key.fileobj, hello))
+
         now = time.monotonic()
-        for connection in [c for c, (_, until) in self._heard.items() if until < now]:
+        late = [c for c, (_, deadline) in self._received.items() if deadline < now]
+        for connection in late:
             self._ignore(connection)
         return found
 
     def _accept(self) -> None:
-        # it is gone again, or we have too many files open
+        # The connection may be gone again, or we may have too many files open.
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
             connection.setblocking(False)
-            self._heard[connection] = bytearray(), time.monotonic() + HEARS
+            self._received[connection] = (bytearray(), time.monotonic() + HEARS)
             self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._heard) > self._most:
-            self._ignore(next(iter(self._heard)))
+        if len(self._received) > self._most:
+            self._ignore(next(iter(self._received)))
 
-    def _hear(self, connection: socket.socket) -> Hello | None:
-        """What it says, once that is a whole line; then it is no longer listened to. None: not yet,
-        or a stranger."""
-        if connection not in self._heard:
+    def _read(self, connection: socket.socket) -> Hello | None:
+        """Reads what has arrived. Returns the report once it is whole, and then reads no further.
+
+        None: the report is not whole yet, or it is a stranger's.
+        """
+        if connection not in self._received:
             return None
-        said, _ = self._heard[connection]
+        received, _ = self._received[connection]
         try:
             piece = connection.recv(1 << 16)
         except BlockingIOError:
             return None
         except OSError:
             piece = b""
-        said += piece
-        if piece and not piece.endswith(b"\n") and len(said) <= MOST:
+        received += piece
+        if piece and not piece.endswith(b"\n") and len(received) <= MOST:
             return None
-        hello = _hello(bytes(said), self._place) if piece and len(said) <= MOST else None
+
+        # It is whole, or its sender hung up or sent too much.
+        hello = None
+        if piece and len(received) <= MOST:
+            hello = _parse_hello(bytes(received))
         if hello is None:
             self._ignore(connection)
         else:
@@ -191,6 +222,7 @@ class Arrivals:
         return hello
 
     def _ignore(self, connection: socket.socket) -> None:
+        """Closes the connection of a stranger; the first time with a line that says so."""
         if not self._has_noted:
             self._has_noted = True
             text = (
@@ -202,49 +234,51 @@ class Arrivals:
         connection.close()
 
     def _forget(self, connection: socket.socket) -> None:
-        del self._heard[connection]
+        del self._received[connection]
         self._selector.unregister(connection)
 
     def close(self) -> None:
-        for connection in list(self._heard):
+        """Closes all connections that have sent no whole report."""
+        for connection in list(self._received):
             self._forget(connection)
             connection.close()
         self._selector.close()
 
 
-def _hello(line: bytes, place: ProcessPlace) -> Hello | None:
-    """What a process of this run would say; None: a stranger said it. What can be compared is
-    compared later."""
+def _parse_hello(line: bytes) -> Hello | None:
+    """The report in a message; None if the message is no report, so that a stranger sent it.
+
+    Only types are checked: process 0 compares the values when all reports are there.
+    """
     try:
-        said = json.loads(line)
-        process, count, theirs = said[HELLO], said["num_processes"], ProcessInfo(**said["about"])
-        texts = [theirs.host, *theirs.values.keys(), *theirs.values.values()]
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # ValueError: no JSON, or no text
+        message = json.loads(line)
+        process = message[HELLO]
+        count = message["num_processes"]
+        about = ProcessInfo(**message["about"])
+        texts = [about.host, *about.values.keys(), *about.values.values()]
+    # ValueError: it is no JSON, or no text.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not all(isinstance(text, str) for text in texts) or not isinstance(
-        theirs.folder, str | None
-    ):
+    if not all(isinstance(text, str) for text in texts):
         return None
-    return (
-        Hello(process, count, theirs)
-        if type(process) is type(count) is int and 0 <= process < count
-        else None
-    )
+    if not isinstance(about.folder, str | None):
+        return None
+    if not (type(process) is type(count) is int and 0 <= process < count):
+        return None
+    return Hello(process, count, about)
 
 
-def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
+def _send_answer(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
+    """Sends the answer to all processes, and waits until they hang up.
+
+    lines: (process id, connection) of each.
+    """
     text = json.dumps(answer).encode() + b"\n"
     for _, connection in lines:
         with contextlib.suppress(OSError):
             connection.settimeout(10)
             connection.sendall(text)
-    # they hang up first: then the port is free at once
+    # If they hang up first, the port is free at once for jax's coordinator.
     for _, connection in lines:
         with contextlib.suppress(OSError):
             connection.settimeout(2)
@@ -254,44 +288,52 @@ def _tell(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
 def _welcome(
     connection: socket.socket, hello: Hello, place: ProcessPlace, came: dict, lines: list
 ) -> str | None:
-    """Takes it in. An error that ends the meeting, or None."""
-    process, count, theirs = hello.process, hello.count, hello.about
+    """Adds a process to those that came. Returns an error that ends the meeting, or None.
+
+    came: process id -> its report. lines: (process id, connection) of each. Both are changed.
+    """
+    process = hello.process
+    about = hello.about
     connection.setblocking(True)
-    # it was started again
+
+    # A process that came before and is gone was started again: the new one takes its place.
     if any(p == process and _is_gone(line) for p, line in lines):
         lines[:] = [(p, line) for p, line in lines if p != process]
         del came[process]
-    other = came.setdefault(process, theirs)
+
+    other = came.setdefault(process, about)
     lines.append((process, connection))
-    if count != place.num_processes:
+    if hello.count != place.num_processes:
         return (
-            f"process {process} ({theirs.host}) is of {count} processes and process 0 "
+            f"process {process} ({about.host}) is of {hello.count} processes and process 0 "
             f"({came[0].host}) of "
             f"{place.num_processes}: give all the same number"
         )
-    if other is not theirs:
+    if other is not about:
         return (
-            f"two processes say that they are process {process} ({other.host} and {theirs.host}): "
+            f"two processes say that they are process {process} ({other.host} and {about.host}): "
             "numbers count "
             "through all machines, so on the second of two with 4 processes each the first is 4"
         )
     return None
 
 
-# ---- the others
+# ---- the other processes
 
 
 def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
+    """What the other processes do: report to process 0, and take its answer.
+
+    Tries again until the time is up, because an earlier run may still have the port.
+    """
     host, port = _address(place)
     while True:
-        with _connected(place, host, port, waiting, own.host) as connection:
+        with _connect(place, host, port, waiting, own.host) as connection:
             try:
-                answer = _asked(connection, place, own, waiting)
-                error, is_absent, agreed = (
-                    answer.pop("error"),
-                    answer.pop("absent", False),
-                    Agreement(**answer),
-                )
+                answer = _exchange(connection, place, own, waiting)
+                error = answer.pop("error")
+                is_absent = answer.pop("absent", False)
+                agreed = Agreement(**answer)
                 break
             except (
                 OSError,
@@ -309,35 +351,40 @@ def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
                         "that has not ended "
                         f"yet. Another port is chosen with {place.source}"
                     ) from problem
-        # an earlier run may be ending there, and process 0 be about to start again
+        # An earlier run may be ending there, before process 0 starts.
         time.sleep(0.3)
     if error:
         raise (NotMet if is_absent else ValueError)(error)
     return agreed
 
 
-def _asked(
+def _exchange(
     connection: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: Countdown
 ) -> dict:
+    """Sends the report of this process, and waits for the answer of process 0."""
     hello = {
         HELLO: place.process_id,
         "num_processes": place.num_processes,
         "about": dataclasses.asdict(own),
     }
     connection.sendall(json.dumps(hello).encode() + b"\n")
-    return json.loads(_line(connection, lambda: _wait_for_all(place, waiting)))
+    return json.loads(_read_line(connection, lambda: _wait_for_all(place, waiting)))
 
 
 def _wait_for_all(place: ProcessPlace, waiting: Countdown) -> float:
-    """Seconds left. Process 0, which waits for others, gives up first; a moment later, it is
-    process 0 that is gone."""
+    """Shows what we wait for. Returns the seconds that are left.
+
+    Process 0 waits for the others, too, and says who is missing; so we wait a little longer than it
+    does. If it has not answered then, it is gone itself.
+    """
     waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
     return waiting.left + 10
 
 
-def _connected(
+def _connect(
     place: ProcessPlace, host: str, port: int, waiting: Countdown, own_host: str
 ) -> socket.socket:
+    """A connection to process 0. Tries until the time is up, then raises NotMet."""
     while True:
         waiting.show(f"process {place.process_id} looks for process 0 at {host}:{port}")
         try:
@@ -383,8 +430,10 @@ def _missing(place: ProcessPlace, missing: list[int], seconds: float) -> str:
 
 
 def _server(host: str, port: int, place: ProcessPlace) -> socket.socket:
-    """Listening where jax's coordinator will. Raises NotMet if the port is taken, ValueError if it
-    cannot be."""
+    """Listens at the port that jax's coordinator will have later.
+
+    Raises NotMet if another program has the port, ValueError if the system refuses it.
+    """
     try:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -406,39 +455,42 @@ def _server(host: str, port: int, place: ProcessPlace) -> socket.socket:
         ) from error
 
 
-def _address(place) -> tuple[str, int]:
+def _address(place: ProcessPlace) -> tuple[str, int]:
+    """The host and the port at which process 0 listens."""
     host, _, port = place.coordinator.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:
+    """Whether a host name or address means this machine alone, as localhost and 127.0.0.1 do."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 
-def _line(connection: socket.socket, left: Callable[[], float]) -> bytes:
-    """What the other side says until the end of its line; `left` is asked every second how many
-    there are.
+def _read_line(connection: socket.socket, left: Callable[[], float]) -> bytes:
+    """Reads one line. left: gives the seconds that are left, and is called at least every second.
 
-    Raises OSError if it hangs up before, says too much, or is too slow.
+    Raises OSError if the other side hangs up, sends more than MOST bytes, or takes too long.
     """
-    said = b""
-    while not said.endswith(b"\n"):
-        if (seconds := left()) <= 0:
+    line = b""
+    while not line.endswith(b"\n"):
+        seconds = left()
+        if seconds <= 0:
             raise TimeoutError("no answer")
         connection.settimeout(min(1.0, seconds))
         try:
             piece = connection.recv(1 << 16)
         except TimeoutError:
             continue
-        if not piece or len(said) > MOST:
+        if not piece or len(line) > MOST:
             raise OSError("it hung up, or said too much")
-        said += piece
-    return said
+        line += piece
+    return line
 
 
 def _is_gone(connection: socket.socket) -> bool:
+    """Whether the other side has hung up."""
     try:
         connection.setblocking(False)
         return connection.recv(1, socket.MSG_PEEK) == b""

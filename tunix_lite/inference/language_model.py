@@ -29,10 +29,10 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_sampler, round_up_to_shards
+from tunix_lite.rollout.engine import make_sampler
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.scheduler import next_power_of_two
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
@@ -174,7 +174,7 @@ class LanguageModel:
             else [min(most[i], new) for i in tokens for _ in range(num_generations)]
         )
         with jax.set_mesh(self.mesh):
-            slots = round_up_to_shards(slots)
+            slots = round_up_to_shards(slots, self.mesh.shape["fsdp"])
             chosen = (
                 self.cfg,
                 self.dtype,

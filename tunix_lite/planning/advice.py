@@ -15,7 +15,6 @@ from tunix_lite.planning.plan import Plan, estimated
 from tunix_lite.planning.resolved import (
     find_model,
     micro_batches_to_try,
-    slots_of,
     with_micro_batch,
 )
 
@@ -30,7 +29,7 @@ class Trial:
     overrides: tuple[str, ...]
     run: RunConfig
     machine: Machine
-    sizes: dict[str, int]
+    mesh_shape: dict[str, int]
 
 
 def advice(
@@ -42,7 +41,7 @@ def advice(
     Single changes first, in the order of what they cost; then several, as few as do; then more
     devices. look: makes of an estimate that fits a plan that knows more, by compiling it.
     """
-    start = Trial((), plan.case.run, plan.machine, plan.case.sizes)
+    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         found = _estimate(trial)
         if found is not None and found.fits and (found := look(found)).fits:
@@ -55,7 +54,7 @@ def advice(
 def _estimate(trial: Trial) -> Plan | None:
     """None for what cannot be, such as a mesh that does not divide the model."""
     try:
-        return estimated(trial.run, trial.machine, *find_model(trial.run.model), trial.sizes)
+        return estimated(trial.run, trial.machine, *find_model(trial.run.model), trial.mesh_shape)
     except ConfigError:
         return None
 
@@ -69,10 +68,10 @@ def _trials(start: Trial) -> Iterator[Trial]:
     yield from (trial for make in (*CHANGES, _tensor_parallel) for trial in make(start))
     yield _few(start)
     for machine in _larger(start.machine):
-        sizes = {"fsdp": machine.num_devices // start.sizes["tp"], "tp": start.sizes["tp"]}
-        larger = replace(
-            start, machine=machine, sizes=sizes, overrides=(f"target={machine.name}", _mesh(sizes))
-        )
+        tp = start.mesh_shape["tp"]
+        mesh_shape = {"fsdp": machine.num_devices // tp, "tp": tp}
+        overrides = (f"target={machine.name}", _mesh(mesh_shape))
+        larger = replace(start, machine=machine, mesh_shape=mesh_shape, overrides=overrides)
         if _estimate(larger) is not None:
             yield larger
             yield _few(larger)
@@ -127,14 +126,14 @@ def _with(trial: Trial, section: str, **settings: Any) -> Trial:
 
 def _rollout(trial: Trial) -> Iterator[Trial]:
     """Weights that stay divided while sampling: slower, and no second copy."""
-    if trial.run.rollout.weights != "sharded" and trial.sizes["fsdp"] > 1:
+    if trial.run.rollout.weights != "sharded" and trial.mesh_shape["fsdp"] > 1:
         yield _with(trial, "rollout", weights="sharded")
 
 
 def _slots(trial: Trial) -> Iterator[Trial]:
     """Half as many sequences sampled at once, and again: slower, and less cache."""
-    fsdp = trial.sizes["fsdp"]
-    slots = slots_of(trial.run, plan_batch(trial.run, fsdp), fsdp)
+    fsdp = trial.mesh_shape["fsdp"]
+    slots = trial.run.rollout.slots(plan_batch(trial.run, fsdp).sequences, fsdp)
     while (slots := slots // 2 // fsdp * fsdp) >= fsdp:
         yield _with(trial, "rollout", num_slots=slots)
 
@@ -167,7 +166,7 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield _with(trial, "training", micro_batch_tokens=longest)
         return
-    sizes = micro_batches_to_try(trial.run, trial.sizes["fsdp"])
+    sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
     now = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else sizes[0]
     for size in (size for size in sizes if size < now):
         derived = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
@@ -189,10 +188,11 @@ def _quantised(trial: Trial) -> Iterator[Trial]:
 
 def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
     """Other meshes of the same devices, with more of tp."""
-    devices, tp = trial.machine.num_devices, trial.sizes["tp"]
+    devices, tp = trial.machine.num_devices, trial.mesh_shape["tp"]
     for more in (n for n in range(tp + 1, devices + 1) if devices % n == 0):
-        sizes = {"fsdp": devices // more, "tp": more}
-        yield replace(trial, sizes=sizes, overrides=_merged(trial.overrides, (_mesh(sizes),)))
+        mesh_shape = {"fsdp": devices // more, "tp": more}
+        overrides = _merged(trial.overrides, (_mesh(mesh_shape),))
+        yield replace(trial, mesh_shape=mesh_shape, overrides=overrides)
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:
@@ -212,8 +212,8 @@ def _larger(machine: Machine) -> Iterator[Machine]:
     yield from map(find_machine, names)
 
 
-def _mesh(sizes: dict[str, int]) -> str:
-    return f"model.mesh_shape={as_text((tuple(sizes.values()), tuple(sizes)))}"
+def _mesh(mesh_shape: dict[str, int]) -> str:
+    return f"model.mesh_shape={as_text((tuple(mesh_shape.values()), tuple(mesh_shape)))}"
 
 
 # The cheapest first.

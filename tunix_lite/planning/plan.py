@@ -9,24 +9,29 @@ sum does.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 
 from tunix_lite.config import RunConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import estimate, speed
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
-from tunix_lite.planning.programs import Compiled, DoesNotFit, abstract, compiled, lowered
+from tunix_lite.planning.programs import (
+    Compiled,
+    DoesNotFit,
+    abstract,
+    compiled,
+    lowered,
+    on_mesh,
+)
 from tunix_lite.planning.resolved import (
-    Case,
+    ResolvedRun,
     check_can_be_lowered,
     chooses_micro_batch,
-    make_case,
-    micro_batches_to_try,
-    with_micro_batch,
+    resolve_run,
 )
 from tunix_lite.planning.speed import Bound
 
@@ -55,7 +60,7 @@ class Plan:
     """One run on one mesh of a machine."""
 
     machine: Machine
-    case: Case
+    resolved: ResolvedRun
     resident: dict[str, int]  # bytes of a device, by part
     phases: tuple[Phase, ...]
     programs: dict[str, Compiled] = field(default_factory=dict)
@@ -100,7 +105,7 @@ class Plan:
     def tokens_per_second(self) -> float | None:
         """At most, of prompts and completions at their longest, as a run's perf/tokens_per_second
         counts them."""
-        tokens = self.case.batch.sequences * sum(self.case.lengths)
+        tokens = self.resolved.batch.sequences * sum(self.resolved.lengths)
         return None if self.step_seconds is None else tokens / self.step_seconds
 
     @property
@@ -111,138 +116,162 @@ class Plan:
         return False, self.step_seconds or 0.0, self.peak_bytes
 
 
-def put_together(
-    machine: Machine, case: Case, done: dict[str, Compiled], refused: Sequence[DoesNotFit] = ()
+def assemble_plan(
+    machine: Machine,
+    resolved: ResolvedRun,
+    done: dict[str, Compiled],
+    refused: Sequence[DoesNotFit] = (),
 ) -> Plan:
-    """The plan of a case: what is compiled of it as compiled, the rest by formula."""
-    resident = estimate.resident(case)
-    if code := sum(program.code_bytes for program in done.values()):
-        # all stay loaded
+    """The plan of a run: what is compiled of it as compiled, the rest by formula."""
+    resident = estimate.resident(resolved)
+    # The code of all programs stays loaded.
+    code = sum(program.code_bytes for program in done.values())
+    if code:
         resident[PROGRAMS] = code
-    bounds = speed.bounds(case, machine.hardware, done)
-    makers = {"rollout": _rollout, "scoring": _scoring, "update": _update}
-    there = {"rollout": case.samples, "scoring": case.run.algorithm.needs_reference, "update": True}
-    phases = [
-        Phase(name, *makers[name](case, done), bounds.get(name)) for name in makers if there[name]
-    ]
+
+    # The phases of a step, in their order.
+    makers = {"update": _update}
+    if resolved.run.algorithm.needs_reference:
+        makers = {"scoring": _scoring} | makers
+    if resolved.samples:
+        makers = {"rollout": _rollout} | makers
+    bounds = speed.bounds(resolved, machine.hardware, done)
+    phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
-    return Plan(
-        machine, case, resident, tuple(phases), done, tuple(f"{e.name}: {e.said}" for e in refused)
-    )
+
+    messages = tuple(f"{error.name}: {error.said}" for error in refused)
+    return Plan(machine, resolved, resident, tuple(phases), done, messages)
 
 
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
-    """The phase of a program that its compiler refuses: with what that says it would take, where it
-    says so."""
-    mine = {"prefill": "rollout", "decode": "rollout"}.get(error.name, error.name) == phase.name
-    if not mine or error.needed_bytes is None:
+    """The phase of a program that its compiler refuses: with the bytes that it would take, where
+    the compiler names them."""
+    phase_of = {"prefill": "rollout", "decode": "rollout"}
+    is_its_phase = phase_of.get(error.name, error.name) == phase.name
+    if not is_its_phase or error.needed_bytes is None:
         return phase
     added = max(error.needed_bytes - sum(resident.values()), phase.added_bytes)
     return replace(phase, adds={"all it needs, as the compiler says": added}, source=COMPILED)
 
 
-def _update(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    if (program := done.get("update")) is None:
-        return ESTIMATE, estimate.update(case)
-    resident, gradients = (
-        estimate.resident(case),
-        min(estimate.gradient_bytes(case), program.temp_bytes),
-    )
+def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+    program = done.get("update")
+    if program is None:
+        return ESTIMATE, estimate.update(resolved)
+    resident = estimate.resident(resolved)
+    gradients = min(estimate.gradient_bytes(resolved), program.temp_bytes)
     arguments = sum(size for name, size in resident.items() if name != "reference")
-    activations = program.temp_bytes - gradients + program.output_bytes - program.alias_bytes
-    batch = max(0, program.argument_bytes - arguments)
-    return COMPILED, {"batch": batch, "gradients": gradients, "activations": activations}
+    return COMPILED, {
+        "batch": max(0, program.argument_bytes - arguments),
+        "gradients": gradients,
+        "activations": program.temp_bytes - gradients + program.results_beside_bytes,
+    }
 
 
-def _scoring(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    if (program := done.get("scoring")) is None:
-        return ESTIMATE, estimate.scoring(case)
-    reference = estimate.resident(case)["reference" if case.copies_reference else "frozen base"]
-    batch = max(0, program.argument_bytes - reference)
-    return COMPILED, {"batch": batch, "temporary": program.added_bytes - program.code_bytes}
+def _scoring(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+    program = done.get("scoring")
+    if program is None:
+        return ESTIMATE, estimate.scoring(resolved)
+    weights = "reference" if resolved.copies_reference else "frozen base"
+    reference = estimate.resident(resolved)[weights]
+    return COMPILED, {
+        "batch": max(0, program.argument_bytes - reference),
+        "temporary": program.added_bytes - program.code_bytes,
+    }
 
 
-def _rollout(case: Case, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    """The shelf is there while decoding, and the slots are while prompts are read."""
-    adds = estimate.rollout(case)
+def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
+    """The prompt cache is there while decoding, and the slots are while prompts are read."""
+    adds = estimate.rollout(resolved)
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
-    prefill, decode, copy = done["prefill"], done["decode"], adds["weights to sample"]
-    temporary = max(program.added_bytes - program.code_bytes for program in (prefill, decode))
-    cache, waiting = (program.argument_bytes - copy for program in (decode, prefill))
+    prefill = done["prefill"]
+    decode = done["decode"]
+    copy = adds["weights to sample"]
     return COMPILED, {
         "weights to sample": copy,
-        "cache": cache,
-        "prompts": waiting,
-        "temporary": temporary,
+        "cache": decode.argument_bytes - copy,
+        "prompts": prefill.argument_bytes - copy,
+        "temporary": max(program.added_bytes - program.code_bytes for program in (prefill, decode)),
     }
 
 
 # ---- making plans
 
 
-def settled(
+def with_choices(
     run: RunConfig,
     machine: Machine,
     cfg: Architecture,
     lora: LoraConfig | None,
-    sizes: dict[str, int],
-) -> Case:
-    """The run on a mesh, with the choices that it would make itself: the micro-batch, and
-    sampling's weights."""
+    mesh_shape: dict[str, int],
+) -> ResolvedRun:
+    """The run on a mesh of this machine, with the choices that it would make itself: the
+    micro-batch, and where sampling keeps the weights. Raises ConfigError."""
+
+    def with_sampling_weights(resolved: ResolvedRun) -> ResolvedRun:
+        chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
+        return replace(resolved, sampling_weights=chosen)
+
+    resolved = resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     if not chooses_micro_batch(run):
-        case = make_case(run, cfg, lora, sizes, machine.platform)
-        return replace(case, weights=estimate.choose_weights(case, machine.capacity))
-    sized = {}
-    for size in micro_batches_to_try(run, sizes["fsdp"]):
-        sized[size] = settled(with_micro_batch(run, size), machine, cfg, lora, sizes)
-        if put_together(machine, sized[size], {}).fits is not False:
+        return with_sampling_weights(resolved)
+
+    # The largest micro-batch that fits by formulas, or the smallest there is.
+    for size in resolved.micro_batches_to_try():
+        sized = with_sampling_weights(resolved.with_micro_batch(size))
+        if assemble_plan(machine, sized, {}).fits is not False:
             break
-    return sized[min(sized)]
+    return sized
 
 
 def estimated(
-    run: RunConfig, machine: Machine, cfg: Architecture, lora: LoraConfig | None, sizes
+    run: RunConfig,
+    machine: Machine,
+    cfg: Architecture,
+    lora: LoraConfig | None,
+    mesh_shape: dict[str, int],
 ) -> Plan:
     """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model
     or the batch."""
-    return put_together(machine, settled(run, machine, cfg, lora, sizes), {})
+    return assemble_plan(machine, with_choices(run, machine, cfg, lora, mesh_shape), {})
 
 
 def with_compiled(
     plan: Plan, devices: list, say: Callable[[str], None] = lambda text: None
 ) -> Plan:
-    """The same plan, its programs compiled for these devices. Raises ConfigError for what cannot be
-    lowered here."""
-    case, machine = plan.case, plan.machine
-    check_can_be_lowered(case, machine.platform)
+    """The same plan, its programs compiled for these devices. The run's sharding rules become those
+    of the process. Raises ConfigError for what cannot be lowered here."""
+    resolved = plan.resolved
+    check_can_be_lowered(resolved, plan.machine.platform)
+    sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
 
-    def compile_it(name: str, lower: Callable):
-        say(f"compiling {name} for fsdp={case.sizes['fsdp']} tp={case.sizes['tp']}…")
+    def compile_it(name: str, lower: Callable[[], Any]) -> Any:
+        say(f"compiling {name} for {sizes}…")
         return lower().compile()
 
-    with jax.set_mesh(make_mesh((tuple(case.sizes.values()), tuple(case.sizes)), devices)):
-        programs = lowered(case, abstract(case))
-        return read(
-            machine,
-            case,
-            {name: partial(compile_it, name, lower) for name, lower in programs.items()},
-        )
+    with on_mesh(resolved, devices):
+        programs = {
+            name: partial(compile_it, name, lower)
+            for name, lower in lowered(resolved, abstract(resolved)).items()
+        }
+        return compile_plan(plan.machine, resolved, programs)
 
 
-def read(machine: Machine, case: Case, programs: dict[str, Callable]) -> Plan:
-    """The plan of a case, as these programs say when they are compiled, each by a call; the rest by
-    formula."""
-    done, refused = {}, []
+def compile_plan(
+    machine: Machine, resolved: ResolvedRun, programs: dict[str, Callable[[], Any]]
+) -> Plan:
+    """The plan of a run with these programs compiled, each by a call; the rest by formula."""
+    done = {}
+    refused = []
+    code_on_device = machine.platform == "tpu"
     for name, compile_it in programs.items():
         try:
-            done[name] = compiled(
-                name, compile_it, case.sizes, code_on_device=machine.platform == "tpu"
-            )
+            done[name] = compiled(name, compile_it, resolved.mesh_shape, code_on_device)
         except DoesNotFit as error:
             refused.append(error)
-    return put_together(machine, case, done, refused)
+    return assemble_plan(machine, resolved, done, refused)
 
 
 def meshes(num_devices: int) -> list[dict[str, int]]:

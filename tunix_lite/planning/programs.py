@@ -5,17 +5,20 @@ an update. Nothing runs, either: on a mesh of devices that can only be compiled 
 operation would fail.
 """
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from tunix_lite.algorithms.algorithm import stream_names
+from tunix_lite.algorithms.algorithm import Generate, stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
 from tunix_lite.learner.step import make_train_step
@@ -23,10 +26,17 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
-from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
-from tunix_lite.planning.resolved import Case, shelf
-from tunix_lite.rollout.programs import PromptCache, SamplerSpec, Slots, at_home, make_programs
-from tunix_lite.types import RowBatch, TrainState
+from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
+from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.rollout.programs import (
+    Programs,
+    PromptCache,
+    SamplerSpec,
+    Slots,
+    at_home,
+    make_programs,
+)
+from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
 # which tokens end a completion changes no program's size
@@ -56,7 +66,12 @@ class Compiled:
     def added_bytes(self) -> int:
         """What it takes beside its arguments: temporaries, and results that do not lie in their
         place."""
-        return self.temp_bytes + self.output_bytes - self.alias_bytes + self.code_bytes
+        return self.temp_bytes + self.results_beside_bytes + self.code_bytes
+
+    @property
+    def results_beside_bytes(self) -> int:
+        """Results that do not lie where arguments lay."""
+        return self.output_bytes - self.alias_bytes
 
 
 class DoesNotFit(ValueError):
@@ -121,154 +136,203 @@ def _needed(message: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a run holds between its programs, as ShapeDtypeStructs with places."""
+    """What a run holds between its programs, as ShapeDtypeStructs with shardings."""
 
     state: TrainState
-    frozen: dict | None
-    reference: dict | None  # what the KL term is taken to; under LoRA the frozen base itself
+    # the base under adapters; None: all weights train
+    frozen: Params | None
+    # what the KL term is taken to, under LoRA the frozen base itself; None: no KL term
+    reference: Params | None
 
-    def acting(self, case: Case):
-        return acting_params(self.frozen, self.state.params, case.lora)
+    def acting(self, resolved: ResolvedRun) -> Params:
+        """What the policy samples with."""
+        return acting_params(self.frozen, self.state.params, resolved.lora)
 
 
-def abstract(case: Case) -> Shapes:
-    """The state of a run, its frozen base and its reference, on the current mesh."""
-    table, storage = decoder.weights(case.cfg), STORED[case.run.training.mixed_precision]
-    if case.lora is None:
-        frozen, params = None, weights.shapes(stored_table(table, storage))
+@contextlib.contextmanager
+def on_mesh(resolved: ResolvedRun, devices: list) -> Iterator[None]:
+    """Inside, the run's mesh over these devices is the current one. The run's sharding rules become
+    those of the process, and stay so."""
+    set_rules(resolved.run.sharding)
+    mesh_shape = resolved.mesh_shape
+    with jax.set_mesh(make_mesh((tuple(mesh_shape.values()), tuple(mesh_shape)), devices)):
+        yield
+
+
+def abstract(resolved: ResolvedRun) -> Shapes:
+    """The state of a run, its frozen base and its reference, on the current mesh (`on_mesh`)."""
+    # What is stored of the weights.
+    table = decoder.weights(resolved.cfg)
+    storage = STORED[resolved.run.training.mixed_precision]
+    if resolved.lora is None:
+        frozen = None
+        params = weights.shapes(stored_table(table, storage))
     else:
-        frozen = weights.shapes(stored_table(table, case.lora.base))
-        params = weights.shapes(adapter_weights(table, case.lora), STORAGE[storage])
+        frozen = weights.shapes(stored_table(table, resolved.lora.base))
+        params = weights.shapes(adapter_weights(table, resolved.lora), STORAGE[storage])
+
+    # The reference: a copy in the type of the computation, or the base.
     reference = None
-    if case.run.algorithm.needs_reference:
-        reference = _copy_to_score(params, case) if frozen is None else frozen
-        if case.copies_adapters:
-            reference = acting_params(frozen, params, case.lora)
-    optimizer = make_optimizer(case.run.optimizer, case.run.training.max_steps)
+    if resolved.run.algorithm.needs_reference:
+        reference = _copy_to_score(params, resolved) if frozen is None else frozen
+        if resolved.copies_adapters:
+            reference = acting_params(frozen, params, resolved.lora)
+
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
-    return Shapes(TrainState(step, params, opt_state_shapes(optimizer, params)), frozen, reference)
+    opt_state = opt_state_shapes(optimizer_of(resolved), params)
+    return Shapes(TrainState(step, params, opt_state), frozen, reference)
 
 
-def _copy_to_score(params, case: Case):
-    copied = jax.eval_shape(partial(decoder.copy_to_score, cfg=case.cfg, dtype=case.dtype), params)
-    return placed(copied, jax.tree.map(lambda x: x.sharding, params))
+def _copy_to_score(params: Params, resolved: ResolvedRun) -> Params:
+    copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype)
+    return placed(jax.eval_shape(copy, params), jax.tree.map(lambda x: x.sharding, params))
 
 
-def placed(shapes, places):
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with the shardings of another tree like it."""
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
     )
 
 
-def batch_shapes(case: Case) -> RowBatch:
+def batch_shapes(resolved: ResolvedRun) -> RowBatch:
     """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
-    algorithm = case.run.algorithm
-    values = _values_before_scoring(case)
+    algorithm = resolved.run.algorithm
+    values = _values_before_scoring(resolved)
     if algorithm.needs_reference:
         values.append("ref_logprobs")
-    streams = stream_names(algorithm)
-    return case.rows.shapes(case.batch.sequences, sum(case.lengths), values, streams)
+    return _row_shapes(resolved, values, stream_names(algorithm))
 
 
-def scored_batch_shapes(case: Case) -> RowBatch:
+def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
     """The batch in rows that the scorer of the reference reads."""
-    values = _values_before_scoring(case)
-    return case.rows.shapes(case.batch.sequences, sum(case.lengths), values)
+    return _row_shapes(resolved, _values_before_scoring(resolved))
 
 
-def _values_before_scoring(case: Case) -> list[str]:
+def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
+    longest = sum(resolved.lengths)
+    return resolved.rows.shapes(resolved.batch.sequences, longest, values, *streams)
+
+
+def _values_before_scoring(resolved: ResolvedRun) -> list[str]:
     """The fields of float32 that a batch has when it is scored."""
-    if case.run.algorithm.needs_demonstrations:
+    if resolved.run.algorithm.needs_demonstrations:
         return ["loss_weight"]
     return ["loss_weight", "advantages", "old_logprobs"]
+
+
+# ---- the policy and the update of a run, in a plan and when it trains
+
+
+def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
+    """The run's optimizer."""
+    return make_optimizer(resolved.run.optimizer, resolved.run.training.max_steps)
+
+
+def policy_of(
+    resolved: ResolvedRun, generate: Generate | None = None, reference: Params | None = None
+) -> Policy:
+    """The run's policy. generate: how it samples, None where it only scores. reference: the frozen
+    params of the KL term, None where there is none or it is not loaded."""
+    training = resolved.run.training
+    return make_policy(
+        resolved.cfg,
+        generate,
+        resolved.run.learning_temperature,
+        resolved.dtype,
+        reference,
+        resolved.rows,
+        remat=training.remat,
+        attend=attention.IMPLEMENTATIONS[resolved.attention],
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+        tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+    )
+
+
+def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> Callable:
+    """The run's update, as step.make_train_step makes it; policy: None means one that only
+    scores."""
+    return make_train_step(
+        policy_of(resolved) if policy is None else policy,
+        resolved.run.algorithm,
+        optimizer_of(resolved),
+        resolved.rows.num_parts,
+        resolved.lora,
+        resolved.run.seed,
+        resolved.run.training.sync_gradients_every,
+    )
 
 
 # ---- the programs
 
 
-def lowered(case: Case, shapes: Shapes) -> dict[str, Callable]:
-    """By name, what lowers each program of the run: () -> a lowered program. The mesh of `case` is
+def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
+    """By name, what lowers each program of the run: () -> a lowered program. The mesh of the run is
     the current one."""
-    found = {"update": partial(_update, case, shapes)}
-    if case.run.algorithm.needs_reference:
-        score = scoring_program(policy_of(case).scores, case.rows)
-        found["scoring"] = lambda: score.lower(shapes.reference, scored_batch_shapes(case))
-    if case.samples:
-        found |= {
-            "prefill": partial(_prefill, case, shapes),
-            "decode": partial(_decode, case, shapes),
-        }
+    found = {"update": partial(_update, resolved, shapes)}
+    if resolved.run.algorithm.needs_reference:
+        score = scoring_program(policy_of(resolved).scores, resolved.rows)
+        found["scoring"] = lambda: score.lower(shapes.reference, scored_batch_shapes(resolved))
+    if resolved.samples:
+        found["prefill"] = partial(_prefill, resolved, shapes)
+        found["decode"] = partial(_decode, resolved, shapes)
     return found
 
 
-def policy_of(case: Case) -> Policy:
-    """What can be asked of the run's policy without weights: to score."""
-    run = case.run
-    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    scoring["reduce_dtype"] = jnp.dtype(run.training.reduce_dtype)
-    scoring["tp_reduce_dtype"] = jnp.dtype(run.training.tp_reduce_dtype)
-    return make_policy(
-        case.cfg, None, run.learning_temperature, case.dtype, None, case.rows, **scoring
-    )
+def update_arguments(
+    resolved: ResolvedRun, shapes: Shapes
+) -> tuple[TrainState, Params | None, RowBatch]:
+    """(state, frozen, batch in rows) of the update, as shapes."""
+    return shapes.state, shapes.frozen, batch_shapes(resolved)
 
 
-def train_step_of(case: Case) -> Callable:
-    """The run's update, as step.make_train_step makes it."""
-    run = case.run
-    optimizer, every = (
-        make_optimizer(run.optimizer, run.training.max_steps),
-        run.training.sync_gradients_every,
-    )
-    parts = case.rows.num_parts
-    return make_train_step(
-        policy_of(case), run.algorithm, optimizer, parts, case.lora, run.seed, every
-    )
+def _update(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    arguments = update_arguments(resolved, shapes)
+    return train_step_of(resolved).program(*arguments).lower(*arguments)
 
 
-def update_arguments(case: Case, shapes: Shapes) -> tuple:
-    return shapes.state, shapes.frozen, batch_shapes(case)
-
-
-def _update(case: Case, shapes: Shapes):
-    arguments = update_arguments(case, shapes)
-    return train_step_of(case).program(*arguments).lower(*arguments)
-
-
-def _sampling(case: Case, shapes: Shapes):
-    """The programs of the rollout, and the weights as they want them."""
-    run = case.run
-    chunk = min(run.rollout.chunk, run.generation.max_new_tokens)
-    int8 = run.rollout.cache == "int8"
-    tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
+def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
+    """The programs of the rollout, and the weights by layer, placed as they read them."""
+    run = resolved.run
     spec = SamplerSpec(
-        case.cfg, run.generation, NO_END, NO_PAD, case.dtype, chunk, int8, tp_reduce_dtype
+        resolved.cfg,
+        run.generation,
+        NO_END,
+        NO_PAD,
+        resolved.dtype,
+        resolved.sampling_memory.chunk,
+        run.rollout.cache == "int8",
+        jnp.dtype(run.training.tp_reduce_dtype),
     )
-    programs = make_programs(spec)
-    acting = shapes.acting(case)
-    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, acting), case.cfg)
-    places = jax.tree.map(gathered_sharding, places) if case.weights == "gathered" else places
-    per_layer_params = jax.eval_shape(
-        partial(decoder.per_layer_params, cfg=case.cfg, dtype=case.dtype), acting
-    )
-    return programs, placed(per_layer_params, places)
+    acting = shapes.acting(resolved)
+    by_layer = partial(decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype)
+    shardings = jax.tree.map(lambda x: x.sharding, acting)
+    shardings = decoder.per_layer_shardings(shardings, resolved.cfg)
+    if resolved.sampling_weights == "gathered":
+        shardings = jax.tree.map(gathered_sharding, shardings)
+    return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
-def _prefill(case: Case, shapes: Shapes):
-    programs, per_layer_params = _sampling(case, shapes)
-    block, width, room = shelf(case)
-    waiting = _at_home(jax.eval_shape(lambda: programs.make_prompt_cache(room)), "prompts")
-    tokens, lengths = (
-        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block, width), (block,))
-    )
+def _prefill(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    programs, layered = _sampling(resolved, shapes)
+    block, width, num_prompts = resolved.sampling_memory.prompt_cache
+    waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
     return programs.prefill.lower(
-        waiting, per_layer_params, tokens, lengths, jax.ShapeDtypeStruct((), jnp.int32)
+        _at_home(waiting, "prompts"),
+        layered,
+        jax.ShapeDtypeStruct((block, width), jnp.int32),
+        jax.ShapeDtypeStruct((block,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
     )
 
 
-def _decode(case: Case, shapes: Shapes):
-    programs, per_layer_params = _sampling(case, shapes)
-    slots = _at_home(jax.eval_shape(lambda: programs.make_slots(case.slots)), "batch")
-    return programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32))
+def _decode(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    programs, layered = _sampling(resolved, shapes)
+    slots = jax.eval_shape(lambda: programs.make_slots(resolved.slots))
+    temperature = jax.ShapeDtypeStruct((), jnp.float32)
+    return programs.decode.lower(_at_home(slots, "batch"), layered, temperature)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

@@ -56,23 +56,23 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 
 def _head(plan: Plan) -> list[str]:
-    case, machine = plan.case, plan.machine
+    resolved, machine = plan.resolved, plan.machine
     kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
-    count = weights.num_params(decoder.weights(case.cfg))
-    training, lora = case.run.training, case.lora
+    count = weights.num_params(decoder.weights(resolved.cfg))
+    training, lora = resolved.run.training, resolved.lora
     trains = (
         "all of them train"
         if lora is None
         else f"adapters of rank {lora.rank} train on a {lora.base} base"
     )
-    prompt, new = case.lengths
+    prompt, new = resolved.lengths
     return [
         f"devices    {machine.num_devices} of {machine.name}{kind}, {_room(machine)}",
         f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat "
         f"{training.remat}",
-        f"batch      {case.batch}, of {prompt} + {new} tokens",
-        f"sampling   {case.slots} slots, weights {case.weights}; attention while training: "
-        f"{case.attention}",
+        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
+        f"training: {resolved.attention}",
     ]
 
 
@@ -170,7 +170,7 @@ def number(value: float | None) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in plan.case.sizes.items())
+    return " ".join(f"{axis}={size}" for axis, size in plan.resolved.mesh_shape.items())
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -292,11 +292,11 @@ def as_dict(plan: Plan | Plans) -> dict:
 
 def _plan_dict(plan: Plan) -> dict:
     return {
-        "mesh": plan.case.sizes,
-        "batch": str(plan.case.batch),
-        "slots": plan.case.slots,
-        "sampling_weights": plan.case.weights,
-        "attention": plan.case.attention,
+        "mesh": plan.resolved.mesh_shape,
+        "batch": str(plan.resolved.batch),
+        "slots": plan.resolved.slots,
+        "sampling_weights": plan.resolved.sampling_weights,
+        "attention": plan.resolved.attention,
         "source": plan.source,
         "fits": plan.fits,
         "peak_bytes": plan.peak_bytes,

@@ -1,5 +1,9 @@
 """What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device
-and no weights."""
+and no weights.
+
+`resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
+alike.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +18,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig
-from tunix_lite.parallel.mesh import set_rules
+from tunix_lite.parallel.mesh import elements_on_device
 from tunix_lite.planning.batch_size import (
     BatchPlan,
     check_residual,
@@ -23,27 +27,84 @@ from tunix_lite.planning.batch_size import (
     plan_rows,
     row_width,
 )
-from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
+from tunix_lite.rollout.memory import SamplingMemory
+from tunix_lite.rollout.settings import RolloutConfig
 
 
 @dataclass(frozen=True)
-class Case:
-    """One run on one mesh. `sizes` are those of the mesh by axis; nothing here lives on a
-    device."""
+class ResolvedRun:
+    """One run on one mesh, everything derived that follows from the two. Nothing here lives on a
+    device.
+
+    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`.
+    """
 
     run: RunConfig
     cfg: Architecture
-    lora: LoraConfig | None  # None: all weights train
-    sizes: dict[str, int]
+    # None: all weights train
+    lora: LoraConfig | None
+    # sizes by axis name
+    mesh_shape: dict[str, int]
     batch: BatchPlan
+    # how the sequences of a batch are laid out
     rows: RowLayout
-    slots: int  # sequences decoded at once, a multiple of fsdp
-    attention: str  # one of attention.IMPLEMENTATIONS
-    weights: str = "gathered"  # or sharded: the weights over fsdp while sampling
+    # sequences decoded at once, a multiple of fsdp
+    slots: int
+    # one of attention.IMPLEMENTATIONS, and in words why
+    attention: str
+    attention_reason: str = ""
+    # gathered over fsdp while sampling, or sharded. Where rollout.weights is auto, a plan chooses
+    # by the memory of its machine, and a run by what is free once it is loaded.
+    sampling_weights: str = "gathered"
 
     @property
-    def dtype(self):
+    def dtype(self) -> type:
+        """Of the computation."""
         return DTYPES[self.run.training.mixed_precision]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and the longest completion."""
+        return lengths_of(self.run)
+
+    @property
+    def train_rules(self) -> dict[str, str | None]:
+        """The sharding rules while scoring and updating, and where weights live."""
+        return self.run.sharding.table("train")
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How the run samples, with the slots and the place of the weights as they were chosen."""
+        return replace(self.run.rollout, num_slots=self.slots, weights=self.sampling_weights)
+
+    @property
+    def rollouts(self) -> tuple[tuple[int, int], ...]:
+        """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
+        found = []
+        if not self.run.algorithm.needs_demonstrations:
+            found.append((self.batch.prompts, self.run.algorithm.num_generations))
+        if self.run.evaluation.num_examples:
+            found.append((self.run.evaluation.num_examples, 1))
+        return tuple(found)
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything is sampled: to learn from, or to evaluate."""
+        return bool(self.rollouts)
+
+    @property
+    def sampling_memory(self) -> SamplingMemory:
+        """What sampling holds on a device, weights apart."""
+        return SamplingMemory(
+            self.cfg,
+            self.dtype,
+            self.run.generation,
+            self.run.rollout,
+            self.slots,
+            self.rollouts,
+            self.mesh_shape,
+            self.run.sharding.table("rollout"),
+        )
 
     @property
     def copies_reference(self) -> bool:
@@ -55,21 +116,35 @@ class Case:
     def copies_adapters(self) -> bool:
         """Whether the reference has adapters of its own beside the frozen base: those that training
         starts from."""
-        starts_from = self.run.model.lora.adapter is not None or self.run.resume.folder not in (
-            "auto",
-            "none",
-        )
-        return self.run.algorithm.needs_reference and self.lora is not None and starts_from
+        has_adapter = self.run.model.lora.adapter is not None
+        has_checkpoint = self.run.resume.folder not in ("auto", "none")
+        needs_them = self.run.algorithm.needs_reference and self.lora is not None
+        return needs_them and (has_adapter or has_checkpoint)
 
-    @property
-    def samples(self) -> bool:
-        """Whether anything is sampled: to learn from, or to evaluate."""
-        return not self.run.algorithm.needs_demonstrations or self.run.evaluation.num_examples > 0
+    def elements(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        is_gathered: bool = False,
+        rules: dict[str, str | None] | None = None,
+    ) -> int:
+        """Elements of an array on one device, whose dims carry these logical axes.
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Tokens of the longest prompt and the longest completion."""
-        return lengths_of(self.run)
+        is_gathered: whole over fsdp. rules: None means those of training.
+        """
+        mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
+        rules = self.train_rules if rules is None else rules
+        return elements_on_device(shape, axes, mesh_shape, rules)
+
+    def micro_batches_to_try(self) -> list[int]:
+        """The values of micro_batch_size that this batch allows, the largest first."""
+        return micro_batches_to_try(self.run, self.mesh_shape["fsdp"])
+
+    def with_micro_batch(self, size: int) -> "ResolvedRun":
+        """The same with micro-batches of so many sequences a shard."""
+        run = with_micro_batch(self.run, size)
+        batch = plan_batch(run, self.mesh_shape["fsdp"])
+        return replace(self, run=run, batch=batch, rows=plan_rows(run, batch))
 
 
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
@@ -79,10 +154,8 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     Raises ConfigError.
     """
     with error_context("model"):
-        cfg, family = (
-            model.architecture,
-            None if model.family is None else families.find_family(model.family),
-        )
+        cfg = model.architecture
+        family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):
                 raise ValueError(
@@ -100,68 +173,109 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     return cfg, lora if lora.rank else None
 
 
-def make_case(
-    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, sizes: dict[str, int], platform: str
-) -> Case:
-    """The run on a mesh of these sizes. Raises ConfigError where the mesh does not divide the model
-    or the batch."""
-    set_rules(run.sharding)
+def resolve_run(
+    run: RunConfig,
+    cfg: Architecture,
+    lora: LoraConfig | None,
+    mesh_shape: dict[str, int],
+    platform: str,
+    is_attached: bool = False,
+) -> ResolvedRun:
+    """What the run comes to on a mesh of this shape. Raises ConfigError where that cannot be, such
+    as where the mesh does not divide the model or the batch.
+
+    is_attached: whether devices of this platform are there, so that a kernel which is asked for by
+    name must work now.
+    """
+    # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
-        table = decoder.weights(cfg)
-        for part in (
-            [table]
-            if lora is None
-            else [stored_table(table, lora.base), adapter_weights(table, lora)]
-        ):
-            weights.check_divisible(part, SimpleNamespace(shape=sizes))
-    if (total := sum(lengths_of(run))) > cfg.max_positions:
-        raise ConfigError(
-            f"generation: {total} tokens of prompt and completion; the model takes "
-            f"{cfg.max_positions}"
-        )
-    batch = plan_batch(run, sizes["fsdp"])
+        check_model_divides(run, cfg, lora, mesh_shape)
+    with error_context("generation"):
+        check_generation(run, cfg)
+
+    # The batch of an update.
+    batch = plan_batch(run, mesh_shape["fsdp"])
     rows = plan_rows(run, batch)
     with error_context("sharding"):
-        check_residual(run, rows, sizes["tp"])
-    slots = slots_of(run, batch, sizes["fsdp"])
-    case = Case(run, cfg, lora, sizes, batch, rows, slots, run.training.attention)
+        check_residual(run, rows, mesh_shape["tp"])
+
+    # The choices.
+    slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
-        return replace(case, attention=_choose_attention(case, platform))
+        implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
+    return ResolvedRun(
+        run, cfg, lora, mesh_shape, batch, rows, slots, implementation, attention_reason=reason
+    )
 
 
-def slots_of(run: RunConfig, batch: BatchPlan, fsdp: int) -> int:
-    """Sequences decoded at once: as many as are asked for, or can be of use, up to a multiple of
-    fsdp."""
-    return run.rollout.slots(batch.sequences, fsdp)
+def check_model_divides(
+    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
+) -> None:
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
+    adapters."""
+    table = decoder.weights(cfg)
+    tables = [table]
+    if lora is not None:
+        tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+    for part in tables:
+        weights.check_divisible(
+            part, SimpleNamespace(shape=mesh_shape), run.sharding.table("train")
+        )
 
 
-# attention's words, where cuDNN is not on this machine
+def check_generation(run: RunConfig, cfg: Architecture) -> None:
+    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
+    settings = run.generation
+    total = settings.max_prompt_length + settings.max_new_tokens
+    if total > cfg.max_positions:
+        raise ValueError(
+            f"max_prompt_length={settings.max_prompt_length} + "
+            f"max_new_tokens={settings.max_new_tokens} = {total} "
+            f"tokens, and the model was made for {cfg.max_positions}"
+        )
+    settings.check_fits(cfg.vocab_size)
+    if settings.temperature == 0 and not run.algorithm.needs_demonstrations:
+        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+
+
+# How attention.choose ends its message where cuDNN is not installed on this machine.
 NOT_TRIED = "a small one does not compile"
 
 
-def _choose_attention(case: Case, platform: str) -> str:
-    """As training chooses; cuDNN that is asked for by name, for GPUs that are not here, is believed
-    to work there."""
-    width, shares = row_width(case.run, case.rows), case.rows.packing == "prefix"
+def choose_attention(
+    run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
+) -> tuple[str, str]:
+    """The implementation of attention that training uses, and in words why. Raises ValueError.
+
+    Where the devices are not attached, cuDNN that is asked for by name is believed to work there.
+    """
+    asked = run.training.attention
+    dtype = DTYPES[run.training.mixed_precision]
+    shares_prompts = rows.packing == "prefix"
     try:
-        return attention.choose(case.attention, case.cfg, platform, case.dtype, width, shares)[0]
+        return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
     except ValueError as error:
-        if (case.attention, platform) != ("cudnn", "cuda") or NOT_TRIED not in str(error):
+        is_believed = not is_attached and (asked, platform) == ("cudnn", "cuda")
+        if not is_believed or NOT_TRIED not in str(error):
             raise
-        return "cudnn"
+        return "cudnn", "as training.attention says"
 
 
-def check_can_be_lowered(case: Case, platform: str) -> None:
+def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
     """Raises ConfigError for a kernel that only a machine which has its library can put into a
     program."""
-    if (case.attention, platform) == ("cudnn", "cuda") and attention.obstacle(
-        "cudnn", case.cfg, platform, case.dtype, row_width(case.run, case.rows), False
-    ):
+    if (resolved.attention, platform) != ("cudnn", "cuda"):
+        return
+    width = row_width(resolved.run, resolved.rows)
+    if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
         raise ConfigError(
             "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
-            "installed, and here it is "
-            "not; training.attention=xla would do, or an estimate: analytic=true"
+            "installed, and here it is not; training.attention=xla would do, or an estimate: "
+            "analytic=true"
         )
+
+
+# ---- micro_batch_size=auto
 
 
 def chooses_micro_batch(run: RunConfig) -> bool:
@@ -172,52 +286,14 @@ def chooses_micro_batch(run: RunConfig) -> bool:
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
     """The values of micro_batch_size that this batch allows, the largest first."""
     per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
-    return [
-        size
-        for size in range(per_shard, 0, -1)
-        if per_shard % size == 0 and _syncs(run, per_shard // size)
-    ]
-
-
-def _syncs(run: RunConfig, parts: int) -> bool:
-    return parts % run.training.sync_gradients_every == 0
+    every = run.training.sync_gradients_every
+    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
+    return [size for size in divisors if (per_shard // size) % every == 0]
 
 
 def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
-    """The run with micro-batches of this size, the accumulation derived; null: sync_gradients_every
-    of them."""
+    """The run with micro-batches of this size, the accumulation derived; None:
+    sync_gradients_every of them."""
     accumulation = run.training.sync_gradients_every if size is None else None
-    settings = {"micro_batch_size": size, "gradient_accumulation_steps": accumulation}
-    return replace(run, training=replace(run.training, **settings))
-
-
-def rollouts_of(run: RunConfig, batch: BatchPlan) -> list[tuple[int, int]]:
-    """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
-    learning = (
-        []
-        if run.algorithm.needs_demonstrations
-        else [(batch.prompts, run.algorithm.num_generations)]
-    )
-    return learning + ([(run.evaluation.num_examples, 1)] if run.evaluation.num_examples else [])
-
-
-def shelf(case: Case) -> tuple[int, int, int]:
-    """(prompts read together, tokens of the widest, prompts that wait on the shelf at most).
-
-    Asked of rollout.scheduler itself, for a step and for an evaluation; the larger shelf counts.
-    """
-    run, (prompt, new) = case.run, case.lengths
-    chunk, asked = min(run.rollout.chunk, new), rollouts_of(run, case.batch)
-    found = [
-        _shelf(prompt, new, prompts, generations, case, chunk) for prompts, generations in asked
-    ]
-    return max(found, key=lambda blocks: blocks[2], default=(0, 0, 0))
-
-
-def _shelf(
-    prompt: int, new: int, prompts: int, generations: int, case: Case, chunk: int
-) -> tuple[int, int, int]:
-    widths = prompt_widths(prompt)
-    fsdp = case.sizes["fsdp"]
-    block, room = prompt_cache_blocks(prompts, generations, widths, case.slots, new, chunk, fsdp)
-    return block, widths[0], block * room
+    changed = replace(run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation)
+    return replace(run, training=changed)

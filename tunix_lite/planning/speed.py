@@ -16,7 +16,7 @@ from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.planning.resolved import Case, shelf
+from tunix_lite.planning.resolved import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,24 @@ class Bound:
 
 
 def bounds(
-    case: Case, hardware: Hardware | None, compiled: dict[str, Compiled]
+    resolved: ResolvedRun, hardware: Hardware | None, compiled: dict[str, Compiled]
 ) -> dict[str, Bound]:
     """By phase, of one step; of a rollout that serves several updates, the share of one."""
-    run, found = case.run, {}
-    shared = 1 / run.algorithm.updates_per_rollout
-    if not run.algorithm.needs_demonstrations:
-        found["rollout"] = _together(
-            _prefill(case, compiled), _decode(case, compiled), hardware, case.sizes, shared
-        )
-    if run.algorithm.needs_reference:
-        found["scoring"] = _together(_scoring(case, compiled), None, hardware, case.sizes, shared)
-    found["update"] = _together(_update(case, compiled), None, hardware, case.sizes, 1.0)
+    algorithm = resolved.run.algorithm
+    mesh_shape = resolved.mesh_shape
+    share = 1 / algorithm.updates_per_rollout
+    found = {}
+    if not algorithm.needs_demonstrations:
+        works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
+        found["rollout"] = _bound(works, hardware, mesh_shape, share)
+    if algorithm.needs_reference:
+        found["scoring"] = _bound([_scoring(resolved, compiled)], hardware, mesh_shape, share)
+    found["update"] = _bound([_update(resolved, compiled)], hardware, mesh_shape, 1.0)
     return found
 
 
 @dataclass(frozen=True)
-class Work:
+class ProgramWork:
     """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis."""
 
     flops: float
@@ -60,40 +61,45 @@ class Work:
     sent: dict[str, float]
 
 
-def _together(
-    first: Work, second: Work | None, hardware: Hardware | None, sizes, share: float
+def _bound(
+    works: list[ProgramWork],
+    hardware: Hardware | None,
+    mesh_shape: dict[str, int],
+    share: float,
 ) -> Bound:
-    """One after the other; each is bound by what it needs most of."""
-    works, devices = [first] if second is None else [first, second], sizes["fsdp"] * sizes["tp"]
-    total_flops, read = sum(w.flops for w in works) * share, sum(w.read for w in works) * share
-    links = [_links(w.sent, sizes, hardware) for w in works]
-    sent = [sum(part) * share for part in zip(*links)]
+    """One program after the other; each is bound by what it needs most of."""
+    # What they do, whatever the hardware.
+    total_flops = sum(work.flops for work in works) * share
+    read_bytes = sum(work.read for work in works) * share
+    links = [_links(work.sent, mesh_shape, hardware) for work in works]
+    near_bytes = sum(near for near, _ in links) * share
+    far_bytes = sum(far for _, far in links) * share
     if hardware is None:
-        return Bound(total_flops, read, *sent)
-    done = [
-        flops.roofline(w.flops / devices, w.read, near, hardware, far)
-        for w, (near, far) in zip(works, links)
+        return Bound(total_flops, read_bytes, near_bytes, far_bytes)
+
+    # How long it takes, and the limit of the program that takes longest.
+    devices = mesh_shape["fsdp"] * mesh_shape["tp"]
+    times = [
+        flops.roofline(work.flops / devices, work.read, near, hardware, far)
+        for work, (near, far) in zip(works, links)
     ]
-    return Bound(
-        total_flops, read, *sent, sum(seconds for seconds, _ in done) * share, max(done)[1]
-    )
+    seconds = sum(seconds for seconds, _ in times) * share
+    _, limit = max(times)
+    return Bound(total_flops, read_bytes, near_bytes, far_bytes, seconds, limit)
 
 
 def _links(
-    sent: dict[str, float], sizes: dict[str, int], hardware: Hardware | None
+    sent: dict[str, float], mesh_shape: dict[str, int], hardware: Hardware | None
 ) -> tuple[float, float]:
     """Bytes within a node, and between nodes: neighbours over tp are on one node, those over fsdp
     are not."""
-    if (
-        hardware is None
-        or hardware.platform == "tpu"
-        or sizes["fsdp"] * sizes["tp"] <= hardware.host_devices
-    ):
-        return sum(sent.values()), 0.0
-    far = sum(
-        size for axis, size in sent.items() if axis != "tp" or sizes["tp"] > hardware.host_devices
-    )
-    return sum(sent.values()) - far, far
+    total = sum(sent.values())
+    num_devices = mesh_shape["fsdp"] * mesh_shape["tp"]
+    if hardware is None or hardware.platform == "tpu" or num_devices <= hardware.host_devices:
+        return total, 0.0
+    tp_crosses = mesh_shape["tp"] > hardware.host_devices
+    far = sum(size for axis, size in sent.items() if axis != "tp" or tp_crosses)
+    return total - far, far
 
 
 def _sent(
@@ -110,130 +116,147 @@ def _sent(
     return by_axis
 
 
-def _ring(case: Case, gathered: float, reduced: float) -> dict[str, float]:
+def _ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
     """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or reduce-scattered
     over fsdp, twice that of one all-reduced over tp."""
-    fsdp, tp = case.sizes["fsdp"], case.sizes["tp"]
+    fsdp = resolved.mesh_shape["fsdp"]
+    tp = resolved.mesh_shape["tp"]
     return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
 
 
-def weight_bytes(case: Case) -> int:
+def weight_bytes(resolved: ResolvedRun) -> int:
     """W: the weights of a tp shard, whole over fsdp, in the types that they are used in."""
-    return estimate.sampling_copy(case, is_gathered=True)
+    return estimate.sampling_copy(resolved, is_gathered=True)
 
 
-def gradient_bytes(case: Case) -> int:
+def gradient_bytes(resolved: ResolvedRun) -> int:
     """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
     others float32."""
 
     def of(w: Weight) -> int:
-        is_narrow = w.inputs and case.run.training.reduce_dtype == "bfloat16"
-        return sizes.elements(w.shape, w.axes, case.sizes, without_fsdp=True) * (
-            2 if is_narrow else 4
-        )
+        is_narrow = w.inputs and resolved.run.training.reduce_dtype == "bfloat16"
+        return resolved.elements(w.shape, w.axes, is_gathered=True) * (2 if is_narrow else 4)
 
-    return sum(of(w) for w in jax.tree.leaves(sizes.tables(case).trained, is_leaf=is_weight))
+    return sum(of(w) for w in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight))
 
 
-def _streams(case: Case, tokens: float, is_forward: bool = True) -> float:
+def _streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
     """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a
     layer.
 
     Forward they are summed in training.tp_reduce_dtype (models.rounding.product), backward in the
     compute dtype.
     """
-    summed_in = jnp.promote_types(case.run.training.tp_reduce_dtype, case.dtype)
-    dtype = summed_in if is_forward else case.dtype
-    return 2 * case.cfg.num_layers * tokens * case.cfg.embed_dim * jnp.dtype(dtype).itemsize
+    dtype = resolved.dtype
+    if is_forward:
+        dtype = jnp.promote_types(resolved.run.training.tp_reduce_dtype, dtype)
+    elements = 2 * resolved.cfg.num_layers * tokens * resolved.cfg.embed_dim
+    return elements * jnp.dtype(dtype).itemsize
 
 
-def _prefill(case: Case, compiled) -> Work:
+def _prefill(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """Each prompt read once: 2PT FLOPs and attention; W is read once a block of prompts."""
-    block, width, _ = shelf(case)
-    prompts, length = case.batch.prompts, case.lengths[0]
+    block, width, _ = resolved.sampling_memory.prompt_cache
+    prompts = resolved.batch.prompts
+    length, _ = resolved.lengths
     calls = -(-prompts // block)
-    attention = flops.attention_flops(case.cfg, [length] * prompts)
-    moved = calls * weight_bytes(case) if case.weights == "sharded" else 0
-    estimated = _ring(case, moved, _streams(case, calls * block * width / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("prefill"), calls, estimated)
-    return Work(
-        flops.forward_flops(case.cfg, prompts * length, 0, attention),
-        calls * weight_bytes(case),
-        sent,
+    attention = flops.attention_flops(resolved.cfg, [length] * prompts)
+
+    moved = calls * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
+    tokens = calls * block * width / resolved.mesh_shape["fsdp"]
+    estimated = _ring(resolved, moved, _streams(resolved, tokens))
+    return ProgramWork(
+        flops.forward_flops(resolved.cfg, prompts * length, 0, attention),
+        calls * weight_bytes(resolved),
+        _sent(compiled.get("prefill"), calls, estimated),
     )
 
 
-def _decode(case: Case, compiled) -> Work:
+def _decode(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """Every token of every completion, slots at a time: each step reads W and the keys and values
     of its sequences, which stand at half their completion."""
-    cfg, (prompt, new), B = case.cfg, case.lengths, case.batch.sequences
-    steps = new * -(-B // case.slots)
-    attention = flops.attention_flops(cfg, [prompt + new] * B) - flops.attention_flops(
-        cfg, [prompt] * B
-    )
-    itemsize = (
-        jnp.dtype(case.dtype).itemsize if case.run.rollout.cache != "int8" else 1 + 4 / cfg.head_dim
-    )
-    heads = min(case.sizes["tp"], cfg.num_kv_heads)
-    cache = flops.decode_bytes(cfg, [prompt + new // 2] * case.slots, 0, itemsize) / (
-        case.sizes["fsdp"] * heads
-    )
-    moved = steps * weight_bytes(case) if case.weights == "sharded" else 0
-    estimated = _ring(case, moved, _streams(case, steps * case.slots / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("decode"), steps / min(case.run.rollout.chunk, new), estimated)
-    return Work(
+    cfg = resolved.cfg
+    prompt, new = resolved.lengths
+    B = resolved.batch.sequences
+    steps = new * -(-B // resolved.slots)
+    attention = flops.attention_flops(cfg, [prompt + new] * B)
+    attention -= flops.attention_flops(cfg, [prompt] * B)
+
+    # Keys and values that a device reads in a step: a code and its share of a scale, or a number.
+    is_int8 = resolved.run.rollout.cache == "int8"
+    itemsize = 1 + 4 / cfg.head_dim if is_int8 else jnp.dtype(resolved.dtype).itemsize
+    shards = resolved.mesh_shape["fsdp"] * min(resolved.mesh_shape["tp"], cfg.num_kv_heads)
+    half_done = [prompt + new // 2] * resolved.slots
+    cache = flops.decode_bytes(cfg, half_done, 0, itemsize) / shards
+
+    moved = steps * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
+    tokens = steps * resolved.slots / resolved.mesh_shape["fsdp"]
+    estimated = _ring(resolved, moved, _streams(resolved, tokens))
+    calls = steps / resolved.sampling_memory.chunk
+    return ProgramWork(
         flops.forward_flops(cfg, B * new, B * new, attention),
-        steps * (weight_bytes(case) + cache),
-        sent,
+        steps * (weight_bytes(resolved) + cache),
+        _sent(compiled.get("decode"), calls, estimated),
     )
 
 
-def counted(case: Case) -> tuple[int, int, float]:
+def counted(resolved: ResolvedRun) -> tuple[int, int, float]:
     """(tokens, tokens that count, FLOPs of attention) of one forward over the batch at its
     longest."""
-    (prompt, new), B = case.lengths, case.batch.sequences
+    prompt, new = resolved.lengths
+    B = resolved.batch.sequences
+    # A prompt that is shared stands once in a row.
     prompts = B
-    if case.rows.packing == "prefix":
-        # as often as one stands
-        prompts = case.batch.prompts * -(-case.batch.num_generations // case.rows.shape.num_lanes)
-    return prompts * prompt + B * new, B * new, flops.attention_flops(case.cfg, [prompt + new] * B)
+    if resolved.rows.packing == "prefix":
+        num_lanes = resolved.rows.shape.num_lanes
+        prompts = resolved.batch.prompts * -(-resolved.batch.num_generations // num_lanes)
+    attention = flops.attention_flops(resolved.cfg, [prompt + new] * B)
+    return prompts * prompt + B * new, B * new, attention
 
 
-def parts(case: Case) -> int:
+def parts(resolved: ResolvedRun) -> int:
     """Micro-batches that hold anything: of packed rows, as many as the tokens at their longest
     fill."""
-    # a completion at its longest takes a lane, so all rows are there
-    if case.rows.packing != "sequences":
-        return case.rows.num_parts
-    at_once = case.rows.width * case.rows.rows_per_part * case.sizes["fsdp"]
-    return min(case.rows.num_parts, -(-counted(case)[0] // at_once))
+    # With shared prompts a completion at its longest takes a lane, so all rows are there.
+    if resolved.rows.packing != "sequences":
+        return resolved.rows.num_parts
+    tokens, _, _ = counted(resolved)
+    at_once = resolved.rows.width * resolved.rows.rows_per_part * resolved.mesh_shape["fsdp"]
+    return min(resolved.rows.num_parts, -(-tokens // at_once))
 
 
-def _scoring(case: Case, compiled) -> Work:
+def _scoring(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
-    tokens, scored, attention = counted(case)
-    once = parts(case) * weight_bytes(case)
-    estimated = _ring(case, once, _streams(case, tokens / case.sizes["fsdp"]))
-    sent = _sent(compiled.get("scoring"), 1, estimated, parts(case))
-    return Work(flops.forward_flops(case.cfg, tokens, scored, attention), once, sent)
+    tokens, scored, attention = counted(resolved)
+    once = parts(resolved) * weight_bytes(resolved)
+    estimated = _ring(resolved, once, _streams(resolved, tokens / resolved.mesh_shape["fsdp"]))
+    return ProgramWork(
+        flops.forward_flops(resolved.cfg, tokens, scored, attention),
+        once,
+        _sent(compiled.get("scoring"), 1, estimated, parts(resolved)),
+    )
 
 
-def _update(case: Case, compiled) -> Work:
+def _update(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
     in sync_gradients_every micro-batches; tp sums two streams a layer each way; the state is read
     and written."""
-    tokens, scored, attention = counted(case)
-    lora_params = num_params(sizes.tables(case).trained) if case.lora else 0
-    turns, gradients = parts(case), gradient_bytes(case)
-    syncs = -(-turns // case.run.training.sync_gradients_every)
-    gathered = 2 * turns * weight_bytes(case) + syncs * gradients
-    here = tokens / case.sizes["fsdp"]
-    estimated = _ring(case, gathered, _streams(case, here) + _streams(case, here, is_forward=False))
-    state = 2 * sum(
-        size
-        for name, size in estimate.resident(case).items()
-        if name in ("parameters", "optimizer")
+    tokens, scored, attention = counted(resolved)
+    lora_params = num_params(sizes.tables(resolved).trained) if resolved.lora else 0
+
+    # Bytes sent.
+    turns = parts(resolved)
+    syncs = -(-turns // resolved.run.training.sync_gradients_every)
+    gathered = 2 * turns * weight_bytes(resolved) + syncs * gradient_bytes(resolved)
+    here = tokens / resolved.mesh_shape["fsdp"]
+    streams = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
+    estimated = _ring(resolved, gathered, streams)
+
+    # Bytes read from the device's own memory: weights each way, the state read and written.
+    resident = estimate.resident(resolved)
+    state = 2 * (resident["parameters"] + resident["optimizer"])
+    return ProgramWork(
+        flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params),
+        2 * turns * weight_bytes(resolved) + state,
+        _sent(compiled.get("update"), 1, estimated, syncs),
     )
-    sent = _sent(compiled.get("update"), 1, estimated, syncs)
-    done = flops.update_flops(case.cfg, tokens, scored, attention, lora_params)
-    return Work(done, 2 * turns * weight_bytes(case) + state, sent)

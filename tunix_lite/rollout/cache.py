@@ -1,12 +1,16 @@
-"""Keys and values already computed: one `KV` per layer, head-major, the token at position p in
-column p mod C.
+"""The key/value cache: one `KV` per layer, head-major, with the token at position p in column p mod
+C.
 
-C is the whole length where a layer sees everything and the window where it slides: a ring, in which
-a token takes the place of the one that has just left the window. Where a token stands depends on
-its sequence alone, so neither the slot nor the time at which a sequence is decoded can change what
-it sees. Head-major, and one array per layer, because that is the layout that decoding updates in
-place on a GPU.
+C is the whole length in a global layer. In a local layer it is the window, and the cache is a ring:
+a new token overwrites the one that has just left the window. The column of a token depends on its
+sequence alone, so neither the slot nor the time at which a sequence is decoded changes what it
+attends to. The arrays are head-major, and there is one per layer, because a GPU updates this layout
+in place while decoding.
+
+Letters beside those of types.py: C columns of the cache, M prompts read together.
 """
+
+from typing import Any
 
 import flax.struct
 import jax
@@ -16,26 +20,36 @@ from jax.typing import DTypeLike
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, constrain
 
+# Logical axes of keys and values; scales have the first three.
 AXES = ("batch", "kv_heads", "seq", "head_dim")
-# of a cache that grows; what a shorter one would save is not worth a program of its own
+# The least columns of a cache that grows: a shorter one is not worth a program of its own.
 FEWEST_COLUMNS = 256
 
 
 @flax.struct.dataclass
 class KV:
-    """The keys and values of one layer; with scales, int8 codes of them, one scale for a head of a
-    token."""
+    """The keys and values of one layer; with scales, int8 codes of them.
 
-    k: jax.Array  # [B, K, C, H]
-    v: jax.Array  # [B, K, C, H]
-    k_scales: jax.Array | None = None  # [B, K, C] float32
-    v_scales: jax.Array | None = None  # [B, K, C] float32
+    Example: 4 slots, 2 key heads of size 8 and 256 columns: k and v are [4, 2, 256, 8].
+    """
+
+    # [B, K, C, H]
+    k: jax.Array
+    v: jax.Array
+    # [B, K, C] float32, one for each head of each token; None where k and v are no codes
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
 
 
 def head_copies(cfg: Architecture, tp: int) -> int:
-    """How often each key/value head is kept: where there are fewer of them than tp, every shard of
-    tp has its own."""
-    return tp // cfg.num_kv_heads if tp % cfg.num_kv_heads == 0 and tp > cfg.num_kv_heads else 1
+    """How many copies of each key/value head the cache holds.
+
+    Where tp is a multiple of the heads, every shard of tp holds one copy of its own; else there is
+    one.
+    """
+    if tp > cfg.num_kv_heads and tp % cfg.num_kv_heads == 0:
+        return tp // cfg.num_kv_heads
+    return 1
 
 
 def num_columns(cfg: Architecture, kind: str, length: int) -> int:
@@ -65,37 +79,38 @@ def empty_cache(
     int8: bool,
     rows_axis: str = "batch",
 ) -> list[KV]:
-    """A cache of `rows` sequences of up to `length` tokens; `rows_axis` is the logical axis of its
-    rows."""
+    """A cache of `rows` sequences of up to `length` tokens, all zeros.
+
+    rows_axis: the logical axis of its rows, "batch" or "prompts".
+    """
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
     return jax.tree.map(lambda x: constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis), shapes)
 
 
 def columns_in_use(tokens: int, length: int) -> int:
-    """Columns for sequences that have up to `tokens` tokens, and up to `length` in the end.
+    """Columns for sequences that have up to `tokens` tokens now, and up to `length` in the end.
 
-    Powers of two, so that a rollout compiles few programs; all of them where that would save less
-    than a quarter.
+    Powers of two, so that a rollout compiles few programs; `length` where a power of two would save
+    less than a quarter. Example: columns_in_use(300, 9216) is 512.
     """
     columns = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
     return columns if 4 * columns <= 3 * length else length
 
 
 def resize_columns(kv: KV, columns: int) -> KV:
-    """The cache with so many columns: those of its end are new, or left out. No sequence may have
-    wrapped around it."""
+    """The cache with so many columns. Columns are added or dropped at the end, so no sequence may
+    have wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
 
-    def resize(x):
-        return constrain_kv(
-            jnp.pad(x[:, :, :columns], [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim])
-        )
+    def resize(x: jax.Array) -> jax.Array:
+        padding = [(0, 0), (0, 0), (0, more), (0, 0)]
+        return constrain_kv(jnp.pad(x[:, :, :columns], padding[: x.ndim]))
 
     return jax.tree.map(resize, kv)
 
 
 def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
-    """An array of a KV, told how it lies on the mesh."""
+    """An array of a KV with its sharding constraint."""
     return constrain(x, *logical_axes(x, rows_axis))
 
 
@@ -104,98 +119,109 @@ def logical_axes(x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str = "batch") 
     return (rows_axis, *AXES[1:])[: x.ndim]
 
 
-def to_cache_format(cfg: Architecture, k_BTKH, v_BTKH, int8: bool) -> KV:
-    """New keys and values in the form that the cache has them in."""
+def to_cache_format(cfg: Architecture, k_BTKH: jax.Array, v_BTKH: jax.Array, int8: bool) -> KV:
+    """New keys and values in the layout of the cache, [B, K, T, H], as int8 codes if asked."""
     copies = head_copies(cfg, axis_size("tp"))
-    k, v = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
-    return KV(*quantize_kv(k, v)) if int8 else KV(k, v)
+    k_BKTH, v_BKTH = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
+    return quantize_kv(k_BKTH, v_BKTH) if int8 else KV(k_BKTH, v_BKTH)
 
 
-def quantize_kv(k_BKTH, v_BKTH):
-    """int8 codes of both, then their scales: x is about code * scale, at most half a scale off."""
-    scales = [jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / 127 for x in (k_BKTH, v_BKTH)]
-    codes = [
-        jnp.round(x.astype(jnp.float32) / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8)
-        for x, scale in zip((k_BKTH, v_BKTH), scales)
-    ]
-    return *codes, *scales
+def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
+    """int8 codes of keys and values: x is about code * scale, at most half a scale off."""
+    k_scales, v_scales = (
+        jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / 127 for x in (k_BKTH, v_BKTH)
+    )
+
+    def codes(x_BKTH: jax.Array, scales_BKT: jax.Array) -> jax.Array:
+        values = x_BKTH.astype(jnp.float32)
+        # A head of zeros has scale 0, by which nothing can be divided.
+        return jnp.round(values / jnp.maximum(scales_BKT, 1e-30)[..., None]).astype(jnp.int8)
+
+    return KV(codes(k_BKTH, k_scales), codes(v_BKTH, v_scales), k_scales, v_scales)
 
 
-def write_token(kv: KV, new: KV, positions_B) -> KV:
-    """The cache with one new token per row, in place where the cache is donated."""
-    rows_B, columns_B = jnp.arange(len(positions_B)), positions_B % kv.k.shape[2]
+def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
+    """The cache with one new token per row, in place where the cache is donated.
 
-    def put(rows, x):
-        return constrain_kv(
-            rows.at[rows_B, :, columns_B].set(
-                x[:, :, 0], unique_indices=True, mode="promise_in_bounds"
-            )
-        )
+    new: of T = 1 token a row, as `to_cache_format` makes it.
+    """
+    rows_B = jnp.arange(len(positions_B))
+    columns_B = positions_B % kv.k.shape[2]
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        here = old.at[rows_B, :, columns_B]
+        return constrain_kv(here.set(x[:, :, 0], unique_indices=True, mode="promise_in_bounds"))
 
     return jax.tree.map(put, kv, new)
 
 
-def as_ring(kv: KV, lengths_B, columns: int) -> KV:
-    """Whole prompts, right-padded, as a cache of at most `columns` columns keeps them."""
+def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
+    """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
+    tokens of a longer one."""
     if kv.k.shape[2] <= columns:
         return kv
     index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
-    take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
-    return jax.tree.map(lambda x: take(x, index_BC), kv)
+    return jax.tree.map(lambda x: take_columns(x, index_BC), kv)
 
 
-def positions_held(newest_B, columns: int):
-    """Which position each column holds, [B, C], when the newest is newest_B; negative: none of this
-    sequence."""
+def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
+    """Columns index_BC of an array [B, K, C, ...], in each row its own."""
+    return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
+
+
+def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
+    """The position that each column holds, [B, C], when the newest token stands at newest_B.
+
+    Negative: the column holds no token of this sequence.
+    """
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
-def in_position_order(kv: KV, mask_B1C, newest_B) -> tuple[KV, jax.Array]:
-    """The columns of a ring, and which are seen, from the oldest position to the newest: the order
-    of a sum."""
+def in_position_order(kv: KV, mask_B1C: jax.Array, newest_B: jax.Array) -> tuple[KV, jax.Array]:
+    """A ring and its mask with the columns from the oldest position to the newest, which is the
+    order in which the trainer sums over them."""
     columns = kv.k.shape[2]
     index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
-    take = jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))
-    return jax.tree.map(lambda x: take(x, index_BC), kv), jnp.take_along_axis(
-        mask_B1C, index_BC[:, None], axis=2
-    )
+    in_order = jax.tree.map(lambda x: take_columns(x, index_BC), kv)
+    return in_order, jnp.take_along_axis(mask_B1C, index_BC[:, None], axis=2)
 
 
-def attended_columns(cfg: Architecture, kind: str, newest_B, columns: int):
-    """Which columns the newest token of each row sees, [B, C]."""
+def attended_columns(cfg: Architecture, kind: str, newest_B: jax.Array, columns: int) -> jax.Array:
+    """Which columns the newest token of each row attends to, [B, C] bool.
+
+    kind: of the layer, "local" or "global".
+    """
     held_BC = positions_held(newest_B, columns)
-    is_there_BC = held_BC >= 0
-    return (
-        is_there_BC & (newest_B[:, None] - held_BC < cfg.window) if kind == "local" else is_there_BC
-    )
+    is_held_BC = held_BC >= 0
+    if kind == "local":
+        return is_held_BC & (newest_B[:, None] - held_BC < cfg.window)
+    return is_held_BC
 
 
-def store_rows(kept: KV, kv: KV, first_row, rows_axis: str) -> KV:
-    """`kept` with the rows of `kv` from `first_row` on; columns that kv has not stay as they
-    are."""
+def store_rows(prompts: KV, new: KV, first_row: jax.Array, rows_axis: str) -> KV:
+    """The prompt cache with the rows of `new` from `first_row` on. Columns that `new` does not have
+    stay as they are."""
 
-    def put(all_rows, rows):
+    def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
-        return constrain_kv(
-            jax.lax.dynamic_update_slice(all_rows, constrain_kv(rows, rows_axis), start), rows_axis
-        )
+        rows = constrain_kv(rows, rows_axis)
+        return constrain_kv(jax.lax.dynamic_update_slice(all_rows, rows, start), rows_axis)
 
-    return jax.tree.map(put, kept, kv)
+    return jax.tree.map(put, prompts, new)
 
 
-def load_rows(kv: KV, kept: KV, rows_B, is_new_B) -> KV:
-    """The cache with, in each row that is new, the beginning that stands in row rows_B of
-    `kept`."""
+def load_rows(kv: KV, prompts: KV, rows_B: jax.Array, is_new_B: jax.Array) -> KV:
+    """The cache in which each row that is new begins with row rows_B of the prompt cache."""
 
-    def put(all_columns, beginnings):
+    def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:
         width = beginnings.shape[2]
         is_new = is_new_B.reshape(-1, *[1] * (beginnings.ndim - 1))
         merged = jnp.where(is_new, jnp.take(beginnings, rows_B, axis=0), all_columns[:, :, :width])
         return constrain_kv(jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2))
 
-    return jax.tree.map(put, kv, kept)
+    return jax.tree.map(put, kv, prompts)
 
 
-def tree_bytes(cache) -> int:
-    """Bytes of a cache, or of the shapes of one, over all devices."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes of arrays, in a tree, over all devices together."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -18,17 +18,10 @@ from tunix_lite.models import decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered_sharding
-from tunix_lite.rollout import settings
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
-
-# MOST_SLOTS: until train.py asks RolloutConfig.slots.
-from tunix_lite.rollout.settings import (  # noqa: F401
-    MOST_SLOTS,
-    GenerationConfig,
-    RolloutConfig,
-)
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
 
 
@@ -262,8 +255,3 @@ def make_prepare(
         return compiled[place](params)
 
     return prepare
-
-
-def round_up_to_shards(num_slots: int) -> int:
-    """As settings.round_up_to_shards, on the current mesh."""
-    return settings.round_up_to_shards(num_slots, axis_size("fsdp"))

@@ -1,58 +1,70 @@
 """Drawing the next token, with randomness that is a function of what is drawn and of nothing else.
 
-Scores go through repetition penalty (arXiv:1909.05858), temperature, top-k, top-p
-(arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order; a token is then drawn by adding
-Gumbel noise to the log-probabilities that are left.
+Logits go through temperature, repetition penalty (arXiv:1909.05858), top-k, top-p
+(arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order. A token is then drawn by adding
+Gumbel noise to the logits that are left.
+
+Letters beside those of types.py: W candidates, of which `highest_float` asks for several at once.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from tunix_lite.rollout.settings import GenerationConfig
 
-# of -inf and inf, see float_of
-LOWEST_KEY, HIGHEST_KEY = 0x007FFFFF, 0xFF800000
+# The keys of -inf and inf, see float_from_key.
+LOWEST_KEY = 0x007FFFFF
+HIGHEST_KEY = 0xFF800000
 
 
-def row_keys(key, prompts_B, generations_B):
-    """One key per completion, [B], folded from the index of its prompt and its own.
+def row_keys(key: jax.Array, prompts_B: jax.Array, generations_B: jax.Array) -> jax.Array:
+    """One random key per completion, [B], folded from the index of its prompt and its own.
 
-    Folding, not splitting: how the rows are batched, ordered or sharded cannot change a key.
+    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
     """
+    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     fold = jax.vmap(jax.random.fold_in)
-    return fold(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, prompts_B), generations_B)
+    return fold(prompt_keys_B(key, prompts_B), generations_B)
 
 
-def draw(scores_BV, keys_B, positions_B, temperature, generation: GenerationConfig, seen_BV=None):
-    """Tokens [B], their log-probabilities under the distribution that was drawn from, and under the
-    whole one.
+def draw(
+    logits_BV: jax.Array,
+    keys_B: jax.Array,
+    positions_B: jax.Array,
+    temperature: jax.Array | float,
+    generation: GenerationConfig,
+    seen_BV: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, their log-probabilities under the distribution that was drawn from, and those under
+    the full one, [B] each, float32.
 
-    Float32 both; the whole one is softmax(scores / temperature), what the trainer computes.
-    positions_B counts the tokens of the completion so far. temperature 0 takes the best token, with
-    log-probabilities as at temperature 1 and nothing cut off, which could not change the best one.
-    seen_BV marks the tokens that a repetition penalty is for.
+    The full distribution is softmax(logits / temperature), which the trainer computes. positions_B:
+    tokens of the completion so far. seen_BV: the tokens that the repetition penalty is for. At
+    temperature 0 the best token is taken, with log-probabilities as at temperature 1 and nothing
+    cut off, as cutting off never removes the best token.
     """
-    whole_BV = left_BV = scores_BV / jnp.where(temperature > 0, temperature, 1.0)
+    full_BV = left_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
     if seen_BV is not None:
-        left_BV = apply_repetition_penalty(whole_BV, seen_BV, generation.repetition_penalty)
+        left_BV = apply_repetition_penalty(full_BV, seen_BV, generation.repetition_penalty)
     if generation.cuts:
         kept_BV = apply_cutoffs(left_BV, generation.top_k, generation.top_p, generation.min_p)
         left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
+
+    # The best of noisy logits needs no probabilities, so none are held beside the logits.
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
-    noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, scores_BV.shape[1:]))(keys_B)
-    # the best of noisy scores needs no probabilities: none are kept beside the scores
-    tokens_B = first_best(left_BV + jnp.where(temperature > 0, noise_BV, 0.0))
+    noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
+    tokens_B = first_argmax(left_BV + jnp.where(temperature > 0, noise_BV, 0.0))
+
     logprobs_B = logprobs_of(left_BV, tokens_B)
-    return (
-        tokens_B,
-        logprobs_B,
-        logprobs_B if left_BV is whole_BV else logprobs_of(whole_BV, tokens_B),
-    )
+    if left_BV is full_BV:
+        return tokens_B, logprobs_B, logprobs_B
+    return tokens_B, logprobs_B, logprobs_of(full_BV, tokens_B)
 
 
-def first_best(scores_BV):
-    """The first of the best tokens of each row, [B] int32; in a row that is no numbers, the last
-    token.
+def first_argmax(scores_BV: jax.Array) -> jax.Array:
+    """The first of the best tokens of each row, [B] int32; the last token in a row of NaN.
 
     argmax as two plain reductions: a CPU then draws the noise in threads, and takes half the time.
     """
@@ -61,75 +73,74 @@ def first_best(scores_BV):
     return jnp.min(jnp.where(is_best_BV, jnp.arange(V, dtype=jnp.int32), V - 1), axis=-1)
 
 
-def logprobs_of(scores_BV, tokens_B):
-    """log softmax(scores)[token] of each row."""
-    return jnp.take_along_axis(scores_BV, tokens_B[:, None], axis=1)[:, 0] - jax.nn.logsumexp(
-        scores_BV, axis=-1
-    )
+def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """log softmax(logits)[token] of each row, [B]."""
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)[:, 0]
+    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def apply_repetition_penalty(scores_BV, seen_BV, penalty: float):
-    """Scores with those of the tokens seen so far divided by the penalty, or times it where they
-    are negative."""
-    return jnp.where(
-        seen_BV, jnp.where(scores_BV > 0, scores_BV / penalty, scores_BV * penalty), scores_BV
-    )
+def apply_repetition_penalty(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
+    """Divides the logits of the tokens seen so far by the penalty; negative ones are multiplied."""
+    penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return jnp.where(seen_BV, penalised_BV, logits_BV)
 
 
-def apply_cutoffs(scores_BV, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-    """The scores with -inf for what is cut off: left are of the top_k best those that first reach
-    top_p, and of them those at least min_p times as likely as the best. Tokens as good as the last
-    one that is in are in, so top_k may leave more than k, and top_p counts within all of them.
+def apply_cutoffs(
+    logits_BV: jax.Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> jax.Array:
+    """The logits, float32, with -inf for every token that is cut off.
 
-    The token that crosses top_p is in, so that one always is. Float32 scores; a score that is no
-    number stays.
+    Of the top_k best tokens those are left that first reach top_p, and of these the ones that are
+    at least min_p times as likely as the best. Ties with the last token that is left are left, too:
+    top_k may leave more than k, and top_p counts within all of them. The token that crosses top_p
+    is left, so at least one always is. NaN stays.
     """
-    top_k = 0 if top_k >= scores_BV.shape[-1] else top_k
+    top_k = 0 if top_k >= logits_BV.shape[-1] else top_k
     if not top_k and top_p == 1 and not min_p:
-        return scores_BV
-    best_B1 = jnp.max(scores_BV, axis=-1, keepdims=True)
+        return logits_BV
+    best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     least_B1 = jnp.full_like(best_B1, -jnp.inf)
 
-    def count(least_BW):
-        return jnp.sum(scores_BV[:, None] >= least_BW[..., None], axis=-1)
+    def count(least_BW: jax.Array) -> jax.Array:
+        return jnp.sum(logits_BV[:, None] >= least_BW[..., None], axis=-1)
 
-    def mass(least_BW):
-        is_in_BWV = scores_BV[:, None] >= jnp.maximum(least_BW, of_top_k_B1)[..., None]
-        return jnp.sum(jnp.where(is_in_BWV, jnp.exp(scores_BV - best_B1)[:, None], 0.0), axis=-1)
+    def mass(least_BW: jax.Array) -> jax.Array:
+        is_in_BWV = logits_BV[:, None] >= jnp.maximum(least_BW, of_top_k_B1)[..., None]
+        return jnp.sum(jnp.where(is_in_BWV, jnp.exp(logits_BV - best_B1)[:, None], 0.0), axis=-1)
 
+    # Each setting raises the least logit that is left.
     if top_k:
-        least_B1 = highest_that(lambda least_BW: count(least_BW) >= top_k, len(scores_BV))
+        least_B1 = highest_float(lambda least_BW: count(least_BW) >= top_k, len(logits_BV))
     if top_p < 1:
         of_top_k_B1 = least_B1
         enough_B1 = top_p * mass(of_top_k_B1)
-        least_B1 = highest_that(lambda least_BW: mass(least_BW) >= enough_B1, len(scores_BV))
+        least_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, len(logits_BV))
     if min_p:
         least_B1 = jnp.maximum(least_B1, best_B1 + jnp.log(min_p))
-    return jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
-def highest_that(holds, B: int):
-    """The highest float32 for which holds([B, W] candidates) -> [B, W] is true, in each of B rows,
+def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
+    """The highest float32, in each of B rows, for which holds([B, W] candidates) -> [B, W] is true,
     [B, 1].
 
-    It must be true up to some number, and false above. Sixteen rounds find two bits of the number
-    each, by asking for three candidates at once. Nothing is sorted, and where holds() counts over a
-    vocabulary that tp divides, only the counts of the candidates cross.
+    holds must be true up to some number and false above it. Each of sixteen rounds finds two bits
+    of the number by asking for three candidates at once. Nothing is sorted, and where tp divides
+    the vocabulary that holds() counts over, the devices exchange only the counts.
     """
     ways_W = jnp.arange(1, 4, dtype=jnp.uint32)
 
-    def two_bits(round_, key_B1):
+    def two_bits(round_: jax.Array, key_B1: jax.Array) -> jax.Array:
         step = jnp.uint32(1) << (30 - 2 * round_).astype(jnp.uint32)
-        return key_B1 + step * jnp.sum(
-            holds(float_of(key_B1 + step * ways_W)), axis=-1, keepdims=True, dtype=jnp.uint32
-        )
+        held_BW = holds(float_from_key(key_B1 + step * ways_W))
+        return key_B1 + step * jnp.sum(held_BW, axis=-1, keepdims=True, dtype=jnp.uint32)
 
-    return float_of(jax.lax.fori_loop(0, 16, two_bits, jnp.zeros((B, 1), jnp.uint32)))
+    return float_from_key(jax.lax.fori_loop(0, 16, two_bits, jnp.zeros((B, 1), jnp.uint32)))
 
 
-def float_of(key):
-    """The float32 of a uint32 key; keys are in the order of their floats, from -inf to inf, which
-    those beyond are."""
+def float_from_key(key: jax.Array) -> jax.Array:
+    """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf. Keys
+    beyond count as -inf or inf."""
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
     sign = jnp.uint32(1 << 31)
     return jax.lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), jnp.float32)

@@ -12,21 +12,18 @@ import optax
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
-from tunix_lite.learner.optim import make_optimizer
-from tunix_lite.learner.policy import DTYPES, STORED, Policy, make_policy
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.models import source
-from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.planning.resolved import rollouts_of
+from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import MOST_SLOTS, make_generate, round_up_to_shards
-from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.rollout.engine import make_generate
 from tunix_lite.runs import resume
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts, planning_case
+from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
@@ -49,8 +46,8 @@ class Learner:
     policy: Policy
     # (state, frozen, rows) -> (state, metrics); it knows its compiled program
     train_step: Callable
-    # slots, and where the sampler keeps its weights, as they were chosen
-    rollout: RolloutConfig
+    # what the run comes to on its mesh, with all its choices made
+    resolved: ResolvedRun
     stopping: Stopping
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
@@ -79,25 +76,17 @@ def build_learner(session: Session) -> Learner:
     console = session.console
 
     # Weights: loaded, or restored from the checkpoint that the run goes on from.
-    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    check_at_rest(planning_case(run, parts, run.rollout), console.say)
+    optimizer = optimizer_of(parts.resolved)
+    check_at_rest(parts.resolved, console.say)
     console.busy("loading the model…")
-    state, frozen, policy, rollout, skipped = initial_state(
+    state, frozen, policy, resolved, skipped = initial_state(
         run, parts, session.run_dir, optimizer, console
     )
 
     # The update: choosing the micro-batch may have compiled it already.
     train_step = parts.train_step
     if train_step is None:
-        train_step = make_train_step(
-            policy,
-            run.algorithm,
-            optimizer,
-            parts.rows.num_parts,
-            parts.model.lora,
-            run.seed,
-            run.training.sync_gradients_every,
-        )
+        train_step = train_step_of(resolved, policy)
 
     # The policy as the loop uses it: a signal ends a rollout, and the reference's time is taken.
     seconds: Counter = Counter()
@@ -109,7 +98,7 @@ def build_learner(session: Session) -> Learner:
         lora=parts.model.lora,
         policy=policy,
         train_step=train_step,
-        rollout=rollout,
+        resolved=resolved,
         stopping=session.stopping,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
@@ -123,37 +112,45 @@ def initial_state(
     run_dir: RunDir,
     optimizer: optax.GradientTransformation,
     console: Console,
-) -> tuple[TrainState, Params | None, Policy, RolloutConfig, int]:
-    """(what trains, the frozen base beside it or None, the policy that acts with both, how it
-    samples, updates skipped in a row until now).
+) -> tuple[TrainState, Params | None, Policy, ResolvedRun, int]:
+    """(what trains, the frozen base beside it or None, the policy that acts with both, what the
+    run comes to with all its choices made, updates skipped in a row until now).
 
     The reference of the KL term (reference.py) is made of the weights as they are loaded, before a
     checkpoint is read.
     """
-    model, dtype = parts.model, DTYPES[run.training.mixed_precision]
+    model = parts.model
+    resolved = parts.resolved
+
+    # Weights: the reference is made of those that were loaded, before they are replaced.
     with error_context("model.weights"):
         frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
     with error_context("resume"):
-        reference = reference_of(run_dir, parts.reference, model, dtype, frozen, params)
+        reference = reference_of(run_dir, parts.reference, model, resolved.dtype, frozen, params)
     state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
-    slots = round_up_to_shards(run.rollout.num_slots or min(MOST_SLOTS, parts.batch.sequences))
-    acting, asked = acting_params(frozen, state.params, model.lora), rollouts_of(run, parts.batch)
-    weights, why = memory.choose_weights(
-        acting, model.cfg, dtype, run.generation, run.rollout, slots, asked
+
+    # Where the sampler keeps the weights, beside all that is on the devices by now.
+    sampling_weights, why = memory.choose_weights(
+        acting_params(frozen, state.params, model.lora),
+        model.cfg,
+        resolved.dtype,
+        run.generation,
+        run.rollout,
+        resolved.slots,
+        resolved.rollouts,
     )
-    console.say(f"sampling: {slots} slots, {why}")
-    rollout, tokenizer = replace(run.rollout, num_slots=slots, weights=weights), model.tokenizer
-    ends = tokenizer.eos_ids, tokenizer.pad_id
-    tp_reduce_dtype = jnp.dtype(run.training.tp_reduce_dtype)
+    console.say(f"sampling: {resolved.slots} slots, {why}")
+    resolved = replace(resolved, sampling_weights=sampling_weights)
+
+    # The policy, which samples and scores.
     generate = make_generate(
-        model.cfg, run.generation, *ends, dtype, rollout, tokenizer, tp_reduce_dtype
+        model.cfg,
+        run.generation,
+        model.tokenizer.eos_ids,
+        model.tokenizer.pad_id,
+        resolved.dtype,
+        resolved.rollout,
+        model.tokenizer,
+        jnp.dtype(run.training.tp_reduce_dtype),
     )
-    scoring = {"remat": run.training.remat, "attend": IMPLEMENTATIONS[parts.attention[0]]}
-    scoring |= {
-        "reduce_dtype": jnp.dtype(run.training.reduce_dtype),
-        "tp_reduce_dtype": tp_reduce_dtype,
-    }
-    policy = make_policy(
-        model.cfg, generate, run.learning_temperature, dtype, reference, parts.rows, **scoring
-    )
-    return state, frozen, policy, rollout, skipped
+    return state, frozen, policy_of(resolved, generate, reference), resolved, skipped

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from tunix_lite.runs.setup import (
     prepare,
     run_metadata,
     startup_summary,
-    with_micro_batch,
     write_fingerprint,
 )
 from tunix_lite.tasks.task import Task
@@ -107,8 +106,9 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         # The micro-batch, where it is chosen by compiling, and what the panel says of it all.
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
-            run, train_step = choose_micro_batch(run, parts.model, console.say)
-            parts = with_micro_batch(parts, run, train_step)
+            resolved, train_step = choose_micro_batch(parts.resolved, console.say)
+            parts = replace(parts, resolved=resolved, train_step=train_step)
+            run = resolved.run
         if not parts.overwrites_other_run(run_dir):
             write_fingerprint(run, parts, run_dir)
         status.about = run_metadata(run, parts)

@@ -15,20 +15,12 @@ from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
-from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
-from tunix_lite.planning.batch_size import (
-    BatchPlan,
-    check_residual,
-    plan_batch,
-    plan_rows,
-    row_width,
-)
-from tunix_lite.planning.resolved import Case
-from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.planning.batch_size import BatchPlan
+from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.task import Task
@@ -46,11 +38,8 @@ class Parts:
 
     model: FoundModel
     mesh: jax.sharding.Mesh
-    batch: BatchPlan
-    # how its sequences are laid out
-    rows: RowLayout
-    # the implementation, and in words why
-    attention: tuple[str, str]
+    # what the run comes to on the mesh: batch, rows, slots, attention
+    resolved: ResolvedRun
     task: Task
     # what there is to know about the examples, where they are in memory
     data: str = ""
@@ -64,6 +53,16 @@ class Parts:
     damaged: str = ""
     # the update, where it has been compiled already to see what fits
     train_step: Callable | None = None
+
+    @property
+    def batch(self) -> BatchPlan:
+        """How the sequences of an update are made up."""
+        return self.resolved.batch
+
+    @property
+    def rows(self) -> RowLayout:
+        """How the sequences of a batch are laid out."""
+        return self.resolved.rows
 
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
         """Whether the checkpoints in the run's own folder were made with other settings
@@ -79,7 +78,7 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     where attention tries cuDNN (NVIDIA), downloads the files of a hub model, and writes and removes
     a small file in a folder that is there, to see whether it can be written.
     """
-    return in_folder(find_parts(run) if found is None else found, run, run_dir)
+    return in_folder(find_parts(run) if found is None else found, run_dir)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -94,20 +93,16 @@ def find_parts(run: RunConfig) -> Parts:
     with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
-        source.check_mesh(model, mesh)
-    with error_context("generation"):
-        check_generation(run, model)
-
-    # What the run comes to on this mesh.
-    batch = plan_batch(run, mesh.shape["fsdp"])
-    rows = plan_rows(run, batch)
-    with error_context("sharding"):
-        check_residual(run, rows, mesh.shape["tp"])
-    with error_context("training"):
-        attention = choose_attention(run, model, mesh, rows)
-
-    task, data = find_task(run, model, batch.prompts)
-    return Parts(model, mesh, batch, rows, attention, task, data)
+    resolved = resolve_run(
+        run,
+        model.cfg,
+        model.lora,
+        dict(mesh.shape),
+        mesh.devices.flat[0].platform,
+        is_attached=True,
+    )
+    task, data = find_task(run, model, resolved.batch.prompts)
+    return Parts(model, mesh, resolved, task, data)
 
 
 def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task, str]:
@@ -141,13 +136,14 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
     return task, data
 
 
-def in_folder(parts: Parts, run: RunConfig, run_dir: RunDir) -> Parts:
+def in_folder(parts: Parts, run_dir: RunDir) -> Parts:
     """The parts of a run that will write to this folder: what it resumes from, and its reference.
 
     Downloads the weights of a hub model, after everything else has been found right. Raises
     ConfigError.
     """
     # This process may have looked at other runs since `find_parts`, as in a sweep.
+    run = parts.resolved.run
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
         run_dir.check()
@@ -172,49 +168,6 @@ def in_folder(parts: Parts, run: RunConfig, run_dir: RunDir) -> Parts:
         differs=differs,
         damaged=damaged,
     )
-
-
-def with_micro_batch(parts: Parts, run: RunConfig, train_step: Callable) -> Parts:
-    """The parts of a run whose micro-batch has been chosen since, by compiling this update."""
-    batch = plan_batch(run, parts.mesh.shape["fsdp"])
-    return replace(parts, train_step=train_step, batch=batch, rows=plan_rows(run, batch))
-
-
-def planning_case(run: RunConfig, parts: Parts, rollout: RolloutConfig) -> Case:
-    """The run as planning sees it; rollout: with slots and weights as they have been chosen."""
-    return Case(
-        run,
-        parts.model.cfg,
-        parts.model.lora,
-        dict(parts.mesh.shape),
-        parts.batch,
-        parts.rows,
-        rollout.num_slots,
-        parts.attention[0],
-        rollout.weights,
-    )
-
-
-def choose_attention(run: RunConfig, model: FoundModel, mesh, rows: RowLayout) -> tuple[str, str]:
-    """The implementation of attention that training uses, and in words why. Raises ValueError."""
-    width = row_width(run, rows)
-    platform, dtype = mesh.devices.flat[0].platform, DTYPES[run.training.mixed_precision]
-    shares = rows.packing == "prefix"
-    return attention.choose(run.training.attention, model.cfg, platform, dtype, width, shares)
-
-
-def check_generation(run: RunConfig, model: FoundModel) -> None:
-    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
-    settings, longest = run.generation, model.cfg.max_positions
-    if (total := settings.max_prompt_length + settings.max_new_tokens) > longest:
-        raise ValueError(
-            f"max_prompt_length={settings.max_prompt_length} + "
-            f"max_new_tokens={settings.max_new_tokens} = {total} "
-            f"tokens, and the model was made for {longest}"
-        )
-    settings.check_fits(model.cfg.vocab_size)
-    if settings.temperature == 0 and not run.algorithm.needs_demonstrations:
-        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
@@ -327,7 +280,7 @@ def startup_summary(
         *([("reference", parts.reference.words)] if parts.reference else []),
         ("batch", f"{parts.batch}{_packed(parts)}"),
         *([("data", parts.data)] if parts.data else []),
-        ("attention", ": ".join(parts.attention)),
+        ("attention", f"{parts.resolved.attention}: {parts.resolved.attention_reason}"),
         ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
         ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
         (

@@ -32,7 +32,7 @@ from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import planning_case, write_fingerprint
+from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir, closing_with
@@ -111,12 +111,11 @@ class Watch:
 
         # The plan, by the programs of this run, which compile now.
         console.busy("compiling…")
-        case = planning_case(session.run, session.parts, learner.rollout)
         with session.stopping.uninterruptible(COMPILATION):
             programs = training_programs(
-                case, learner.policy, learner.train_step, state, learner.frozen
+                learner.resolved, learner.policy, learner.train_step, state, learner.frozen
             )
-            plan = plan_of_this_run(case, programs)
+            plan = plan_of_this_run(learner.resolved, programs)
         if session.run_dir.is_first:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))

@@ -1,0 +1,50 @@
+"""Which weights a command uses: those of a run's checkpoint, or those that `model` names."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from tunix_lite.config import RunConfig
+from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
+from tunix_lite.parallel.mesh import of_all
+
+
+@dataclass(frozen=True)
+class WhichWeights:
+    """The settings that generate, chat and export share.
+
+    Example: `checkpoint=outputs/latest step=40`.
+    """
+
+    # the folder of a run, whose newest weights are used; null: model.weights as they are
+    checkpoint: str | None = None
+    # take an older checkpoint of that run; null: the newest
+    step: int | None = None
+
+    def __post_init__(self):
+        if self.step is not None and self.checkpoint is None:
+            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+
+
+def open_chosen_model(
+    run: RunConfig, which: WhichWeights, dtype: str | None = None
+) -> LanguageModel:
+    """Loads the model that `run.model` and `which` name, onto the mesh of `run.model.mesh_shape`.
+
+    dtype: bf16 or fp32; None: as training.mixed_precision says. Raises ConfigError if there is no
+    such run, checkpoint or model. Prints the devices if the mesh leaves some of them out.
+    """
+    # Weights that the run drew at random come back only from the run's own seed.
+    folder = None
+    seed = run.seed
+    if which.checkpoint is not None:
+        folder = Path(which.checkpoint).expanduser()
+        _, seed = run_settings(folder, run.model.family)
+
+    dtype = dtype or run.training.mixed_precision
+    model = open_model(run.model, folder, which.step, dtype, seed)
+    if model.mesh.size < jax.device_count():
+        print(f"devices: {of_all(model.mesh)}", file=sys.stderr)
+    return model
