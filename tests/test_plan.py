@@ -733,7 +733,7 @@ def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
 
 def test_a_run_that_cannot_fit_stops_before_it_loads_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(at_start, "attached", lambda: machine(10**5))
-    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(source, "load_weights", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match="the run does not fit: .* GiB of 0.00 a device"):
         train(compose([*STARTS]), tmp_path)
 
