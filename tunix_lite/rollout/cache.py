@@ -23,7 +23,7 @@ from tunix_lite.parallel.mesh import axis_size, constrain
 # Logical axes of keys and values; scales have the first three.
 AXES = ("batch", "kv_heads", "seq", "head_dim")
 # The least columns of a cache that grows: a shorter one is not worth a program of its own.
-FEWEST_COLUMNS = 256
+MIN_COLUMNS = 256
 
 
 @flax.struct.dataclass
@@ -93,7 +93,7 @@ def columns_in_use(tokens: int, length: int) -> int:
     Powers of two, so that a rollout compiles few programs; `length` where a power of two would save
     less than a quarter. Example: columns_in_use(300, 9216) is 512.
     """
-    columns = max(FEWEST_COLUMNS, 1 << (tokens - 1).bit_length())
+    columns = max(MIN_COLUMNS, 1 << (tokens - 1).bit_length())
     return columns if 4 * columns <= 3 * length else length
 
 

@@ -183,7 +183,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
     # At temperature 0 cutting off changes no token, so greedy decoding leaves it out.
     decode_program = compiled(decode, donate_argnums=0)
     greedy_program = decode_program
-    if spec.generation.cuts:
+    if spec.generation.has_cutoffs:
         greedy_program = compiled(decode_greedy, donate_argnums=0)
 
     resize_layer = counted(kv_cache.resize_columns, compiles, static_argnums=1)
@@ -418,7 +418,7 @@ def decode_greedy(
     spec: SamplerSpec, slots: Slots, per_layer_params: Params, temperature: jax.Array
 ) -> tuple[Slots, DecodedChunk]:
     """`decode` at temperature 0, with nothing cut off."""
-    return decode_chunk(spec, spec.generation.uncut, slots, per_layer_params, temperature)
+    return decode_chunk(spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature)
 
 
 def decode_chunk(

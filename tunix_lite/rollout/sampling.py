@@ -48,7 +48,7 @@ def draw(
     full_BV = left_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
     if seen_BV is not None:
         left_BV = apply_repetition_penalty(full_BV, seen_BV, generation.repetition_penalty)
-    if generation.cuts:
+    if generation.has_cutoffs:
         kept_BV = apply_cutoffs(left_BV, generation.top_k, generation.top_p, generation.min_p)
         left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
 
