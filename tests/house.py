@@ -66,7 +66,7 @@ HONEST_PATH = (
     ("tunix_lite/runs/setup.py", "prepare"),
     ("tunix_lite/runs/setup.py", "find_parts"),
     ("tunix_lite/runs/setup.py", "find_task"),
-    ("tunix_lite/runs/setup.py", "in_folder"),
+    ("tunix_lite/runs/setup.py", "parts_in_folder"),
     ("tunix_lite/runs/session.py", "open_run"),
     ("tunix_lite/runs/learner.py", "Learner"),
     ("tunix_lite/runs/learner.py", "build_learner"),
