@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
 
-from tunix_lite.distributed.guard import marked, send
+from tunix_lite.marked_processes import find_marked, send_signal
 from tunix_lite.rewards.worker import outcome, shortened
 
 # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
@@ -337,8 +337,8 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         # in whatever session or group
-        for pid in marked(f"{MARK}={self._mark}".encode()):
-            send(pid, signal.SIGKILL)
+        for pid in find_marked(f"{MARK}={self._mark}".encode()):
+            send_signal(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
 
