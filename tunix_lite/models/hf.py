@@ -1,15 +1,16 @@
 """Tensors on disk in Hugging Face layout: safetensors files, one or several with an index, in and
 out.
 
-Reading goes one layer's tensor at a time, and of that only the slices that this process's devices
-hold: the host never has more than one tensor beside what is already on the devices. Nothing
-missing, unexpected or mis-shaped passes.
+Weights are read one layer's tensor at a time, and of that only the slices that the devices of this
+process hold: the host never has more than one tensor beside what is already on the devices. A
+tensor that is missing, unexpected or of another shape is an error.
 """
 
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -26,6 +28,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import (
+    Leaf,
     Weight,
     dense,
     flatten,
@@ -38,15 +41,16 @@ from tunix_lite.parallel.mesh import sharding
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.types import Params
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-# of one file that we write, at most
+# At most, of one file that we write.
 SHARD_BYTES = 5_000_000_000
-# bytes of names and shapes in one file; a tensor takes some 100
+# Bytes of names and shapes in one file. A tensor takes some 100.
 MOST_HEADER = 2**24
-# problems in a message
+# Problems that a message lists.
 SHOWN = 4
-# bytes of two tensors that are compared, at most
+# At most, bytes of two tensors that are compared at once.
 AT_ONCE = 2**26
 
 
@@ -57,67 +61,87 @@ class Tensors:
     def __init__(self, folder: str | Path, family: Family | None = None):
         folder = Path(folder)
         if (folder / INDEX).is_file():
-            listed = _weight_map(folder / INDEX)
-            files = sorted(set(listed.values()))
+            indexed = _weight_map(folder / INDEX)
+            files = sorted(set(indexed.values()))
         elif (folder / SINGLE).is_file():
-            listed, files = {}, [SINGLE]
+            indexed = {}
+            files = [SINGLE]
         else:
             raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
-        self.folder, self._place = folder, {}
+        self.folder = folder
+        self._entries: dict[str, _Entry] = {}
+
+        # The headers say which tensors there are. The index must agree with them.
         for file in files:
             if not (folder / file).is_file():
                 raise ValueError(f"{folder}: the index names {escaped(file)}, which is not there")
             for name, (shape, dtype) in header(folder / file).items():
-                ours = _without_prefix(name, family)
-                if ours in self._place:
-                    raise ValueError(
-                        f"{folder}: {escaped(name)} is in {self._place[ours][0].name} and in {file}"
-                    )
-                if ours is not None:
-                    self._place[ours] = (folder / file, name, shape, dtype)
-                if listed.pop(name, file) != file:
+                self._add(_without_prefix(name, family), _Entry(folder / file, name, shape, dtype))
+                if indexed.pop(name, file) != file:
                     raise ValueError(
                         f"{folder}: {escaped(name)} is in {file}, and the index says it is in "
                         "another file"
                     )
-        if listed:
-            name, file = next(iter(listed.items()))
+        if indexed:
+            name, file = next(iter(indexed.items()))
             raise ValueError(
                 f"{folder}: the index says that {escaped(name)} is in {file}, and it is not"
             )
 
+    def _add(self, name: str | None, entry: "_Entry") -> None:
+        """name: as a text model has it; None: the tensor belongs to another part of the model."""
+        if name in self._entries:
+            raise ValueError(
+                f"{self.folder}: {escaped(entry.name)} is in {self._entries[name].file.name} and "
+                f"in {entry.file.name}"
+            )
+        if name is not None:
+            self._entries[name] = entry
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
+        return iter(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._place[name][2]
+        """As stored."""
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
         """As safetensors spells it: BF16, F16, F32 ..."""
-        return self._place[name][3]
+        return self._entries[name].dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of a tensor. The file is opened for this only: what was mapped of it leaves the
-        host's memory again."""
-        file, theirs, _, _ = self._place[name]
-        with safe_open(str(file), framework="np") as opened:
-            return opened.get_slice(theirs)[index]
+        """Part of a tensor. The file is opened for this read only, so that its mapped pages leave
+        the host's memory again."""
+        entry = self._entries[name]
+        with safe_open(str(entry.file), framework="np") as opened:
+            return opened.get_slice(entry.name)[index]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor is, and what it is."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def _weight_map(file: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says. Raises ValueError."""
-    listed = read_object(file).get("weight_map")
-    if not isinstance(listed, dict):
+    """Tensor -> file, as the index says. Raises ValueError if it is no index, or names a file that
+    is not beside it."""
+    indexed = read_object(file).get("weight_map")
+    if not isinstance(indexed, dict):
         raise ValueError(
-            f"{file} is not an index of tensors: weight_map={shown(listed)}; it is an object"
+            f"{file} is not an index of tensors: weight_map={shown(indexed)}; it is an object"
         )
-    for name, place in listed.items():
-        if not isinstance(place, str) or "\0" in place or Path(place).name != place:
+    for name, shard in indexed.items():
+        if not isinstance(shard, str) or "\0" in shard or Path(shard).name != shard:
             raise ValueError(
-                f"{file}: {escaped(name)} is said to be in {shown(place)}, which is not the name "
+                f"{file}: {escaped(name)} is said to be in {shown(shard)}, which is not the name "
                 "of a file beside it"
             )
-    return dict(listed)
+    return dict(indexed)
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -128,23 +152,19 @@ def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             (size,) = struct.unpack("<Q", opened.read(8))
             if size > MOST_HEADER:
                 raise ValueError(f"a header of {size:,} bytes, and {MOST_HEADER:,} are the most")
-            read = opened.read(size)
-        # checks that the header and the length agree
+            content = opened.read(size)
+        # safe_open checks that the header and the length of the file agree.
         with safe_open(str(file), framework="np"):
             pass
-        entries = json.loads(read, object_pairs_hook=_each_once)
+        entries = json.loads(content, object_pairs_hook=_each_once)
     except (SafetensorError, OSError, ValueError, RecursionError, struct.error) as error:
         raise ValueError(f"{file} is damaged or cut short ({escaped(str(error))})") from error
-    return {
-        name: (tuple(e["shape"]), e["dtype"])
-        for name, e in entries.items()
-        if name != "__metadata__"
-    }
+    entries.pop("__metadata__", None)
+    return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
 
 
 def _each_once(pairs: list[tuple]) -> dict:
-    """An object of a header: of a name that stands there twice, two readers could take different
-    ones."""
+    """An object of a header. If a name were there twice, two readers could take different ones."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a name stands twice in its header")
@@ -167,7 +187,7 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
 
 
 def hf_names(path: str, cfg: Architecture, family: Family) -> list[str]:
-    """The tensors that a weight of ours holds: one, or one per layer."""
+    """The names on disk of the weight at this path: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
     name = family.names[path.removeprefix("layers/")]
@@ -184,43 +204,41 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
-    """As stored: projections transposed and flat, [outputs, inputs]; biases flat; the rest as it
-    is."""
+    """The shape on disk: projections [outputs, inputs], transposed and flat; biases flat; tables
+    [V, D]."""
     if weight.inputs:
-        return int(np.prod(weight.shape[weight.inputs :])), int(
-            np.prod(weight.shape[: weight.inputs])
-        )
+        num_outputs = int(np.prod(weight.shape[weight.inputs :]))
+        num_inputs = int(np.prod(weight.shape[: weight.inputs]))
+        return num_outputs, num_inputs
     return weight.shape if weight.axes[0] == "vocab" else (int(np.prod(weight.shape)),)
 
 
-def _to_hf(value, weight: Weight):
-    return (
-        value.reshape(hf_shape(weight)[::-1]).T
-        if weight.inputs
-        else value.reshape(hf_shape(weight))
-    )
+def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
+    shape = hf_shape(weight)
+    return value.reshape(shape[::-1]).T if weight.inputs else value.reshape(shape)
 
 
 def _read_slice(
     tensors: Tensors, name: str, weight: Weight, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """weight[index] from its stored layout, and no more than that. Only leading dims of a group are
-    divided."""
+    """weight[index], reading no more than that. Of the inputs and of the outputs, only the first
+    dim may be divided."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
     shape = [stop - start for start, stop in bounds]
 
-    def as_one(
-        first: int, last: int
-    ) -> slice:  # dims first..last-1 in a row; all but the first of them are whole
+    def flat_slice(first: int, last: int) -> slice:
+        # The dims first..last-1 flattened into one. All but the first of them are whole.
+        start, stop = bounds[first]
         inner = int(np.prod(weight.shape[first + 1 : last]))
-        return slice(bounds[first][0] * inner, bounds[first][1] * inner)
+        return slice(start * inner, stop * inner)
 
-    dims = len(weight.shape)
+    num_dims = len(weight.shape)
     if weight.inputs:
-        return tensors.read(
-            name, (as_one(weight.inputs, dims), as_one(0, weight.inputs))
-        ).T.reshape(shape)
-    index = index if weight.axes[0] == "vocab" else (as_one(0, dims),)
+        outputs = flat_slice(weight.inputs, num_dims)
+        inputs = flat_slice(0, weight.inputs)
+        return tensors.read(name, (outputs, inputs)).T.reshape(shape)
+    if weight.axes[0] != "vocab":
+        index = (flat_slice(0, num_dims),)
     return tensors.read(name, index).reshape(shape)
 
 
@@ -228,14 +246,14 @@ def _read_slice(
 
 
 def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None:
-    """Raises ValueError listing every tensor of `folder` that is missing, unexpected, mis-shaped or
-    of another type."""
+    """Raises ValueError listing every tensor of `folder` that is missing, unexpected, or of another
+    shape or dtype."""
     tensors = Tensors(folder, family)
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
-    # a copy of the embedding
+
+    # Allowed are a copy of the embedding, and the rotary constants of older files.
     extra = names - wanted.keys() - ({TOP_NAMES["head"]} if cfg.tied else set())
-    # older files store the constants
     extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
     problems = [
         f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in names
@@ -243,10 +261,13 @@ def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None
     problems += [
         f"unexpected: {escaped(name)} {list(tensors.shape(name))}" for name in sorted(extra)
     ]
+
+    # What is there on both sides must be alike.
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
     for name in sorted(names & wanted.keys()):
-        if (found := tensors.shape(name)) != wanted[name]:
+        found = tensors.shape(name)
+        if found != wanted[name]:
             problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
         if tensors.dtype(name) not in DTYPES:
             problems.append(
@@ -259,11 +280,11 @@ def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None
 
 
 def problem_summary(problems: list[str]) -> str:
-    """Some of them on one line, of each kind (what stands before the colon) one first, and how many
-    more there are."""
+    """Some of the problems on one line, and how many more there are. The first ones are one of each
+    kind (the text before the colon)."""
     kinds = [problem.partition(":")[0] for problem in problems]
-    places = sorted(range(len(problems)), key=lambda i: kinds[:i].count(kinds[i]))
-    problems = [problems[i] for i in places]
+    order = sorted(range(len(problems)), key=lambda i: kinds[:i].count(kinds[i]))
+    problems = [problems[i] for i in order]
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     return "; ".join(problems[:SHOWN] + more)
 
@@ -273,74 +294,83 @@ def load_params(
 ) -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
-    Raises ValueError as `check_weights` does, and for a head that is not the embedding that
-    config.json ties it to.
+    Raises ValueError as `check_weights` does, and for a head that differs from the embedding
+    although config.json ties them.
     """
     check_weights(folder, cfg, family)
-    tensors, plain = Tensors(folder, family), flatten(decoder.weights(cfg))
+    tensors = Tensors(folder, family)
+    plain = flatten(decoder.weights(cfg))
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
-        weight, places = plain[path], tuple(jax.tree.leaves(shardings(leaf)))
-        whole = _room(leaf) if weight.is_stacked else None
+        weight = plain[path]
+        to = tuple(jax.tree.leaves(shardings(leaf)))
+        whole = _zeros(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
             copies = _copies(tensors, name, cfg)
-            # the piece has no name here: it is gone before the next one is read
+            # The piece gets no name here, so that it is freed before the next one is read.
             whole = _write(
                 whole,
                 _piece(tensors, name, unstacked(weight), *copies),
                 jnp.int32(i),
                 leaf,
                 weight.inputs,
-                places,
+                to,
             )
-            # else the pieces queue up, and the host holds them all
+            # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(whole)
         loaded[path] = whole
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
-def _room(leaf):
-    """Zeros where a leaf of the table will be, each device's made there: jnp.zeros(device=...)
-    makes one device's and copies it to the others, by way of temporaries as large."""
-    make = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)  # noqa: E731
+def _zeros(leaf: Leaf) -> Leaf:
+    """Zeros with the shapes and shardings of a leaf of the table, made on each device.
+
+    jnp.zeros(device=...) would make them on one device and copy them to the others, by way of
+    temporaries as large.
+    """
+
+    def make() -> Leaf:
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)
+
     return jax.jit(make, out_shardings=shardings(leaf))()
 
 
 def _copies(tensors: Tensors, name: str, cfg: Architecture) -> tuple[str, ...]:
-    """What the folder holds once more under another name, as the table of a tied model may be."""
+    """The names of copies of a tensor: a folder may hold the table of a tied model twice."""
     is_tied = cfg.tied and name == TOP_NAMES["embed"] and TOP_NAMES["head"] in tensors
     return (TOP_NAMES["head"],) if is_tied else ()
 
 
 def _piece(tensors: Tensors, name: str, weight: Weight, *copies: str) -> jax.Array:
-    """One tensor on the mesh in its stored dtype; a slice that several devices hold is read once,
-    and compared with what should be copies of it."""
+    """One tensor on the mesh in its stored dtype. A slice that several devices hold is read once,
+    and compared with the tensors that should be copies of it."""
     read = {}
 
-    def part(index):
+    def part(index: tuple[slice, ...]) -> np.ndarray:
         key = str(index)
         if key not in read:
-            # a view: jax transposes while it copies
+            # A view: jax transposes while it copies.
             read[key] = _read_slice(tensors, name, weight, index)
             for other in copies:
                 _check_copy(tensors, name, other, weight.shape, index)
         return read[key]
 
     piece = jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
-    # what was read is let go before it is written
+    # Ready here, so that what was read is freed before the piece is written.
     return jax.block_until_ready(piece)
 
 
 def _check_copy(
     tensors: Tensors, name: str, other: str, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Raises ValueError if this slice of the two, [V, D], is not the same: read again, a few rows
-    at a time."""
-    (first, last, _), columns = index[0].indices(shape[0]), index[1]
-    rows = max(1, AT_ONCE // (8 * shape[1]))
-    for start in range(first, last, rows):
-        here = slice(start, min(start + rows, last)), columns
-        one, two = (tensors.read(each, here).astype(np.float32) for each in (name, other))
+    """Raises ValueError if this slice of the two tensors, [V, D], differs. Both are read again, a
+    few rows at a time."""
+    first, last, _ = index[0].indices(shape[0])
+    num_rows = max(1, AT_ONCE // (8 * shape[1]))
+    for start in range(first, last, num_rows):
+        rows = (slice(start, min(start + num_rows, last)), index[1])
+        one = tensors.read(name, rows).astype(np.float32)
+        two = tensors.read(other, rows).astype(np.float32)
         different = ~((one == two) | (np.isnan(one) & np.isnan(two)))
         if different.any():
             row = start + int(np.argmax(different.any(axis=1)))
@@ -348,45 +378,55 @@ def _check_copy(
                 most = float(np.nanmax(np.abs(one - two), initial=0.0))
             raise ValueError(
                 f"{tensors.folder}: config.json ties the head to the embedding "
-                f"(tie_word_embeddings), and {other} is "
-                f"not {name}: they differ from row {row} on, by up to {most:.2g}. "
-                f"model.untie_head=true takes {other} "
-                "as the head"
+                f"(tie_word_embeddings), and {other} is not {name}: they differ from row {row} on, "
+                f"by up to {most:.2g}. model.untie_head=true takes {other} as the head"
             )
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
-def _write(whole, piece, layer, leaf, inputs: int, places: tuple):
-    """A piece as `leaf` of the table stores it, in its layer of `whole`: in place, so that two
-    copies never exist."""
+def _write(
+    whole: Leaf | None,
+    piece: jax.Array,
+    layer: jax.Array,
+    leaf: Leaf,
+    inputs: int,
+    to: tuple[NamedSharding, ...],
+) -> Leaf:
+    """`whole` with a piece in one of its layers, as `leaf` of the table stores it. It is written in
+    place, so that two copies never exist."""
     one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
     value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
     if whole is not None:
-        # x.at[layer].set(v) is a scatter: in bfloat16, XLA's CPU backend makes a copy of all layers
-        # for each
+        # x.at[layer].set(v) is a scatter, of which XLA's CPU backend, in bfloat16, makes a copy of
+        # all layers for each.
         value = jax.tree.map(
             lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), whole, value
         )
     leaves, treedef = jax.tree.flatten(value)
-    return treedef.unflatten(
-        [jax.lax.with_sharding_constraint(x, at) for x, at in zip(leaves, places)]
-    )
+    constrained = [jax.lax.with_sharding_constraint(x, sharding) for x, sharding in zip(leaves, to)]
+    return treedef.unflatten(constrained)
 
 
 # ---- out
 
 
 def save_params(
-    params: Params, cfg: Architecture, family: Family, folder: str | Path, dtype="BF16"
+    params: Params,
+    cfg: Architecture,
+    family: Family,
+    folder: str | Path,
+    dtype: str | dict[str, str] = "BF16",
 ) -> None:
     """Writes the weights with the names and layouts that `load_params` and transformers read.
 
-    `dtype` is BF16, F16 or F32, or a dict of them by tensor name. Adapters and quantised weights
-    are written as the plain weights that they amount to. Files hold up to 5 GB; more than one come
-    with an index.
+    dtype: BF16, F16 or F32, or a dict of them by tensor name. Adapters and quantised weights are
+    written as plain weights that compute the same. Files hold up to 5 GB; several come with an
+    index.
     """
-    table, leaves = flatten(decoder.weights(cfg)), flatten(params)
-    # tensor name -> (path, layer), in the order of the layers
+    table = flatten(decoder.weights(cfg))
+    leaves = flatten(params)
+
+    # Tensor name -> (path, layer), in the order of the layers; and what is written of it.
     where = {
         name: (path, i if table[path].is_stacked else None)
         for path in table
@@ -398,11 +438,10 @@ def save_params(
     def tensor(name: str) -> np.ndarray:
         path, layer = where[name]
         leaf = leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
-        # through float32: the sum of a base and its adapter is rounded once
+        # In float32 first, so that the sum of a base and its adapter is rounded once.
         value = dense(leaf, as_written[name].inputs, jnp.float32)
-        return np.ascontiguousarray(
-            _to_hf(np.asarray(value.astype(DTYPES[types[name]])), as_written[name])
-        )
+        on_host = np.asarray(value.astype(DTYPES[types[name]]))
+        return np.ascontiguousarray(_to_hf(on_host, as_written[name]))
 
     sizes = {
         name: int(np.prod(w.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
@@ -412,22 +451,32 @@ def save_params(
 
 
 def _in_order(sizes: dict[str, int]) -> dict[str, int]:
-    """Embedding first, then the layers by number, then the rest: what a reader of the files
-    expects."""
+    """The embedding first, then the layers by number, then the rest, as readers of the files
+    expect."""
 
-    def key(name: str):
+    def key(name: str) -> tuple[int, int]:
         parts = name.split(".")
-        return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
+        if parts[1] == "layers":
+            return 1, int(parts[2])
+        return (0 if "embed" in name else 2), 0
 
     return dict(sorted(sizes.items(), key=lambda item: key(item[0])))
 
 
 def write_shards(
-    folder: Path, sizes: dict[str, int], tensor, shard_bytes: int | None = None
+    folder: Path,
+    sizes: dict[str, int],
+    tensor: Callable[[str], np.ndarray],
+    shard_bytes: int | None = None,
 ) -> None:
-    """Files of up to `shard_bytes`, with an index if there are several; holds one file's tensors at
-    a time."""
+    """Writes tensor(name) of each name into files of up to `shard_bytes` (None: 5 GB), with an
+    index if there are several. The host holds the tensors of one file at a time.
+
+    sizes: bytes by name, in the order to write.
+    """
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+
+    # Which tensors go into which file.
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -436,6 +485,7 @@ def write_shards(
             filled = 0
         shards[-1].append(name)
         filled += size
+
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else [SINGLE]
     for file, names in zip(files, shards):
@@ -447,7 +497,7 @@ def write_shards(
 
 
 def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
-    """How each tensor of `folder` is stored: what `save_params` takes to write the same."""
+    """The dtype of each tensor of `folder`, which `save_params` takes to write the same."""
     tensors = Tensors(folder, family)
     return {name: tensors.dtype(name) for name in tensors}
 
@@ -462,8 +512,8 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A file that others may read as they may any new file; safetensors makes it for its owner
-    alone."""
+    """Writes a safetensors file with the permissions of any new file. safetensors itself makes it
+    readable for its owner alone."""
     save_file(
         {name: np.ascontiguousarray(x) for name, x in tensors.items()},
         str(file),

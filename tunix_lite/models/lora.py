@@ -1,26 +1,30 @@
-"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, take
-them off again.
+"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, merge
+them into it.
 
-Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA the only thing
-that trains. The base beside them is frozen and never copied; it is also the reference of the KL
-term.
+Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA they alone
+train. The base beside them is frozen and never copied; it is also the reference of the KL term.
 """
 
 import math
 import re
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.models import confined
 from tunix_lite.models.decoder import Architecture, layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
+    Initializer,
+    Leaf,
     Lora,
+    Table,
     Weight,
     adapter_pair,
     dense,
@@ -32,7 +36,7 @@ from tunix_lite.models.weights import (
 from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
-# folded into a run's seed, so that adapters do not start from the numbers of random weights
+# Folded into the seed of a run, so that adapters do not start from the numbers of random weights.
 ADAPTER_SEED = 0x10A
 
 
@@ -42,10 +46,10 @@ class LoraConfig:
 
     # of the adapters, the only weights that then train; 0: no adapters, all weights train
     rank: int = 0
-    alpha: float = 32.0  # what adapters say is scaled by alpha / rank
+    alpha: float = 32.0  # the product of the adapters is scaled by alpha / rank
     # regular expression over paths of weights, such as layers/q
     targets: str = ".*/(q|k|v|o|gate|up|down)"
-    dropout: float = 0.0  # share of an adapter's inputs that an update does not see
+    dropout: float = 0.0  # share of the inputs of an adapter that an update sets to zero
     base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
     # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
     adapter: str | None = None
@@ -69,21 +73,22 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
+        """The factor of a @ b."""
         return self.alpha / self.rank
 
 
-# no repetition of a repetition: matched in no time
+# Expressions without a repetition of a repetition. They match in no time.
 PLAIN = re.compile(r"(?:[\w/|()]|\.\*){0,200}")
-PATHS = [
-    f"layers/{name}" for name in ("q", "attn_norm", "attn_post_norm", "mlp_post_norm", "down")
-] + ["final_norm"]
+# Paths to try other expressions against.
+_TRIED = ("q", "attn_norm", "attn_post_norm", "mlp_post_norm", "down")
+PATHS = [*(f"layers/{name}" for name in _TRIED), "final_norm"]
 
 
 def check_targets(targets: str) -> None:
-    """Raises ValueError for a regular expression, as a folder brings it, that is none or takes for
-    ever to match.
+    """Raises ValueError if the text, from a folder that we do not trust, is no regular expression
+    or takes too long to match.
 
-    It is tried in a process that can be killed, against names as long as those that it will meet.
+    It is tried in a process that can be killed, against names as long as the real ones.
     """
     if PLAIN.fullmatch(targets) and targets.count(".*") <= 3:
         return
@@ -94,21 +99,21 @@ def check_targets(targets: str) -> None:
 
 
 @cache
-def uniform_fan_in(inputs: int):
-    """Uniform within 1 / sqrt(number of inputs), as PEFT begins."""
+def uniform_fan_in(inputs: int) -> Initializer:
+    """Uniform within 1 / sqrt(number of inputs), as PEFT initialises a."""
 
-    def init(key, shape, dtype):
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
 
 
-def adapter_weights(table, lora: LoraConfig) -> dict:
-    """The a and b of each weight whose path matches. They lie on the mesh as the dims that they
-    share with it do.
+def adapter_weights(table: Table, lora: LoraConfig) -> Table:
+    """The a and b of each weight whose path matches `lora.targets`. The mesh divides them as it
+    divides the dims that they share with the weight.
 
-    Raises ValueError if no projection matches, or something that is none.
+    Raises ValueError if nothing matches, or something that is no projection.
     """
     declared = flatten(table)
     matched = [path for path in declared if re.fullmatch(lora.targets, path)]
@@ -126,62 +131,71 @@ def adapter_weights(table, lora: LoraConfig) -> dict:
     return traverse_util.unflatten_dict(adapters, sep="/")
 
 
-def _some(declared: dict) -> list[str]:
+def _some(declared: dict[str, Weight]) -> list[str]:
+    """A few paths of projections, for a message."""
     return [path for path in declared if declared[path].inputs][:3]
 
 
 def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
     a, b = adapter_pair(unstacked(w), rank, uniform_fan_in(w.inputs))
-    return (stacked(a, w.shape[0]), stacked(b, w.shape[0])) if w.is_stacked else (a, b)
+    if not w.is_stacked:
+        return a, b
+    return stacked(a, w.shape[0]), stacked(b, w.shape[0])
 
 
-def attach(base: Params, adapters: Params, lora: LoraConfig, keys=None) -> Params:
-    """The params that a policy acts with: the base, with a `Lora` leaf wherever there is an
+def attach(
+    base: Params, adapters: Params, lora: LoraConfig, keys: jax.Array | None = None
+) -> Params:
+    """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter. Copies nothing.
 
-    keys: one per sequence of the batch, [B], if dropout is to act.
+    keys: one per sequence of the batch, [B]; with them, dropout acts.
     """
     leaves = flatten(base)
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
-        here = None if keys is None else _keys(keys, i, a.shape[0])
-        leaves[path] = Lora(leaves[path], a, b, here, lora.scale, lora.dropout)
+        keys_LB = None if keys is None else _keys(keys, i, a.shape[0])
+        leaves[path] = Lora(leaves[path], a, b, keys_LB, lora.scale, lora.dropout)
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 
-def _keys(keys_B, place: int, num_layers: int):
-    """Keys of one stacked weight, [L, B]."""
+def _keys(keys_B: jax.Array, index: int, num_layers: int) -> jax.Array:
+    """Keys of the stacked weight number `index`, [L, B]."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    return jax.vmap(fold, in_axes=(None, 0))(fold(keys_B, place), jnp.arange(num_layers))
+    return jax.vmap(fold, in_axes=(None, 0))(fold(keys_B, index), jnp.arange(num_layers))
 
 
 def acting_params(
-    frozen: Params | None, params: Params, lora: LoraConfig | None, keys=None
+    frozen: Params | None,
+    params: Params,
+    lora: LoraConfig | None,
+    keys: jax.Array | None = None,
 ) -> Params:
-    """What the policy acts with: all weights if all train, else the frozen base with its
-    adapters."""
+    """The parameters that the policy acts with: `params`, if all weights train (frozen is None);
+    else the frozen base with its adapters `params`. keys: as of `attach`."""
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 
-def merge(params: Params, cfg: Architecture, dtype=jnp.float32) -> Params:
-    """The plain weights that acting params amount to: adapters added, quantised weights
-    unpacked."""
-    leaves = flatten(params)
+def merge(params: Params, cfg: Architecture, dtype: DTypeLike = jnp.float32) -> Params:
+    """The plain weights, in `dtype`, that compute the same as acting parameters: adapters added,
+    quantised weights unpacked."""
     layer = layer_weights(cfg)
 
-    def plain(path: str, leaf):
+    def merge_leaf(path: str, leaf: Leaf) -> jax.Array:
         if not (isinstance(leaf, Lora) or is_quantized(leaf)):
             return leaf.astype(dtype)
-        one = partial(dense, inputs=layer[path.rsplit("/", 1)[1]].inputs, dtype=dtype)
-        return jax.vmap(one)(leaf)
+        # Only projections of layers are such leaves, and all layers are stacked.
+        name = path.rsplit("/", 1)[1]
+        return jax.vmap(partial(dense, inputs=layer[name].inputs, dtype=dtype))(leaf)
 
-    merged = jax.jit(lambda leaves: {path: plain(path, leaf) for path, leaf in leaves.items()})(
-        leaves
-    )
-    return traverse_util.unflatten_dict(merged, sep="/")
+    @jax.jit
+    def merge_all(leaves: dict[str, Leaf]) -> dict[str, jax.Array]:
+        return {path: merge_leaf(path, leaf) for path, leaf in leaves.items()}
+
+    return traverse_util.unflatten_dict(merge_all(flatten(params)), sep="/")
 
 
-def pairs(adapters: Params) -> dict:
-    """path of the weight -> (a, b)"""
+def pairs(adapters: Params) -> dict[str, tuple[Any, Any]]:
+    """Path of the weight -> its (a, b)."""
     sides = flatten(adapters)
     return {
         path.removesuffix("/a"): (sides[path], sides[f"{path[:-1]}b"])

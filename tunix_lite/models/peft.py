@@ -18,43 +18,38 @@ from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.types import Params
 
-# wider than any matrix that an adapter could stand in for
+# Wider than any matrix that an adapter is for.
 MOST_RANK = 2**16
-# of what float32 can say
+# Within float32.
 MOST_ALPHA = 1e30
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# what PEFT puts before the name of a module
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+# PEFT puts it before the name of a module.
 PREFIX = "base_model.model."
-# keys of adapter_config.json that are read, or that change nothing about finished adapters; of any
-# other, and of those below with their values, a value that is not empty says something that we
-# would not do
+# Keys of adapter_config.json that are read, or that change nothing about finished adapters. Any
+# other key with a value that is not empty, or not one of ALLOWED, asks for something that is not
+# supported.
 HARMLESS = {
-    *(
-        "peft_type",
-        "peft_version",
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *(
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "use_rslora",
-        "layers_pattern",
-    ),
-    *(
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "megatron_core",
-        "runtime_config",
-        "qalora_group_size",
-    ),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
 }
 ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
@@ -62,7 +57,7 @@ ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "or
 def read_adapter_config(lora: LoraConfig, cfg: Architecture, family: Family | None) -> LoraConfig:
     """`lora` with the rank, alpha and targets of the adapter that it names.
 
-    Raises ValueError naming what is missing, not supported, or not as the settings say.
+    Raises ValueError naming what is missing, not supported, or contradicts the settings.
     """
     if family is None:
         raise ValueError(
@@ -73,55 +68,64 @@ def read_adapter_config(lora: LoraConfig, cfg: Architecture, family: Family | No
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
             raise ValueError(f"adapter: {folder} has no {file}; a folder in PEFT format has one")
-    try:
-        config = read_object(folder / CONFIG)
-        kind, rank, alpha = config["peft_type"], config["r"], config["lora_alpha"]
-    except ValueError as error:
-        raise ValueError(f"adapter: {error}") from error
-    except KeyError as error:
-        raise ValueError(
-            f"adapter: {folder / CONFIG} is no LoRA configuration: {error} is missing"
-        ) from error
-    if kind != "LORA":
-        raise ValueError(
-            f"adapter: {folder / CONFIG}: peft_type is {shown(kind)}; supported is 'LORA'"
-        )
-    for key, value in config.items():
-        if key not in HARMLESS and value and value not in ALLOWED.get(key, ()):
-            raise ValueError(
-                f"adapter: {folder / CONFIG}: {escaped(key)}={shown(value)} is not supported"
-            )
-    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise ValueError(
-            f"adapter: {folder / CONFIG}: r={shown(rank)}; it is a whole number from 1 to "
-            f"{MOST_RANK:,}"
-        )
-    if type(alpha) not in (int, float) or not 0 < alpha <= MOST_ALPHA:
-        raise ValueError(
-            f"adapter: {folder / CONFIG}: lora_alpha={shown(alpha)}; it is a finite number above 0"
-        )
+    rank, alpha = _rank_and_alpha(folder)
+
+    # The settings may repeat what the folder says, but not contradict it.
     if lora.rank not in (0, rank):
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
     targets = _targets(folder, cfg, family)
-    if config.get("use_rslora"):
-        alpha = alpha * rank**0.5
-    for name, own in (("alpha", float(alpha)), ("targets", targets)):
-        if (said := getattr(lora, name)) not in (getattr(LoraConfig(), name), own):
+    for name, own in (("alpha", alpha), ("targets", targets)):
+        setting = getattr(lora, name)
+        if setting not in (getattr(LoraConfig(), name), own):
             raise ValueError(
-                f"adapter: {folder} has {name}={own!r}, and model.lora.{name}={said!r}; leave it "
-                "out"
+                f"adapter: {folder} has {name}={own!r}, and model.lora.{name}={setting!r}; leave "
+                "it out"
             )
-    found = replace(lora, rank=rank, alpha=float(alpha), targets=targets, adapter=str(folder))
+
+    found = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
     _check_tensors(folder, cfg, family, found)
     return found
 
 
+def _rank_and_alpha(folder: Path) -> tuple[int, float]:
+    """What adapter_config.json says. Raises ValueError for anything in it that is not supported."""
+    file = folder / CONFIG
+    try:
+        config = read_object(file)
+        kind = config["peft_type"]
+        rank = config["r"]
+        alpha = config["lora_alpha"]
+    except ValueError as error:
+        raise ValueError(f"adapter: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"adapter: {file} is no LoRA configuration: {error} is missing") from error
+
+    if kind != "LORA":
+        raise ValueError(f"adapter: {file}: peft_type is {shown(kind)}; supported is 'LORA'")
+    for key, value in config.items():
+        if key not in HARMLESS and value and value not in ALLOWED.get(key, ()):
+            raise ValueError(f"adapter: {file}: {escaped(key)}={shown(value)} is not supported")
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise ValueError(
+            f"adapter: {file}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}"
+        )
+    if type(alpha) not in (int, float) or not 0 < alpha <= MOST_ALPHA:
+        raise ValueError(
+            f"adapter: {file}: lora_alpha={shown(alpha)}; it is a finite number above 0"
+        )
+    # rsLoRA divides alpha by the root of the rank; LoraConfig.scale divides it by the rank.
+    if config.get("use_rslora"):
+        alpha = alpha * rank**0.5
+    return rank, float(alpha)
+
+
 def load_adapters(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
-    tensors, loaded = hf.read_tensors(folder / TENSORS), {}
-    tensors = {_plain(name, family): value for name, value in tensors.items()}
+    read = hf.read_tensors(folder / TENSORS)
+    tensors = {_without_wrapper(name, family): value for name, value in read.items()}
+    loaded = {}
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         parts = [
@@ -143,21 +147,24 @@ def save_adapters(
 ) -> None:
     """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`.
 
-    is_wrapped: the base is a larger model, and ours its text part: the modules are then named as
-    they are there.
+    is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
+    that they have there.
     """
-    tensors, modules = {}, set()
+    # The tensors, and the modules that they are for.
+    tensors = {}
+    modules = set()
     for path, (a, b) in pairs(adapters).items():
         for side, value in (("a", a), ("b", b)):
             names = _names(f"{path}/{side}", cfg, family)
             value = np.asarray(value, np.float32)
-            flat = (-1, lora.rank) if side == "a" else (lora.rank, -1)
+            matrix = (-1, lora.rank) if side == "a" else (lora.rank, -1)
             for name, part in zip(names, value):
-                tensors[name] = part.reshape(flat).T
+                tensors[name] = part.reshape(matrix).T
             modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
-    # every layer has them
+
+    # All layers have these modules, so their last names are enough. In a larger model the names
+    # are in full, because its vision tower has a q_proj, too.
     targets = sorted({name.rsplit(".", 1)[1] for name in modules})
-    # in full: the vision tower has a q_proj, too
     if is_wrapped:
         tensors = {_in_wrapper(name): value for name, value in tensors.items()}
         targets = sorted(_in_wrapper(name) for name in modules)
@@ -177,7 +184,7 @@ def save_adapters(
 
 
 def _names(path: str, cfg: Architecture, family: Family) -> list[str]:
-    """The tensors of an adapter's side: layers/q/a ->
+    """The names of the tensors of one side of an adapter: layers/q/a ->
     base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
@@ -190,21 +197,22 @@ def _in_wrapper(name: str) -> str:
     return name.replace("model.layers.", "model.language_model.layers.", 1)
 
 
-def _plain(name: str, family: Family) -> str:
-    """An adapter's tensor as it would be called if ours were the whole model."""
+def _without_wrapper(name: str, family: Family) -> str:
+    """The name that a tensor of an adapter has if ours is the whole model."""
     rest = name.removeprefix(PREFIX)
-    inside = (
-        f"{PREFIX}model.{rest.removeprefix(p)}" for p in family.prefixes if rest.startswith(p)
-    )
-    return next(inside, name)
+    for prefix in family.prefixes:
+        if rest.startswith(prefix):
+            return f"{PREFIX}model.{rest.removeprefix(prefix)}"
+    return name
 
 
-def _header(folder: Path, family: Family) -> dict:
+def _header(folder: Path, family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor of the adapter, by name."""
     try:
         found = hf.header(folder / TENSORS)
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
-    return {_plain(name, family): entry for name, entry in found.items()}
+    return {_without_wrapper(name, family): entry for name, entry in found.items()}
 
 
 def _modules(folder: Path, family: Family) -> set[str]:
@@ -212,12 +220,14 @@ def _modules(folder: Path, family: Family) -> set[str]:
 
 
 def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
-    """The paths of ours that the adapter covers, as a regular expression."""
-    present, paths = _modules(folder, family), []
+    """The paths of the weights that the adapter covers, as a regular expression."""
+    present = _modules(folder, family)
+    paths = []
     for path, weight in flatten(decoder.weights(cfg)).items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
         if weight.inputs and modules & present:
-            if missing := sorted(modules - present):
+            missing = sorted(modules - present)
+            if missing:
                 raise ValueError(
                     f"adapter: {folder} covers only some layers; {missing[0]} has no adapter there"
                 )
@@ -230,13 +240,17 @@ def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
 
 
 def _check_tensors(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> None:
-    found, wanted = _header(folder, family), {}
+    """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
+    dtype."""
+    found = _header(folder, family)
+    wanted = {}
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
         columns = one.shape[: one.inputs]
-        shape = int(np.prod(rows)), int(np.prod(columns))
+        shape = (int(np.prod(rows)), int(np.prod(columns)))
         wanted |= dict.fromkeys(_names(path, cfg, family), shape)
+
     problems = [
         f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found
     ]

@@ -1,6 +1,6 @@
 """Storing frozen weights in one byte (int8) or half a byte (nf4) an element.
 
-Every block of inputs of an output has a scale of its own, by its largest magnitude: blocks are cut
+Every block of inputs of an output has a scale of its own, by its largest magnitude. Blocks are cut
 along the last input dim, so that they do not depend on how a mesh divides the weight. Norms, biases
 and the embedding stay in bfloat16.
 """
@@ -10,11 +10,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tunix_lite.models.weights import (
     NF4_LEVELS,
     Int8,
+    Leaf,
     Nf4,
+    Table,
     Weight,
     in_blocks,
     init_params,
@@ -25,26 +28,33 @@ from tunix_lite.models.weights import (
     unstacked,
     zeros,
 )
+from tunix_lite.types import Params
 
-# of what stays plain
-STORAGE = {
+# The dtype of the weights that are not quantised.
+STORAGE: dict[str, DTypeLike] = {
     "fp32": jnp.float32,
     "bf16": jnp.bfloat16,
     "int8": jnp.bfloat16,
     "nf4": jnp.bfloat16,
 }
-# inputs that share a scale, at most
+# At most so many inputs share a scale.
 BLOCKS = {"int8": 128, "nf4": 64}
 
 
-def stored_table(table, storage: str):
-    """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4."""
+def stored_table(table: Table, storage: str) -> Table:
+    """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4.
+
+    A weight that is quantised becomes an `Int8` or `Nf4` of two Weights, its codes and its scales.
+    Raises ValueError for a weight that nf4 cannot pack.
+    """
     return jax.tree.map(lambda w: _stored(w, storage), table, is_leaf=is_weight)
 
 
-def _stored(w: Weight, storage: str):
+def _stored(w: Weight, storage: str) -> Leaf:
     if not w.inputs or storage not in BLOCKS:
         return replace(w, dtype=STORAGE[storage])
+
+    # One scale for each block of the last input dim.
     dim = w.inputs - 1 + w.is_stacked
     block = _block(w.shape[dim], BLOCKS[storage])
     scales = replace(
@@ -55,6 +65,8 @@ def _stored(w: Weight, storage: str):
         inputs=0,
         dtype=jnp.float32,
     )
+
+    # The codes.
     if storage == "int8":
         return Int8(replace(w, dtype=jnp.int8), scales)
     if w.shape[-1] % 2:
@@ -69,21 +81,20 @@ def _block(size: int, largest: int) -> int:
     return min(size & -size, largest)
 
 
-def init_stored(table, key, storage: str):
-    """Random parameters, stored as `storage`; the same numbers as `init_params` gives,
-    quantised."""
+def init_stored(table: Table, key: jax.Array, storage: str) -> Params:
+    """Random parameters, stored as `storage`: the numbers that `init_params` gives, quantised."""
     wanted = stored_table(table, storage)
     if storage not in BLOCKS:
         return init_params(wanted, key)
 
-    def pack(value, w: Weight, leaf):
+    def pack(value: jax.Array, w: Weight, leaf: Leaf) -> Leaf:
         if not is_quantized(leaf):
             return value.astype(leaf.dtype)
         like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
         one = partial(quantize, like=like, inputs=w.inputs)
         return jax.vmap(one)(value) if w.is_stacked else one(value)
 
-    def packed(params):
+    def packed(params: Params) -> Params:
         return jax.tree.map(
             pack, params, table, wanted, is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf)
         )
@@ -91,21 +102,20 @@ def init_stored(table, key, storage: str):
     return jax.jit(packed, out_shardings=shardings(wanted))(init_params(table, key))
 
 
-def quantize(values, like, inputs: int):
-    """`values`, one layer's weight, as the leaf `like` (arrays or Weights of that layer) wants it
-    stored."""
+def quantize(values: jax.Array, like: Leaf, inputs: int) -> Leaf:
+    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`, whose codes
+    and scales are arrays or Weights of that layer."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
     largest = jnp.where(largest > 0, largest, 1.0)
     if isinstance(like, Int8):
         scales = largest / 127
-        return Int8(
-            jnp.round(blocks / scales).astype(jnp.int8).reshape(values.shape),
-            scales.squeeze(inputs),
-        )
+        codes = jnp.round(blocks / scales).astype(jnp.int8)
+        return Int8(codes.reshape(values.shape), scales.squeeze(inputs))
+
+    # The nearest level is found by a sum of comparisons, which fuses. The loop of searchsorted
+    # exchanges its state over the mesh in every turn.
     middles = (NF4_LEVELS[1:] + NF4_LEVELS[:-1]) / 2
-    # a sum of comparisons, which fuses; searchsorted's loop, on a mesh, exchanged its state in
-    # every turn
     above = sum((blocks / largest > middle).astype(jnp.uint8) for middle in middles)
     codes = above.reshape(values.shape)
     return Nf4(codes[..., 0::2] << 4 | codes[..., 1::2], largest.squeeze(inputs))

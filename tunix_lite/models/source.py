@@ -8,7 +8,6 @@ import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -21,12 +20,14 @@ from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
+from tunix_lite.models.weights import Table
+from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
 from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
-# bytes of each end of a file of weights: its header, with names and shapes, and the last tensors
+# Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
+# and the last tensors.
 SAMPLE = 1 << 16
 
 
@@ -68,55 +69,57 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that has been found and looked at, and not yet loaded."""
+    """A model that is located and checked, but not yet loaded.
+
+    Example: locate(ModelConfig()) is the bundled model, ready for `load_weights`;
+    download(locate(ModelConfig(weights="google/gemma-3-1b-it"))) is one of the hub.
+    """
 
     cfg: Architecture
     family: Family | None  # None: random weights of no named family
-    # None: random weights. Of a hub model, what `locate` needed; after `download` the weights too
+    # None: random weights. Of a hub model, the folder holds no weights before `download`
     folder: Path | None
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
-    name: str  # as the user said it
+    name: str  # model.weights, as the user wrote it
 
 
-# callers turn it into a ConfigError, or add their own place
+# Callers turn it into a ConfigError, or put another setting in front.
 _setting = partial(error_context, kind=ValueError)
 
 
 def locate(model: ModelConfig) -> FoundModel:
-    """Everything about a model short of its weights. Raises ValueError, beginning with the setting,
-    if it cannot be."""
+    """Everything about a model short of its weights.
+
+    It reads the settings, config.json and the tokenizer; of a hub model it downloads these small
+    files. Raises ValueError, beginning with the setting, if something is missing or contradicts
+    something else.
+    """
     with _setting("model.family"):
         family = None if model.family is None else families.find_family(model.family)
-    cfg, folder = model.architecture, None
-    with _setting("model.weights"):
-        if model.weights != "random":
+
+    # The architecture and the family: of the folder, or of the settings.
+    cfg = model.architecture
+    folder = None
+    if model.weights != "random":
+        with _setting("model.weights"):
             folder = _folder(model.weights)
-            cfg, family = families.read_config(folder, family)
-            cfg = _untied(cfg, model)
-            computed = families.as_computed(cfg)
-            ours = (
-                computed
-                if model.architecture is None
-                else families.as_computed(_untied(model.architecture, model))
-            )
-            if differ := families.architecture_differences(ours, computed):
-                raise ValueError(
-                    f"the config.json of {model.weights} is not the chosen model.architecture: "
-                    f"{'; '.join(differ)} "
-                    "(there). Choose another model=, or model.architecture=null to take what is "
-                    "there"
-                )
-    if folder is None and family is not None:
+            cfg, family = _of_folder(folder, family, model)
+    elif family is not None:
         with _setting("model.architecture"):
             families.check_flags(cfg, family)
+
+    # The tokenizer: of the folder, or of the settings.
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
-        if (top := max(*tokenizer.eos_ids, tokenizer.pad_id)) >= cfg.vocab_size:
+        largest = max(*tokenizer.eos_ids, tokenizer.pad_id)
+        if largest >= cfg.vocab_size:
             raise ValueError(
-                f"{tokenizer.folder}: the tokenizer's token {shown(top)} is beyond the model's "
+                f"{tokenizer.folder}: the tokenizer's token {shown(largest)} is beyond the model's "
                 f"vocab_size={cfg.vocab_size}"
             )
+
+    # The adapters. Their tables are made to raise what is wrong with targets and base.
     with _setting("model.lora"):
         lora = model.lora
         if lora.adapter is not None:
@@ -127,105 +130,127 @@ def locate(model: ModelConfig) -> FoundModel:
     return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
 
 
+def _of_folder(
+    folder: Path, family: Family | None, model: ModelConfig
+) -> tuple[Architecture, Family]:
+    """What config.json says. Raises ValueError if model.architecture computes something else."""
+    cfg, family = families.read_config(folder, family)
+    cfg = _untied(cfg, model)
+    if model.architecture is not None:
+        chosen = families.as_computed(_untied(model.architecture, model))
+        differ = families.architecture_differences(chosen, families.as_computed(cfg))
+        if differ:
+            raise ValueError(
+                f"the config.json of {model.weights} is not the chosen model.architecture: "
+                f"{'; '.join(differ)} (there). Choose another model=, or model.architecture=null "
+                "to take what is there"
+            )
+    return cfg, family
+
+
 def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
     return replace(cfg, tied=False) if model.untie_head else cfg
 
 
-def download(source: FoundModel) -> FoundModel:
-    """The source with its weights at hand, downloaded if need be, and looked at. Raises ValueError
-    as `locate` does.
+def download(found: FoundModel) -> FoundModel:
+    """The same model with its weights on this machine, downloaded if need be, and their headers
+    checked. Raises ValueError as `locate` does.
 
-    Apart from `locate`, so that whatever else can be wrong is found before gigabytes come.
+    It is not part of `locate`, so that everything else that can be wrong is found before gigabytes
+    are downloaded.
     """
-    if source.folder is None:
-        return source
+    if found.folder is None:
+        return found
     with _setting("model.weights"):
-        folder = source.folder
-        # of the revision whose config.json and tokenizer are known by now
-        if hub.is_hub_name(source.name):
-            folder = hub.snapshot(f"{source.name.partition('@')[0]}@{folder.name}")
-        hf.check_weights(folder, source.cfg, source.family)
-    return replace(source, folder=folder)
+        folder = found.folder
+        if hub.is_hub_name(found.name):
+            # The name of the folder is the revision whose config.json and tokenizer were read.
+            folder = hub.snapshot(f"{found.name.partition('@')[0]}@{folder.name}")
+        hf.check_weights(folder, found.cfg, found.family)
+    return replace(found, folder=folder)
 
 
-def weight_tables(source: FoundModel) -> tuple[Any, Any]:
-    """The weights of the frozen base (None: nothing is frozen), and of what trains."""
-    table = decoder.weights(source.cfg)
-    if source.lora is None:
+def weight_tables(found: FoundModel) -> tuple[Table | None, Table]:
+    """The table of the frozen base (None: nothing is frozen), and that of what trains."""
+    table = decoder.weights(found.cfg)
+    if found.lora is None:
         return None, table
-    return stored_table(table, source.lora.base), adapter_weights(table, source.lora)
+    return stored_table(table, found.lora.base), adapter_weights(table, found.lora)
 
 
-def weights_digest(source: FoundModel) -> str:
-    """A few characters that tell these weights from others: of files, of their sizes and of what is
-    at their ends."""
-    if source.folder is None:
+def weights_digest(found: FoundModel) -> str:
+    """16 characters that differ between different weights: a hash of the sizes of the files and of
+    the bytes at their ends; "random" of random weights."""
+    if found.folder is None:
         return "random"
-    seen = hashlib.sha256()
-    for file in sorted(source.folder.glob("*.safetensors")):
+    digest = hashlib.sha256()
+    for file in sorted(found.folder.glob("*.safetensors")):
+        size = file.stat().st_size
         with file.open("rb") as f:
-            seen.update(f"{file.name} {file.stat().st_size}".encode() + f.read(SAMPLE))
-            f.seek(max(0, file.stat().st_size - SAMPLE))
-            seen.update(f.read(SAMPLE))
-    return seen.hexdigest()[:16]
+            digest.update(f"{file.name} {size}".encode() + f.read(SAMPLE))
+            f.seek(max(0, size - SAMPLE))
+            digest.update(f.read(SAMPLE))
+    return digest.hexdigest()[:16]
 
 
-def num_adapters(source: FoundModel) -> int:
+def num_adapters(found: FoundModel) -> int:
     """Parameters in adapters; 0: all weights train."""
-    return 0 if source.lora is None else weights.num_params(weight_tables(source)[1])
+    return 0 if found.lora is None else weights.num_params(weight_tables(found)[1])
 
 
-def check_mesh(source: FoundModel, mesh) -> None:
+def check_mesh(found: FoundModel, mesh: MeshSizes) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
     adapters."""
-    for table in weight_tables(source):
+    for table in weight_tables(found):
         if table is not None:
             weights.check_divisible(table, mesh)
 
 
 def load_weights(
-    source: FoundModel, seed: int = 0, storage: str = "fp32"
+    found: FoundModel, seed: int = 0, storage: str = "fp32"
 ) -> tuple[Params | None, Params]:
-    """The frozen base (None: nothing is frozen) and what trains, on the current mesh. Raises
-    ValueError.
+    """The frozen base (None: nothing is frozen) and what trains, on the current mesh.
 
-    storage: of what trains, fp32 or bf16; the base has its own in model.lora.base.
+    seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
+    its own in model.lora.base. Raises ValueError for weights that do not fit.
     """
-    if source.lora is None:
-        return None, load_base(source, seed, storage)
-    base, adapters = _load_with_adapters(source, seed)
+    if found.lora is None:
+        return None, load_base(found, seed, storage)
+    base = load_base(found, seed, found.lora.base)
+    adapters = _load_adapters(found, seed)
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
 
-def _load_with_adapters(source: FoundModel, seed: int) -> tuple[Params, Params]:
-    base = load_base(source, seed, source.lora.base)
-    key = jax.random.key(seed)
-    if source.lora.adapter is not None:
-        return base, peft.load_adapters(
-            Path(source.lora.adapter), source.cfg, source.family, source.lora
-        )
-    table = adapter_weights(decoder.weights(source.cfg), source.lora)
-    return base, weights.init_params(table, jax.random.fold_in(key, ADAPTER_SEED))
+def _load_adapters(found: FoundModel, seed: int) -> Params:
+    if found.lora.adapter is not None:
+        folder = Path(found.lora.adapter)
+        return peft.load_adapters(folder, found.cfg, found.family, found.lora)
+    table = adapter_weights(decoder.weights(found.cfg), found.lora)
+    return weights.init_params(table, jax.random.fold_in(jax.random.key(seed), ADAPTER_SEED))
 
 
-def load_base(source: FoundModel, seed: int, storage: str) -> Params:
+def load_base(found: FoundModel, seed: int, storage: str) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
-    if source.folder is None:
-        return init_stored(decoder.weights(source.cfg), jax.random.key(seed), storage)
-    return hf.load_params(source.folder, source.cfg, source.family, storage)
+    if found.folder is None:
+        return init_stored(decoder.weights(found.cfg), jax.random.key(seed), storage)
+    return hf.load_params(found.folder, found.cfg, found.family, storage)
 
 
 def settings_to_keep(model: ModelConfig, found: FoundModel, seed: int) -> dict:
-    """Plain values, enough to load what a run trains from wherever a program is started."""
+    """Plain values, enough to load what a run trains from any working directory."""
 
-    def whole(name: str) -> str:
+    def absolute(name: str) -> str:
         path = as_path(name)
         return str(path.absolute()) if path.is_dir() else name
 
-    lora = replace(found.lora, adapter=None) if found.lora else LoraConfig()
-    model = replace(model, architecture=found.cfg, lora=lora)
-    model = replace(model, weights=whole(model.weights), tokenizer=whole(model.tokenizer))
-    return {"model": asdict(model), "seed": seed}
+    kept = replace(
+        model,
+        architecture=found.cfg,
+        lora=replace(found.lora, adapter=None) if found.lora else LoraConfig(),
+        weights=absolute(model.weights),
+        tokenizer=absolute(model.tokenizer),
+    )
+    return {"model": asdict(kept), "seed": seed}
 
 
 def _folder(name: str) -> Path:

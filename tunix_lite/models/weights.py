@@ -353,12 +353,14 @@ def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
     return jax.tree.map(shape, table, is_leaf=is_weight)
 
 
-def check_divisible(table: Table, mesh: MeshSizes) -> None:
+def check_divisible(
+    table: Table, mesh: MeshSizes, rules: dict[str, str | None] | None = None
+) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
-    some dim."""
+    some dim. rules: of sharding; None means those of the process."""
     for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
         try:
-            spec(w.axes, w.shape, mesh)
+            spec(w.axes, w.shape, mesh, rules)
         except ValueError as error:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"weight {name}: {error}") from error

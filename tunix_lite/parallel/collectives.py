@@ -1,21 +1,23 @@
 """What a compiled program communicates, read from its optimised HLO text (`compiled.as_text()`).
 
-The compiler decides what is gathered, reduced and sent; its text is the only place that says so.
-`collectives` walks it from the entry through loops, branches, fusions and calls, and lists each
-collective with the mesh axis it goes over, its bytes, and how often it runs. It reads what XLA
-writes for CPU, GPU and TPU.
+The compiler decides what is gathered, reduced and sent, and only its text shows it. `collectives`
+walks the program from its entry through loops, branches, fusions and calls, and lists each
+collective with the mesh axis it goes over, its bytes, and how often it runs. It reads the text that
+XLA writes for CPU, GPU and TPU.
 """
 
 import math
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# of a loop that is played through to count its turns
+# At most so many turns of a loop are executed here to count them.
 MAX_TURNS = 100_000
 SCALARS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 SCALARS |= {name: lambda x: x for name in ("copy", "bitcast", "convert")}
@@ -28,7 +30,7 @@ COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*-> .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 CALLS = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
 ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
-# {{0,1},{2,3}}; {} is everybody
+# {{0,1},{2,3}}; {} is all devices
 GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
 # [2,2]<=[2,2]T(1,0)
 GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
@@ -38,39 +40,46 @@ GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a program."""
+    """One collective instruction of a program.
+
+    Example: Collective("all-gather", "fsdp", count=26, num_bytes=15_925_248,
+    shapes="bf16[1152,6912]", in_loop=True, source="dot_general", group_size=4).
+    """
 
     kind: str  # one of KINDS
     axis: str  # of the mesh: "fsdp", "tp", "fsdp+tp"; "other" if its groups are not along axes
     count: int  # how often it runs in one call of the program
-    # of the whole buffer on one device, each time: what is gathered, or is about to be reduced
+    # of the whole buffer on one device, each time: the gathered result, or what will be reduced
     num_bytes: int
-    shapes: str  # "bf16[1152,6912]"; where there are several, one collective carries them all
+    shapes: str  # "bf16[1152,6912]"; several, if one collective carries several arrays
     in_loop: bool
     source: str  # the operation it comes from, as far as the text says
     group_size: int  # devices that take part together
-    # False: in a loop whose turns cannot be read (taken as one), or in a branch (as taken)
+    # False: it is in a loop whose turns cannot be read (counted as one turn), or in a branch
+    # (counted as taken)
     count_known: bool = True
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all runs together."""
         return self.count * self.num_bytes
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """All collectives of one kind over one axis."""
+    """All collectives of one kind over one axis, in one call of the program."""
 
     kind: str
     axis: str
     count: int
     total_bytes: int
-    sent_bytes: int
+    sent_bytes: int  # by one device
     count_known: bool
 
 
 def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
-    """Every collective of the program, in the order in which the walk comes to it.
+    """Every collective of the program, in the order of the walk. mesh_shape: size by axis, first
+    axis first.
 
     Raises ValueError if the program is for another number of devices than the mesh has.
     """
@@ -86,36 +95,39 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
                 found.extend(read_collective(instruction, program[name], site, mesh_shape))
-            # they name what async-start has called
-            elif instruction.op not in (
-                "async-update",
-                "async-done",
-            ):
-                for callee, there in callees_of(instruction, program[name], site, program):
-                    visit(callee, there)
+            # These two name again what async-start has called.
+            elif instruction.op not in ("async-update", "async-done"):
+                for callee, callee_site in callees_of(instruction, program[name], site, program):
+                    visit(callee, callee_site)
 
     visit(entry, CallSite())
     return found
 
 
 def grouped(found: list[Collective]) -> list[CollectiveTotal]:
-    """Summed by kind and axis, and apart where the count is not known; most bytes first."""
+    """Sums by kind and axis, separately where the count is not known; most bytes first."""
     groups = defaultdict(list)
-    for c in found:
-        groups[c.kind, c.axis, c.count_known].append(c)
-    sums = []
-    for (*key, known), cs in groups.items():
-        count, total, sent = (
-            sum(numbers) for numbers in zip(*((c.count, c.total_bytes, sent_bytes(c)) for c in cs))
+    for collective in found:
+        key = (collective.kind, collective.axis, collective.count_known)
+        groups[key].append(collective)
+    totals = [
+        CollectiveTotal(
+            kind=kind,
+            axis=axis,
+            count=sum(c.count for c in members),
+            total_bytes=sum(c.total_bytes for c in members),
+            sent_bytes=sum(sent_bytes(c) for c in members),
+            count_known=count_known,
         )
-        sums.append(CollectiveTotal(*key, count, total, sent, known))
-    return sorted(sums, key=lambda group: -group.total_bytes)
+        for (kind, axis, count_known), members in groups.items()
+    ]
+    return sorted(totals, key=lambda total: -total.total_bytes)
 
 
 def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
-    """What one device sends, all runs together, where the devices form a ring."""
+    """Bytes that one device sends, all runs together, if the devices form a ring."""
     n = axis_size or c.group_size
-    # n-th parts of the buffer
+    # In parts of the buffer, which has n of them.
     parts = {"all-reduce": 2 * (n - 1), "collective-permute": n}
     return c.total_bytes * parts.get(c.kind, n - 1) // n
 
@@ -125,35 +137,45 @@ def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of a computation."""
+
     name: str
-    type: str
-    op: str
+    type: str  # "f32[8,16]{1,0}", or a tuple of such
+    op: str  # "all-gather-start"
     operands: list[str]
     rest: str  # of the line, from the operands on
 
 
 @dataclass
 class Computation:
+    """A function of the program: the entry, the body of a loop, a fusion ..."""
+
     instructions: dict[str, Instruction] = field(default_factory=dict)
-    root: str = ""
+    root: str = ""  # the name of the instruction that is the result
+
+
+# computations by name
+Program = dict[str, Computation]
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """What is known of a computation from its callers."""
+    """What the callers of a computation say about it."""
 
-    times: int = 1
+    times: int = 1  # that it runs in one call of the program
     count_known: bool = True
     in_loop: bool = False
     fused: bool = False
-    source: str = ""
-    # split collectives that this loop body (branch, entry) has shown
+    source: str = ""  # the operation that the call comes from
+    # ids of the split collectives that this loop body (branch, entry) has shown already
     chains: set[str] = field(default_factory=set)
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
+def parse(text: str) -> tuple[Program, str]:
     """The computations by name, and the name of the entry."""
-    program, entry, current = {}, "", Computation()
+    program = {}
+    entry = ""
+    current = Computation()
     for line in text.splitlines():
         if match := INSTRUCTION.match(line):
             root, name, type_, op, rest = match.groups()
@@ -166,8 +188,11 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     return program, entry
 
 
-def callees_of(instruction: Instruction, caller: Computation, site: CallSite, program):
-    """The computations that an instruction runs, each with the site it stands at."""
+def callees_of(
+    instruction: Instruction, caller: Computation, site: CallSite, program: Program
+) -> Iterator[tuple[str, CallSite]]:
+    """The names of the computations that an instruction of `caller` runs, each with what is known
+    of the call. site: of the caller."""
     calls = CALLS.findall(instruction.rest)
     callees = [(key, name) for key, names in calls for name in re.findall(r"%([\w.-]+)", names)]
     site = replace(
@@ -180,52 +205,57 @@ def callees_of(instruction: Instruction, caller: Computation, site: CallSite, pr
     if instruction.op != "while":
         yield from ((callee, site) for _, callee in callees)
         return
+
+    # A loop runs its body once a turn, and its condition once more.
     turns = count_turns(instruction, dict(callees), caller, program)
     for key, callee in callees:
-        # asked once more than the body runs
         runs = 1 if turns is None else turns + (key == "condition")
         known = site.count_known and turns is not None
         yield callee, replace(site, times=site.times * runs, count_known=known, in_loop=True)
 
 
 def read_collective(
-    instruction: Instruction, computation: Computation, site: CallSite, mesh_shape
+    instruction: Instruction,
+    computation: Computation,
+    site: CallSite,
+    mesh_shape: dict[str, int],
 ) -> list[Collective]:
-    """The collective that an instruction is; none where a device is alone, or where it has been
-    seen before."""
+    """The collective that an instruction is, in a list; an empty list if it goes over a single
+    device, or was read before."""
     kind = instruction.op.removesuffix("-start")
     axis, size = axis_of(instruction.rest, mesh_shape)
-    # TPU spreads a collective over several fusions, to hide it behind their work. Each shows it,
-    # with its chain's name.
+
+    # XLA for TPU spreads a collective over several fusions, to hide it behind their work. Each
+    # of them shows it, with the id of the chain.
     chain = re.search(r'chain_id="[^"]*"', instruction.rest)
     if size == 1 or (chain and chain[0] in site.chains):
         return []
     if chain:
         site.chains.add(chain[0])
     if kind == "all-reduce" and site.fused and is_sliced(instruction, computation):
-        # how TPU writes it: no device ever holds the whole sum
+        # So XLA for TPU writes it: no device ever holds the whole sum.
         kind = "reduce-scatter"
+
     arrays = ARRAY.findall(buffer(instruction, kind, computation))
     num_bytes = sum(array_bytes(bits, dims) for _, bits, dims in arrays)
     shapes = ", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays)
     source = short(op_name(instruction) or site.source)
-    return [
-        Collective(
-            kind,
-            axis,
-            site.times,
-            num_bytes,
-            shapes,
-            site.in_loop,
-            source,
-            size,
-            site.count_known,
-        )
-    ]
+    collective = Collective(
+        kind=kind,
+        axis=axis,
+        count=site.times,
+        num_bytes=num_bytes,
+        shapes=shapes,
+        in_loop=site.in_loop,
+        source=source,
+        group_size=size,
+        count_known=site.count_known,
+    )
+    return [collective]
 
 
 def is_sliced(reduced: Instruction, computation: Computation) -> bool:
-    """Whether each device goes on with a slice of the result."""
+    """Whether each device uses only a slice of the result."""
     names = {reduced.name}
     for instruction in computation.instructions.values():
         if names & set(instruction.operands[:1]):
@@ -237,8 +267,8 @@ def is_sliced(reduced: Instruction, computation: Computation) -> bool:
 
 
 def buffer(instruction: Instruction, kind: str, computation: Computation) -> str:
-    """The type of the whole buffer. What starts a collective has (operands, results, ...) as its
-    type."""
+    """The type of the whole buffer. The type of a -start instruction is (operands, results,
+    ...)."""
     if (
         kind in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
         and "-start" in instruction.op
@@ -250,63 +280,71 @@ def buffer(instruction: Instruction, kind: str, computation: Computation) -> str
 
 
 def tuple_types(type_: str) -> list[str]:
-    """The types in a tuple's."""
-    parts, depth = [""], 0
-    for c in type_[1:-1]:
-        depth += (c in "([{") - (c in ")]}")
-        parts = [*parts, ""] if c == "," and depth == 0 else [*parts[:-1], parts[-1] + c]
+    """The types of the elements of a tuple, given its type."""
+    parts = [""]
+    depth = 0
+    for character in type_[1:-1]:
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
     return parts
 
 
 def array_bytes(bits: str, dims: str) -> int:
+    """Bytes of an array. bits: of its dtype, empty for pred, which has no number in its name."""
     size = math.prod(int(n) for n in re.findall(r"\d+", dims))
-    # pred has no number in its name
     return -(-size * int(bits or 8) // 8)
 
 
 def op_name(instruction: Instruction) -> str:
+    """The path of JAX's name scopes, jit(main)/while/body/dot_general; empty if there is none."""
     match = re.search(r'op_name="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 
 
 def short(name: str) -> str:
-    """Without jit(main) and the loops around it, which the reader knows."""
+    """An op_name without jit(main) and the loops around it, which the reader knows."""
     parts = name.split("/")
-    return "/".join(
-        part for part in parts[len(parts) > 1 :] if part not in ("while", "body", "closed_call")
-    )
+    inner = parts[1:] if len(parts) > 1 else parts
+    return "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
 
 
-# ---- loops: TPU's text does not say how often one turns, so its counter is played through
+# ---- loops. XLA's text for TPU does not say how often one turns, so its counter is executed here
 
 
 def count_turns(
-    loop: Instruction, callees: dict[str, str], caller: Computation, program
+    loop: Instruction, callees: dict[str, str], caller: Computation, program: Program
 ) -> int | None:
-    """How often the body runs; None if the text does not tell, as when the data decides."""
-    if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(told[1])
+    """How often the body runs; None if the text does not show it, as when the data decides."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+    if known:
+        return int(known[1])
     state = value(loop.operands[0], caller, program, [])
-    condition, body = program[callees["condition"]], program[callees["body"]]
+    condition = program[callees["condition"]]
+    body = program[callees["body"]]
     for turn in range(MAX_TURNS):
-        goes_on = value(condition.root, condition, program, [state])
-        if not goes_on:
-            return None if goes_on is None else turn
+        continues = value(condition.root, condition, program, [state])
+        if not continues:
+            return None if continues is None else turn
         state = value(body.root, body, program, [state])
     return None
 
 
-def value(name: str, computation: Computation, program, args: list):
-    """The whole number that an instruction makes (a list, of a tuple); None for all that the text
-    does not tell."""
-    known: dict = {}
+def value(name: str, computation: Computation, program: Program, args: list) -> Any:
+    """The integer that an instruction computes, or a list of them if it is a tuple; None for
+    everything that the text does not show. args: values of the computation's parameters."""
+    known: dict[str, Any] = {}
 
-    def of(name: str):
+    def of(name: str) -> Any:
         if name not in known:
-            known[name] = work(computation.instructions[name])
+            known[name] = evaluate(computation.instructions[name])
         return known[name]
 
-    def work(i: Instruction):
+    def evaluate(i: Instruction) -> Any:
+        # Only scalars and tuples matter to a counter.
         literal = i.rest.split(")")[0]
         if not re.match(r"\(|(pred|[su]\d+)\[\]", i.type):
             return None
@@ -314,6 +352,8 @@ def value(name: str, computation: Computation, program, args: list):
             return args[int(literal)] if args else None
         if i.op == "constant":
             return {"true": 1, "false": 0}.get(literal) if literal.isalpha() else int(literal)
+
+        # What is computed from other values.
         values = [of(operand) for operand in i.operands]
         if i.op == "tuple":
             return values
@@ -323,23 +363,27 @@ def value(name: str, computation: Computation, program, args: list):
             inner = program[re.search(r"calls=%([\w.-]+)", i.rest)[1]]
             return value(inner.root, inner, program, values)
         direction = re.search(r" direction=(\w+)", i.rest)
-        work = SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
-        return work(*values) if work and None not in values else None
+        operation = SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
+        return operation(*values) if operation and None not in values else None
 
     return of(name)
 
 
-# ---- groups: who talks to whom. Ids count the devices of the mesh, last axis fastest
+# ---- groups: which devices communicate. Ids count the devices of the mesh, last axis fastest
 
 
 def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
-    """The axis of the mesh that a collective goes over, and how many devices stand along it."""
+    """The axis of the mesh that a collective goes over, and how many devices are along it.
+
+    rest: the line of the instruction, from its operands on.
+    """
     sizes = tuple(mesh_shape.values())
     coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
     groups = id_lists(pairs[1]) if pairs else replica_groups(rest, len(coords))
+
+    # Along which axes each group extends. Of pairs, an axis counts if any pair goes along it.
     crossed = [tuple(np.ptp(coords[group], axis=0) > 0) for group in groups]
-    # an axis counts if any pair goes along it
     if pairs:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
@@ -350,13 +394,14 @@ def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
 
 
 def replica_groups(rest: str, num_devices: int) -> list[list[int]]:
+    """The ids of the devices of each group, in any of the three forms that XLA writes."""
     if match := GROUP_MESH.search(rest):
         sizes = [int(n) for n in re.findall(r"=(\d+)", match[1])]
         ids = permuted(match[2]) if match[2] else list(range(num_devices))
         names = re.findall(r"([^,=]+)=", match[1])
         keys = np.stack(np.unravel_index(np.arange(len(ids)), sizes), -1)
         for name, before, part in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", match[3]):
-            # 'a':(2)3 is the part of size 3 of an axis, after one of size 2
+            # 'a':(2)3 is the part of size 3 of an axis that comes after a part of size 2.
             axis = names.index(name)
             inner = sizes[axis] // (int(before) * int(part)) if part else 1
             keys[:, axis] -= keys[:, axis] // inner % int(part or sizes[axis]) * inner
@@ -379,4 +424,5 @@ def permuted(text: str) -> list[int]:
 
 
 def id_lists(text: str) -> list[list[int]]:
+    """The lists of numbers in {0,1},{2,3}."""
     return [[int(n) for n in part.split(",")] for part in re.findall(r"\d[\d,]*", text)]

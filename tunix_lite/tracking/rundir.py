@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -365,18 +364,3 @@ def _is_eval(value: object) -> bool:
     return all(
         isinstance(found, dict) and is_number(found.get("accuracy")) for found in value.values()
     )
-
-
-def closing_with(close: Callable[[], None]):
-    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong
-    before."""
-
-    def leave(_, error: BaseException | None, __) -> None:
-        try:
-            close()
-        except OSError as second:
-            if error is None:
-                raise
-            error.add_note(f"and then {second}")
-
-    return leave
