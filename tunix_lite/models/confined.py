@@ -144,7 +144,12 @@ class _Worker:
                 raise self._gone()
         return b"".join(parts)
 
-    def _wait(self, for_: int, event: int, until: float) -> None:
+    def _wait(
+        self,
+        for_: int,
+        event: int,
+        until: float,
+    ) -> None:
         ready = select.poll()
         ready.register(for_, event)
         if not ready.poll(max(0.0, until - time.monotonic()) * 1000):

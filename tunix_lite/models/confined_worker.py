@@ -72,7 +72,11 @@ def _compile(text: str) -> str:
     return ""
 
 
-def _render(text: str, values: dict, now: datetime) -> str:
+def _render(
+    text: str,
+    values: dict,
+    now: datetime,
+) -> str:
     return render_template(_compiled(text), values, now)
 
 

@@ -328,7 +328,11 @@ def config_from(hf: dict, family: Family) -> Architecture:
     return Architecture(**(values | family.flags))
 
 
-def _field(name: str, key: str, value: Any) -> Any:
+def _field(
+    name: str,
+    key: str,
+    value: Any,
+) -> Any:
     """The value of a key, of the type of the field `name` of Architecture. Raises ValueError for
     another type."""
     wanted = get_type_hints(Architecture)[name]
@@ -338,7 +342,11 @@ def _field(name: str, key: str, value: Any) -> Any:
     return _number(value, key, kinds[0])
 
 
-def _number(value: Any, key: str, kind: type) -> Any:
+def _number(
+    value: Any,
+    key: str,
+    kind: type,
+) -> Any:
     """The value as an int, a finite float or a bool. Raises ValueError, naming the key, for another
     one."""
     if type(value) is kind and (kind is not float or math.isfinite(value)):

@@ -56,7 +56,11 @@ def snapshot(name: str) -> Path:
     return folder
 
 
-def _folder(name: str, patterns: tuple[str, ...], is_complete: Callable[[Path], bool]) -> Path:
+def _folder(
+    name: str,
+    patterns: tuple[str, ...],
+    is_complete: Callable[[Path], bool],
+) -> Path:
     """The folder of a model with the files that match `patterns`, from the cache if it is_complete
     there."""
     match = _NAME.fullmatch(name)
@@ -92,7 +96,11 @@ def _folder(name: str, patterns: tuple[str, ...], is_complete: Callable[[Path], 
         raise ValueError(_explain(error, repo, revision)) from None
 
 
-def _explain(error: Exception, repo: str, revision: str | None) -> str:
+def _explain(
+    error: Exception,
+    repo: str,
+    revision: str | None,
+) -> str:
     """What went wrong with a download, and what to do about it."""
     from huggingface_hub import constants, errors
 

@@ -214,12 +214,12 @@ class Tokenizer:
             messages = _conversation(read(asked))
             before = self.chat(messages, **variables)
             answered = [*messages, {"role": "assistant", "content": read(completion)}]
-            whole = self.chat(answered, add_generation_prompt=False, **variables)
-            if not whole.startswith(before):
+            full = self.chat(answered, add_generation_prompt=False, **variables)
+            if not full.startswith(before):
                 raise ValueError(
                     "the chat template writes an answered conversation differently from its prompt"
                 )
-            return whole[len(before) :]
+            return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
         ids = self._ids(write, asked, completion)
@@ -524,7 +524,9 @@ def _special_tokens(folder: Path, config: dict) -> dict[str, str]:
 
 
 def _eos_ids(
-    folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    special: dict[str, str],
 ) -> tuple[int, ...]:
     """The ids that end a completion: of generation_config.json, config.json, or the eos_token."""
     for name in ("generation_config.json", "config.json"):
