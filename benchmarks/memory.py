@@ -24,7 +24,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
-from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, of_executable, on_mesh
+from tunix_lite.planning.programs import DoesNotFit, abstract, lowered, mesh_of_run, of_executable
 from tunix_lite.planning.resolved import find_model
 
 WORKLOAD = (
@@ -40,7 +40,7 @@ def measured(target: str, mesh_sizes: list[int] | None, overrides: list[str]) ->
     sizes = resolve_mesh_shape(shape, machine.num_devices)
     devices = devices_of(machine)
     resolved = with_choices(run, machine, *find_model(run.model), sizes)
-    with on_mesh(resolved, devices):
+    with mesh_of_run(resolved, devices):
         began = time.perf_counter()
         update = lowered(resolved, abstract(resolved))["update"]()
         lowering = time.perf_counter() - began

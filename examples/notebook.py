@@ -1,8 +1,8 @@
-"""From a notebook or a script: load a model, ask it, score an answer, train it, export what came
-out.
+"""From Python: load a model, ask it, score an answer, train it, export what came out.
 
-python examples/notebook.py [key=value ...]          # settings of the training, such as
-training.max_steps=5
+    python examples/notebook.py [key=value ...]
+
+The settings are those of the training, such as training.max_steps=5.
 """
 
 import sys

@@ -229,3 +229,13 @@ class Locked:
 
     def __call__(self, completion, example):
         return 1.0
+
+
+def ranked(completions: list[str], example: dict) -> list[float]:
+    """Of a group: 0 for the shortest, 1 for the longest, evenly between; or it fails as its example says."""
+    if example.get("fails") == "loop":
+        while True:
+            time.sleep(1)
+    order = sorted(completions, key=len)
+    ranks = [order.index(completion) / max(len(order) - 1, 1) for completion in completions]
+    return ranks[1:] if example.get("fails") == "count" else ranks

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -16,7 +17,17 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
-from tunix_lite.config import EvaluationConfig, ModelConfig, RunConfig, TrackingConfig, TrainingConfig, build
+from tunix_lite.config import (
+    RENAMED,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainingConfig,
+    build,
+    plain,
+    with_new_names,
+)
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.addresses import check_on_disk
@@ -27,6 +38,7 @@ from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import RULES, ShardingConfig
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.runs.fingerprint import check_same_run, read_fingerprint
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 
@@ -272,6 +284,37 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     assert run.sharding.train == run.sharding.rollout == RULES
     assert compose(["sharding=data_parallel"]).sharding.train == RULES | {"embed": None, "embed_blocks": None}
     assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_target_of_an_earlier_version_is_what_it_is_called_today(old, new, capsys):
+    module, _, name = new.rpartition(".")
+    assert dataclasses.is_dataclass(getattr(importlib.import_module(module), name))
+    with pytest.raises((ImportError, AttributeError)):  # it would be built, and not renamed
+        getattr(importlib.import_module(old.rpartition(".")[0]), old.rpartition(".")[2])
+
+
+def test_an_old_target_builds_the_new_class_and_says_so_once(capsys):
+    old = "tunix_lite.optim.OptimizerConfig"
+    values = {"_target_": old, "learning_rate": 3e-4}
+    for _ in range(2):
+        assert build(OptimizerConfig, values) == OptimizerConfig(learning_rate=3e-4)
+    new = "tunix_lite.learner.optim.OptimizerConfig"
+    assert capsys.readouterr().err == f"_target_: {old} is {new} now; please write that\n"
+    assert with_new_names({"optimizer": values, "seed": [0]}) == {"optimizer": values | {"_target_": new}, "seed": [0]}
+
+
+def test_a_run_of_before_the_renaming_is_the_same_run(tmp_path):
+    """Its fingerprint.json holds the names of then."""
+    run = compose([])
+    ours = {"model": {}, "generation": plain(run.generation), "optimizer": plain(run.optimizer)}
+    text = json.dumps(ours)
+    for old, new in RENAMED.items():
+        text = text.replace(f'"{new}"', f'"{old}"')
+    assert "tunix_lite.optim.OptimizerConfig" in text and 'settings.Generation"' in text
+    file = tmp_path / "fingerprint.json"
+    file.write_text(text)
+    assert check_same_run(json.loads(json.dumps(ours)), read_fingerprint(file), tmp_path, force=False) == ""
 
 
 ADDRESSED = [

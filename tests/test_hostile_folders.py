@@ -47,8 +47,7 @@ from tunix_lite.models.tokenizer import FILES, Tokenizer
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs import leaving
-from tunix_lite.runs.fingerprint import check_same_run, fingerprint
-from tunix_lite.runs.fingerprint import read as read_fingerprint
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
 from tunix_lite.tracking.rows import check_rows, read_rows

@@ -291,9 +291,9 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     # in float32 forward, as the rounding comes after the sum, and in bfloat16 backward
     once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
     assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 3 * (88 * 16) * (4 + 2)
-    assert speed.gradient_bytes(case_of(cfg, ["training.mixed_precision=bf16_params"])) == gradients
+    assert speed.reduced_gradient_bytes(case_of(cfg, ["training.mixed_precision=bf16_params"])) == gradients
     narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
-    assert speed.gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
+    assert speed.reduced_gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
     rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
     rounded = (
         plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})
@@ -615,7 +615,7 @@ def a_gib_a_sequence(machine, case, done):
 def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_programs):
     """For 4 sequences a shard at once there is too little memory, for 2 enough: two programs, and none after them."""
     monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
-    monkeypatch.setattr(at_start, "attached", lambda: machine(3 * GiB))
+    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(3 * GiB))
     train(compose([*STARTS, "training.micro_batch_size=auto"]), tmp_path)
     assert compiled_programs == {"update": 2, "score": 1}
     log = (tmp_path / "train.log").read_text()
@@ -626,7 +626,7 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
 
 def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
-    monkeypatch.setattr(at_start, "attached", lambda: machine(GiB // 2))
+    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(GiB // 2))
     monkeypatch.setattr(at_start, "compiled", lambda *args: None)
     set_mesh(2, 2)
     resolved, lines = case_of(cfg, ["training.micro_batch_size=auto"]), []
@@ -659,7 +659,7 @@ def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compi
 
 
 def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
-    monkeypatch.setattr(at_start, "attached", lambda: machine(GiB))
+    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(GiB))
 
     def refuse():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
@@ -732,8 +732,8 @@ def test_of_packed_rows_only_what_is_sure_to_come_stops_a_run(cfg):
 
 
 def test_a_run_that_cannot_fit_stops_before_it_loads_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(at_start, "attached", lambda: machine(10**5))
-    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(10**5))
+    monkeypatch.setattr(source, "load_weights", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match="the run does not fit: .* GiB of 0.00 a device"):
         train(compose([*STARTS]), tmp_path)
 

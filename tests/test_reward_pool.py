@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from faulty_rewards import (
     nameless,
     negative,
     once,
+    ranked,
     shown,
     slowly,
     undecodable,
@@ -39,7 +41,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
-from tunix_lite.errors import ConfigError
+from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
@@ -179,8 +181,8 @@ def test_a_child_that_does_not_come_back_is_no_failure(word):
 
 def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
     code = (
-        "import os, sys; from faulty_rewards import once; from tunix_lite.rewards.pool import Pool, Rewards\n"
-        "pool = Pool({'r': once}, Rewards('zero', workers=0))\n"
+        "import os, sys; from faulty_rewards import once; from tunix_lite.rewards.pool import Pool, RewardsConfig\n"
+        "pool = Pool({'r': once}, RewardsConfig('zero', workers=0))\n"
         "print(pool.submit('zz', {'at': 2, 'word': 'fork return'}).result(), flush=True); os.wait()"
     )
     folders = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
@@ -368,7 +370,7 @@ def test_an_evaluation_counts_and_says_its_failures():
     assert len(lines) == 1
     with (
         task_of(texts).with_workers(RewardsConfig("raise"), print) as task,
-        pytest.raises(ConfigError, match="^evaluation: rew"),
+        pytest.raises(RunFailed, match="^evaluation: rew"),
     ):
         evaluate(policy, task, None, None, 4)
 
@@ -504,8 +506,8 @@ PARENT = """
 import sys, time
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has not
 from faulty_rewards import faulty
-from tunix_lite.rewards.pool import Pool, Rewards
-pool = Pool({"r": faulty}, Rewards(timeout=60.0, workers=2))
+from tunix_lite.rewards.pool import Pool, RewardsConfig
+pool = Pool({"r": faulty}, RewardsConfig(timeout=60.0, workers=2))
 [future.result() for future in [pool.submit("sleepy", {}) for _ in range(8)]]
 while None in pool._workers:
     time.sleep(0.01)
@@ -608,3 +610,105 @@ def children(pid: int) -> list[int]:
         ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(pid)], capture_output=True, text=True
     ).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "rewards.worker" in line]
+
+
+# ---- a reward of a whole group
+
+
+THREE_GROUPS = ["aa", "a", "aaa", "b", "bbb", "bb", "c", "cc", "ccc"]
+RANKED = {"length": Reward(length, 0.0), "rank": Reward(ranked, 2.0, group=True)}
+
+
+def three_examples(**second) -> list[dict]:
+    first, middle, last = {"n": 1}, {"n": 2, **second}, {"n": 3}
+    return [first] * 3 + [middle] * 3 + [last] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_reward_ranks_the_completions_of_each_group(workers):
+    settings = RewardsConfig("raise", 20.0, workers)
+    graded = judge(THREE_GROUPS, three_examples(), settings=settings, rewards=RANKED, correct=length)
+    np.testing.assert_array_equal(graded.rewards, [1, 0, 2, 0, 2, 1, 0, 1, 2])
+    assert graded.metrics["reward/rank"] == 0.5 and graded.metrics["reward/mean"] == 1
+    assert graded.metrics["reward/length"] == 2, "the reward of each completion is called as before"
+
+
+def test_a_group_is_graded_when_its_last_completion_has_ended_whatever_their_order():
+    called = []
+
+    def seen(completions, example):
+        called.append((example["n"], completions))
+        return [1.0] * len(completions)
+
+    task = task_of(THREE_GROUPS, {"r": Reward(seen, group=True)}, length)
+    grader = task.grader(three_examples())
+    for row in (4, 8, 3, 7, 5, 6):
+        grader.submit(row, [row])
+    assert called == [(2, ["b", "bbb", "bb"]), (3, ["c", "cc", "ccc"])]
+    graded = grader.results(said(9))
+    assert called[2:] == [(1, ["aa", "a", "aaa"])] and list(graded.rewards) == [1] * 9
+
+
+@pytest.mark.parametrize(
+    "fails, kind, words",
+    [
+        ("loop", "timeout", "took more than rewards.timeout=0.5 seconds"),
+        ("count", "not_number", "is 2 numbers, not 3,"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_call_that_fails_for_a_group_is_one_failure_of_all_its_completions(fails, kind, words, on_error):
+    lines = []
+    settings = RewardsConfig(on_error, 0.5)
+    examples = three_examples(fails=fails)
+    graded = judge(THREE_GROUPS, examples, lines.append, settings, rewards=RANKED, correct=length)
+    assert counts(graded) == {k: int(k == kind) for k in KINDS}
+    of_second = [np.nan] * 3 if on_error == "drop" else [0] * 3
+    np.testing.assert_array_equal(graded.rewards, [1, 0, 2, *of_second, 0, 1, 2])
+    assert graded.metrics["rewards/dropped"] == (3 if on_error == "drop" else 0)
+    assert f"reward 'rank' {words} for the completions ['b', 'bbb', 'bb']" in lines[0]
+
+
+def test_a_failed_group_stops_the_run_if_it_should():
+    with pytest.raises(
+        ValueError, match=r"reward 'rank' is 2 numbers, not 3, for the completions \['b', 'bbb', 'bb'\]"
+    ):
+        judge(
+            THREE_GROUPS,
+            three_examples(fails="count"),
+            settings=RewardsConfig("raise", 20.0),
+            rewards=RANKED,
+            correct=length,
+        )
+
+
+def test_two_processes_share_groups_and_completions():
+    """Nine completions and three groups of two processes: each makes its share of the calls, and both have all."""
+    given, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
+
+    def run(process: int):
+        def share(value):
+            given[process] = value
+            barrier.wait()
+            return list(given)
+
+        def seen(completions, example):
+            asked[process].append(example["n"])
+            return ranked(completions, example)
+
+        task = task_of(THREE_GROUPS, {"rank": Reward(seen, group=True)}, length)
+        task = replace(task, process=process, num_processes=2, share=share)
+        return task.grade(three_examples(), said(9)).rewards.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(run, (0, 1)))
+    assert both == [[0.5, 0, 1, 0, 1, 0.5, 0, 0.5, 1]] * 2
+    assert asked == [[2], [1, 3]]
+
+
+def test_yaml_says_that_a_reward_is_of_a_group():
+    setting = "+task.rewards.rank={fn: {_target_: faulty_rewards.ranked}, group: true, weight: 0.5}"
+    reward = compose([setting]).task.rewards["rank"]
+    assert reward.group and reward.weight == 0.5 and reward.fn is ranked
+    with pytest.raises(ConfigError, match=r"rewards.rank.fn is called with \(completions, example\)"):
+        compose(["+task.rewards.rank={fn: {_target_: tunix_lite.rewards.math.final_answer}, group: true}"])

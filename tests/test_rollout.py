@@ -143,7 +143,7 @@ GROUP, END = 2, (1,)
 def small_blocks():
     """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the shelf's four places twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "NARROWEST", 6)
+        patch.setattr(scheduler, "MIN_PROMPT_WIDTH", 6)
         patch.setattr(scheduler, "TOKENS_PER_PREFILL", 2 * LONG)
         yield
 
@@ -348,7 +348,7 @@ def widths_of(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("options", [dict(mesh=(1, 1), slots=4, chunk=4), dict(mesh=(2, 2), slots=4, chunk=3)], ids=str)
 def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch, options):
     """Prompts of up to 12 tokens and completions of up to 34: 16 columns, 32 and all 46; a window of 5 beside it."""
-    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
     widths, options = widths_of(monkeypatch), dict(options)
     set_mesh(*options.pop("mesh"))
     sample, params = sampler(two_layers, **options), random_params(two_layers)
@@ -366,14 +366,14 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
     16 columns hold the first one until 12 + 4 tokens, and the last one, of 1 token with 20 to come, until 1 + 15. A
     chunk reckons with itself and with those that have not been read.
     """
-    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
     widths, generation = widths_of(monkeypatch), GenerationConfig(LONG, 40)
     sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
     prompts = prompts_of((12, 1, 1, 1, 1, 1))
     limits = [20, 4, 4, 4, 4, 20]
     answers, _ = all_of(sample(small, prompts, jax.random.key(0), limits=limits))
     widths = list(widths)
-    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 256)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 256)
     whole, _ = all_of(sampler(one_layer, 2, 2, generation, ())(small, prompts, jax.random.key(0), limits=limits))
     assert tokens_of(answers) == tokens_of(whole) and [len(answer.tokens) for answer in answers] == limits
     assert widths[:3] == [16, 16, 32], "12 + 2, 12 + 4, and 12 + 6 for three chunks of which none has been read"
@@ -381,7 +381,7 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
 
 
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
-    monkeypatch.setattr(kv_cache, "FEWEST_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
     made = []
     monkeypatch.setattr(engine, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
     sample = sampler(one_layer, slots=2, chunk=4, eos=())

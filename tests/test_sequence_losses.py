@@ -18,6 +18,7 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.types import Rollout, TokenScores
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow
@@ -191,3 +192,48 @@ def test_the_leave_one_out_baseline_is_that_of_the_others_by_hand():
     logprobs = jnp.full((6, 3), -2.0)
     # tokens that count: two of row 0, 2, one of 1, 3, 5: 2 (-3) - 1.5 + 2 (4.5) - 1 + 1 = 1.5; times 2 / 7
     np.testing.assert_allclose(algorithm.loss(TokenScores(logprobs, logprobs), batch)[0], 2 * 1.5 / 7, rtol=1e-6)
+
+
+# ---- an algorithm's own values
+
+
+class WeightedByStreams:
+    """loss = - sum_t w_t s_t logprob_t, where s is a value of its own for each token."""
+
+    streams = ("share",)
+
+    def loss(self, scores, batch):
+        return -jnp.sum(batch.loss_weight * batch.streams["share"] * scores.logprobs), {}
+
+
+@cache
+def of_the_stream_formulas():
+    """(batch, loss, gradients), in float64."""
+    known = expected("plain")
+    share = np.random.default_rng(2).normal(size=known.logprobs.shape).astype(np.float32)
+    batch = replace(known.batch, old_logprobs=None, ref_logprobs=None, advantages=None, streams={"share": share})
+    slopes = -np.float64(batch.loss_weight) * np.float64(share)
+    with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)):
+        trained = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), MODELS["plain"].arrays()[0])
+        of_each = [
+            pulled(trained, None, batch.tokens[b][mask], slopes[b][mask][1:], MODELS["plain"])[1]
+            for b, mask in enumerate(np.asarray(batch.token_mask))
+        ]
+        grads = jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *of_each)
+    return batch, np.sum(slopes * known.logprobs), grads
+
+
+@pytest.mark.parametrize("way", WAYS, ids=named)
+def test_a_value_of_its_own_goes_where_its_token_goes(way):
+    batch, loss, grads = of_the_stream_formulas()
+    devices = jax.devices()[: way.fsdp * way.tp]
+    found = exactness_worker.update(MODELS["plain"], way, batch, devices, WeightedByStreams())
+    np.testing.assert_allclose(found.metrics["train/loss"], loss, rtol=1e-5, atol=1e-7)
+    assert difference(found.grads, grads) < 1e-5
+
+
+def test_a_stream_has_a_value_for_each_token_of_the_batch():
+    batch, *_ = of_the_stream_formulas()
+    narrow = replace(batch, streams={"share": batch.streams["share"][:, 1:]})
+    with pytest.raises(ValueError, match=r"batch.streams\['share'\] has shape \[16, 31\], and tokens have \[16, 32\]"):
+        RowLayout().lay_out(narrow)

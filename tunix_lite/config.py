@@ -3,9 +3,11 @@ Hydra nor a device."""
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -289,6 +291,40 @@ def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
 
 # ---- values -> dataclasses
 
+# What a `_target_` of an earlier version names today: classes that were renamed or have moved.
+RENAMED = {
+    "tunix_lite.config.Evaluation": "tunix_lite.config.EvaluationConfig",
+    "tunix_lite.config.Resume": "tunix_lite.config.ResumeConfig",
+    "tunix_lite.config.Tracking": "tunix_lite.config.TrackingConfig",
+    "tunix_lite.config.Training": "tunix_lite.config.TrainingConfig",
+    "tunix_lite.models.decoder.ModelConfig": "tunix_lite.models.decoder.Architecture",
+    "tunix_lite.models.source.Model": "tunix_lite.models.source.ModelConfig",
+    "tunix_lite.optim.OptimizerConfig": "tunix_lite.learner.optim.OptimizerConfig",
+    "tunix_lite.parallel.mesh.Rules": "tunix_lite.parallel.mesh.ShardingConfig",
+    "tunix_lite.parallel.place.Launch": "tunix_lite.distributed.process_place.LaunchConfig",
+    "tunix_lite.rewards.pool.Rewards": "tunix_lite.rewards.pool.RewardsConfig",
+    "tunix_lite.rollout.settings.Generation": "tunix_lite.rollout.settings.GenerationConfig",
+}
+
+
+def with_new_names(value: Any) -> Any:
+    """Plain values with each `_target_` of an earlier version replaced by its name of today."""
+    if isinstance(value, list):
+        return [with_new_names(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: with_new_names(item) for key, item in value.items()}
+    target = found.get(TARGET)
+    if isinstance(target, str):
+        found[TARGET] = RENAMED.get(target, target)
+    return found
+
+
+@functools.cache
+def _print_renamed(old: str) -> None:
+    """Print, once in a process, which name to write instead."""
+    print(f"{TARGET}: {old} is {RENAMED[old]} now; please write that", file=sys.stderr, flush=True)
+
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
     """`value`, plain as YAML gives it, as `kind`.
@@ -298,44 +334,45 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     function by dotted path: a class is built from the other settings, a function gets them bound.
     It is obeyed where `kind` is Any or Callable, and where it is a dataclass for that class and
     those derived from it. What it names is imported, so `value` must be the user's own: of what a
-    folder says, see strangers.check_settings.
+    folder says, see files.untrusted.check_settings.
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
-    origin, args = get_origin(kind), get_args(kind)
-    # `X | None`, or of several plain types the one that the value has
-    if origin in (
-        types.UnionType,
-        Union,
-    ):
+
+    # `X | None`, or of several plain types the one that the value has.
+    origin = get_origin(kind)
+    args = get_args(kind)
+    if origin in (types.UnionType, Union):
+        if value is None:
+            return None
         kinds = [kind for kind in args if kind is not type(None)]
-        return (
-            None
-            if value is None
-            else build(type(value) if type(value) in kinds else kinds[0], value, where)
-        )
+        return build(type(value) if type(value) in kinds else kinds[0], value, where)
     if kind is Any or origin is Callable or kind is Callable:
         raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
+
+    # Dicts and tuples of them.
     if origin is dict:
         return {
             key: build(args[1], item, f"{where}.{key}")
-            for key, item in _a(dict, value, where).items()
+            for key, item in _expect_type(dict, value, where).items()
         }
     if origin is tuple:
-        items = _a(list, value, where)
+        items = _expect_type(list, value, where)
         kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(items):
             raise ConfigError(f"{where}: expected {len(kinds)} entries, got {value!r}")
         return tuple(
             build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items))
         )
+
+    # Plain values.
     if kind is float and type(value) is int:
         return float(value)
     if kind is float and type(value) is float and not math.isfinite(value):
         raise ConfigError(f"{where}: expected a finite number, got {value}")
-    return _a(kind, value, where)
+    return _expect_type(kind, value, where)
 
 
 def plain(value: Any) -> Any:
@@ -362,41 +399,42 @@ def _path(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _a(kind: type, value: Any, where: str) -> Any:
+def _expect_type(kind: type, value: Any, where: str) -> Any:
+    """The value, if it is of this very type. Raises ConfigError."""
     if type(value) is not kind and not (kind is list and type(value) is tuple):
         raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)}")
     return value
 
 
-def _build_dataclass(kind, values, where):
-    values = _a(dict, values, where or "config")
-    hints, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
-    _refuse_unknown(values, list(fields), where)
-    missing = [
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-        and name not in values
-    ]
+def _build_dataclass(kind: type, values: Any, where: str) -> Any:
+    values = _expect_type(dict, values, where or "config")
+    fields = dataclasses.fields(kind)
+    _refuse_unknown(values, [field.name for field in fields], where)
+    missing = [field.name for field in fields if _is_required(field) and field.name not in values]
     if missing:
         raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
+
+    hints = get_type_hints(kind)
     with error_context(where):
-        return kind(
-            **{
-                name: build(hints[name], value, _join(where, name))
-                for name, value in values.items()
-            }
-        )
+        built = {
+            name: build(hints[name], value, _join(where, name)) for name, value in values.items()
+        }
+        return kind(**built)
 
 
-def _build_target(kind, values, where):
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _build_target(kind: Any, values: dict, where: str) -> Any:
     settings = {key: value for key, value in values.items() if key != TARGET}
-    path = _a(str, values[TARGET], f"{where}.{TARGET}")
-    kinds = [
-        kind
-        for kind in (get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind])
-    ]
+    path = _expect_type(str, values[TARGET], f"{where}.{TARGET}")
+    if path in RENAMED:
+        _print_renamed(path)
+        path = RENAMED[path]
+
+    # What may stand here.
+    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
     takes_any = any(
         kind is Any or kind is Callable or get_origin(kind) is Callable for kind in kinds
     )
@@ -406,6 +444,8 @@ def _build_target(kind, values, where):
             f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove "
             "it"
         )
+
+    # What was named.
     module, _, name = path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
@@ -416,6 +456,8 @@ def _build_target(kind, values, where):
         raise ConfigError(
             f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it"
         )
+
+    # A class is built, a function gets its settings bound.
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     if not callable(target):
@@ -429,7 +471,7 @@ def _build_target(kind, values, where):
     return partial(target, **settings) if settings else target
 
 
-def _refuse_unknown(values, known: list[str], where: str) -> None:
+def _refuse_unknown(values: dict, known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
             raise ConfigError(

@@ -53,12 +53,12 @@ def by_formulas(case: Case, hidden, table, targets, slopes):
     """Both results, and what slopes of both make of hidden and table; in float64, all scores at once."""
     hidden, table, (g, e) = hidden.astype(np.float64), table.astype(np.float64), slopes.astype(np.float64)
     raw = hidden @ table.T
-    bent = raw if case.softcap is None else case.softcap * np.tanh(raw / case.softcap)
-    logs = bent / case.temperature - np.log(np.exp(bent / case.temperature).sum(-1, keepdims=True))
+    capped = raw if case.softcap is None else case.softcap * np.tanh(raw / case.softcap)
+    logs = capped / case.temperature - np.log(np.exp(capped / case.temperature).sum(-1, keepdims=True))
     p, one_hot = np.exp(logs), np.eye(V)[targets]
     entropy = -(p * logs).sum(-1)
     slope = g[..., None] * (one_hot - p) - e[..., None] * p * (logs + entropy[..., None])
-    slope *= (1 if case.softcap is None else 1 - (bent / case.softcap) ** 2) / case.temperature
+    slope *= (1 if case.softcap is None else 1 - (capped / case.softcap) ** 2) / case.temperature
     of_table = np.einsum("bmv,bmd->vd", slope, hidden)
     return (logs * one_hot).sum(-1), entropy, slope @ table, of_table
 

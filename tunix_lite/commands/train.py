@@ -91,7 +91,11 @@ def start(run: RunConfig, folder: Path) -> None:
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
-        job = Job(job_start_time(os.environ), resume_hint, FOUND.pop(_key(run), None))
+
+        # A run of a sweep looks again: hours may lie between the check and its start.
+        found = None if sweep else FOUND.get(_key(run))
+        FOUND.clear()
+        job = Job(job_start_time(os.environ), resume_hint, found)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):

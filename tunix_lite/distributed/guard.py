@@ -1,19 +1,20 @@
 """Ends the processes of a run if their launcher is killed.
 
-A program of its own, which uses only the standard library. The launcher starts it, and holds the
-only other end of its pipe. Through the pipe the launcher sends the ids of the processes that it
-starts, a line each, and a dot when it ends. If the pipe closes without the dot, the launcher was
-killed, and the guard ends the run. All processes of the run have the path of the launcher's
-temporary folder in their environment: reward workers too, and whatever they started.
+A program of its own, which needs only the standard library and one module of ours. The launcher
+starts it, and holds the only other end of its pipe. Through the pipe the launcher sends the ids of
+the processes that it starts, a line each, and a dot when it ends. If the pipe closes without the
+dot, the launcher was killed, and the guard ends the run. All processes of the run have the path of
+the launcher's temporary folder in their environment: reward workers too, and whatever they started.
 """
 
-import contextlib
 import os
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+
+from tunix_lite.marked_processes import find_marked, send_signal
 
 # Seconds that the run has to finish its update and to save, after the launcher is gone.
 GRACE = 300.0
@@ -46,35 +47,12 @@ def end_all(processes: set[int], folder: Path, grace: float = GRACE) -> None:
     """
     mark = f"={folder}/".encode()
     deadline = time.monotonic() + grace
-    for pid in processes & marked(mark):
-        send(pid, signal.SIGTERM)
+    for pid in processes & find_marked(mark):
+        send_signal(pid, signal.SIGTERM)
 
-    while left := marked(mark):
+    while left := find_marked(mark):
         is_time = not left & processes or time.monotonic() > deadline
         for pid in left:
             # SIGCONT: a process that is stopped would not see the SIGTERM.
-            send(pid, signal.SIGKILL if is_time else signal.SIGCONT)
+            send_signal(pid, signal.SIGKILL if is_time else signal.SIGCONT)
         time.sleep(POLL)
-
-
-def marked(mark: bytes) -> set[int]:
-    """The ids of the other running processes that were started with `mark` in their environment."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        # A process may be gone by now, or belong to another user.
-        with contextlib.suppress(OSError):
-            pid = int(process.name)
-            # The environment of a process that has ended is empty.
-            if mark in (process / "environ").read_bytes() and pid != os.getpid():
-                found.add(pid)
-    return found
-
-
-def send(pid: int, number: int) -> None:
-    """Sends a signal to a process, which may be gone."""
-    with contextlib.suppress(OSError):
-        os.kill(pid, number)
-
-
-if __name__ == "__main__":
-    main()

@@ -429,6 +429,13 @@ class Signals:
         self.count, self.last = self.count + 1, number
 
 
+# the guard is started with Python's own paths alone, and finds the package by its third argument
+START_GUARD = (
+    "import sys; sys.path.append(sys.argv[3]); "
+    "from tunix_lite.distributed.guard import main; main()"
+)
+
+
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
     """Inside, should we be killed, whatever has this folder in its environment is gone soon after
@@ -444,9 +451,11 @@ def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
         sys.executable,
         "-I",
         "-S",
-        str(Path(__file__).with_name("guard.py")),
+        "-c",
+        START_GUARD,
         str(reading),
         str(folder),
+        str(Path(__file__).parents[2]),
     ]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     guard = subprocess.Popen(call, pass_fds=(reading,), cwd="/", **nothing)

@@ -1,16 +1,20 @@
-"""Log-probabilities of tokens, and entropies, without ever holding the scores of all tokens over
+"""Log-probabilities of tokens, and entropies, without ever holding the logits of all tokens over
 the vocabulary.
 
-With scores s_v = cap(h . w_v) / temperature, block by block of the vocabulary, for all tokens at
+With logits s_v = cap(h . w_v) / temperature, block by block of the vocabulary, for all tokens at
 once:
 
     total     = sum_v exp(s_v - top)      kept as a running maximum, top, and a running sum
     logprob   = s_token - top - log total
     entropy   = log total - sum_v p_v (s_v - top)
 
-The backward pass makes the scores of each block again: d s_v = g (1[v = token] - p_v) - e p_v (log
-p_v + entropy) for slopes g and e of the two. Tables that tp divides are worked off by all of its
-parts at once, each on its own share, and meet once at the end of a pass.
+The backward pass computes the logits of each block again: d s_v = g (1[v = token] - p_v) - e p_v
+(log p_v + entropy), where g and e are the cotangents of the two results. Where tp divides the
+vocabulary, each of its parts is one shard's; the shards work on their parts at the same time, and
+their sums meet once, at the end of a pass.
+
+Letters beside those of types.py: M tokens asked for in a row, P parts of the vocabulary, S entries
+of a block in each part, N blocks.
 """
 
 from dataclasses import dataclass
@@ -24,169 +28,227 @@ from tunix_lite.models.rounding import stored
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 from tunix_lite.types import TokenScores
 
-# float32 scores on a device: 64 MiB
+# Float32 logits that a device holds at once: 64 MiB.
 SCORES_AT_ONCE = 2**24
+# Below every logit: exp of it is 0.
 BELOW_ALL = -1e30
-# of a block: parts of the vocabulary, entries of the block, embedding
-AXES = (
-    "vocab",
-    "seq",
-    "embed",
-)
+# Logical axes of a block: parts of the vocabulary, entries of the block, embedding.
+AXES = ("vocab", "seq", "embed")
 
 
 @dataclass(frozen=True)
-class Settings:
+class HeadSpec:
     """What the blocks depend on besides arrays."""
 
     softcap: float | None
     temperature: float
-    share: int  # tokens of the vocabulary in each part
+    # tokens of the vocabulary in each part
+    share: int
 
 
 def token_scores(
-    hidden_BMD, table_VD, targets_BM, softcap: float | None, temperature: float
+    hidden_BMD: jax.Array,
+    table_VD: jax.Array,
+    targets_BM: jax.Array,
+    softcap: float | None,
+    temperature: float,
 ) -> TokenScores:
     """Log-probability of each target and the entropy beside it, [B, M] float32.
 
     hidden: at the position that predicts the target, in the type of the computation, divided over
-    the batch. table: the output embedding, as it is stored.
+    the batch. table: the output embedding, as it is stored. softcap: of the logits, None: none.
     """
     V, D = table_VD.shape
     B, M, _ = hidden_BMD.shape
     parts = parts_of("vocab")
-    blocks = num_blocks(V // parts, B * M // parts_of("batch"))
+    share = V // parts
+
+    # Pad each part to whole blocks, and put the blocks first, to scan over them.
+    blocks = num_blocks(share, B * M // parts_of("batch"))
     size = -(-V // (parts * blocks))
-    table = jnp.pad(
-        table_VD.reshape(parts, V // parts, D), ((0, 0), (0, blocks * size - V // parts), (0, 0))
-    )
-    table = table.reshape(parts, blocks, size, D).swapaxes(0, 1)
-    settings = Settings(softcap, temperature, V // parts)
-    return TokenScores(*_scores(settings, hidden_BMD, table, targets_BM))
+    padding = ((0, 0), (0, blocks * size - share), (0, 0))
+    table_PXD = jnp.pad(table_VD.reshape(parts, share, D), padding)
+    table_NPSD = table_PXD.reshape(parts, blocks, size, D).swapaxes(0, 1)
+    spec = HeadSpec(softcap, temperature, share)
+    return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
 
 
 def num_blocks(vocabulary: int, tokens: int) -> int:
     """How many blocks a part of the vocabulary is cut into; a number that divides it, if one is
-    near."""
-    wanted = min(max(1, -(-vocabulary * tokens // SCORES_AT_ONCE)), vocabulary)
+    near.
+
+    vocabulary: entries of the part. tokens: of the batch on one device.
+    """
+    needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
+    wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
     return next((n for n in near if vocabulary % n == 0), wanted)
 
 
-def raw_scores(hidden_BMD, block_PSD):
-    """Products [B, M, P, S] of all tokens with one block of each part."""
+def block_products(hidden_BMD: jax.Array, block_PSD: jax.Array) -> jax.Array:
+    """Products [B, M, P, S] of all tokens with one block of each part, float32 at least."""
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    scores = jnp.einsum("bmd,psd->bmps", hidden_BMD, block_PSD, preferred_element_type=wide)
-    return constrain(scores, "batch", "seq", "vocab", "seq")
+    products = jnp.einsum("bmd,psd->bmps", hidden_BMD, block_PSD, preferred_element_type=wide)
+    return constrain(products, "batch", "seq", "vocab", "seq")
 
 
-def bent(settings: Settings, scores):
-    """Products as scores: capped, and divided by the temperature."""
-    if settings.softcap is not None:
-        scores = settings.softcap * jnp.tanh(scores / settings.softcap)
-    return scores / settings.temperature
+def softcapped(spec: HeadSpec, products: jax.Array) -> jax.Array:
+    """Logits from products: capped, and divided by the temperature."""
+    if spec.softcap is not None:
+        products = spec.softcap * jnp.tanh(products / spec.softcap)
+    return products / spec.temperature
 
 
-def tokens_of(settings: Settings, block, index):
-    """Which token each entry of block number `index` is, [P, S]; -1 for what is only padding."""
-    parts, size, _ = block.shape
+def block_tokens(
+    spec: HeadSpec,
+    block_PSD: jax.Array,
+    index: jax.Array,
+) -> jax.Array:
+    """The token of each entry of block number `index`, [P, S]; -1 where the entry is padding."""
+    parts, size, _ = block_PSD.shape
     within = index * size + jnp.arange(size)
-    return jnp.where(
-        within < settings.share, jnp.arange(parts)[:, None] * settings.share + within, -1
-    )
+    is_token = within < spec.share
+    first_P1 = jnp.arange(parts)[:, None] * spec.share
+    return jnp.where(is_token, first_P1 + within, -1)
 
 
-def _laid_out(table_NPSD):
-    """Told here and not by the caller: the gradient of a plain constraint must lie as the table,
-    also where the batch is divided by hand and fsdp is not there to divide it
-    (mesh.constrain_gradient)."""
+def rebased(
+    weighted: jax.Array,
+    total: jax.Array,
+    top: jax.Array,
+    higher: jax.Array,
+) -> jax.Array:
+    """sum_v exp(s_v - top) (s_v - top) for a higher top. Sums of the logits themselves would cancel
+    to few digits."""
+    return (weighted + total * (top - higher)) * jnp.exp(top - higher)
+
+
+def _constrained(table_NPSD: jax.Array) -> jax.Array:
+    """The table with its sharding constraint.
+
+    The constraint stands inside the custom gradient. Outside, the gradient of the constraint would
+    have to lie as the table does, which it cannot where the batch is divided by hand and there is
+    no fsdp to divide it (mesh.constrain_gradient).
+    """
     return constrain(table_NPSD, "layers", *AXES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(settings, hidden_BMD, table_NPSD, targets_BM):
-    return _forward(settings, hidden_BMD, _laid_out(table_NPSD), targets_BM)[0]
+def _scores(
+    spec,
+    hidden_BMD,
+    table_NPSD,
+    targets_BM,
+):
+    results, _ = _forward(spec, hidden_BMD, _constrained(table_NPSD), targets_BM)
+    return results
 
 
-def _forward(settings, hidden_BMD, table_NPSD, targets_BM):
-    """The two results, and the logsumexp that the backward pass needs as well."""
+def _forward(
+    spec,
+    hidden_BMD,
+    table_NPSD,
+    targets_BM,
+):
+    """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
     blocks, parts = table_NPSD.shape[:2]
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
     zeros = constrain(jnp.zeros((*targets_BM.shape, parts), wide), "batch", "seq", "vocab")
 
     def one_block(carry, numbered):
-        (top, total, weighted, chosen), (index, block_PSD) = carry, numbered
-        scores = bent(
-            settings, raw_scores(hidden_BMD, gather(stored(block_PSD, hidden_BMD.dtype), AXES))
-        )
-        tokens_PS = tokens_of(settings, block_PSD, index)
-        real = jnp.where(tokens_PS >= 0, scores, BELOW_ALL)
+        top, total, weighted, chosen = carry
+        index, block_PSD = numbered
+        used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
+        logits = softcapped(spec, block_products(hidden_BMD, used_PSD))
+        tokens_PS = block_tokens(spec, block_PSD, index)
+        real = jnp.where(tokens_PS >= 0, logits, BELOW_ALL)
+
+        # The sums so far were taken relative to the old maximum.
         higher = jnp.maximum(top, jnp.max(real, axis=-1))
-        shrink, exps = jnp.exp(top - higher), jnp.exp(real - higher[..., None])
-        weighted = lowered(weighted, total, top, higher) + jnp.sum(
-            exps * (real - higher[..., None]), axis=-1
-        )
+        shrink = jnp.exp(top - higher)
+        exps = jnp.exp(real - higher[..., None])
+        rebased_so_far = rebased(weighted, total, top, higher)
+        weighted = rebased_so_far + jnp.sum(exps * (real - higher[..., None]), axis=-1)
         total = total * shrink + jnp.sum(exps, axis=-1)
-        chosen += jnp.sum(jnp.where(tokens_PS == targets_BM[..., None, None], scores, 0.0), axis=-1)
+        is_target = tokens_PS == targets_BM[..., None, None]
+        chosen += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         return (higher, total, weighted, chosen), None
 
     start = (zeros + BELOW_ALL, zeros, zeros, zeros)
-    (top, total, weighted, chosen), _ = jax.lax.scan(
-        one_block, start, (jnp.arange(blocks), table_NPSD)
-    )
+    numbered = (jnp.arange(blocks), table_NPSD)
+    (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, numbered)
+
+    # The parts of the vocabulary meet here, in three small sums.
     highest = jnp.max(top, axis=-1, keepdims=True)
     shrink = jnp.exp(top - highest)
-    weighted = jnp.sum(lowered(weighted, total, top, highest), axis=-1)
-    total, highest = jnp.sum(total * shrink, axis=-1), highest[..., 0]
-    logprobs = (jnp.sum(chosen, axis=-1) - highest) - jnp.log(total)
-    return (logprobs, jnp.log(total) - weighted / total), jnp.log(total) + highest
+    weighted = jnp.sum(rebased(weighted, total, top, highest), axis=-1)
+    total = jnp.sum(total * shrink, axis=-1)
+    highest = highest[..., 0]
+    chosen = jnp.sum(chosen, axis=-1)
+    logprobs = (chosen - highest) - jnp.log(total)
+    entropy = jnp.log(total) - weighted / total
+    return (logprobs, entropy), jnp.log(total) + highest
 
 
-def lowered(weighted, total, top, higher):
-    """sum_v exp(s_v - top) (s_v - top), as it is for a higher top. Scores themselves would cancel
-    to few digits."""
-    return (weighted + total * (top - higher)) * jnp.exp(top - higher)
-
-
-def _kept(settings, hidden, table, targets):
+def _forward_with_residuals(
+    spec,
+    hidden,
+    table,
+    targets,
+):
     """The forward pass, and what the backward pass needs of it."""
-    arrays = hidden.value, _laid_out(table.value), targets.value
-    out, log_total = _forward(settings, *arrays)
-    # told by the structure, so that it is known while tracing
+    arrays = (hidden.value, _constrained(table.value), targets.value)
+    results, log_total = _forward(spec, *arrays)
+    _, entropy = results
+    # Whether the table trains is a matter of structure, () or None, so that it is known while
+    # tracing.
     trains = () if table.perturbed else None
-    return out, (*arrays, log_total, out[1], trains)
+    return results, (*arrays, log_total, entropy, trains)
 
 
-def _slopes(settings, kept, slopes):
-    """What the slopes of the results make of hidden and table; a table that does not train costs
-    nothing."""
-    hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = kept
-    g, e = (None if isinstance(s, SymbolicZero) else s[..., None, None] for s in slopes)
-    log_total, entropy = log_total[..., None, None], entropy[..., None, None]
+def _backward(
+    spec,
+    residuals,
+    cotangents,
+):
+    """The gradients of hidden and table from the cotangents of the results. A table that does not
+    train costs nothing."""
+    hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
+    g, e = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
+    log_total = log_total[..., None, None]
+    entropy = entropy[..., None, None]
     wide = log_total.dtype
-    towards = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
     def one_block(total, numbered):
         index, block_PSD = numbered
         used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
-        scores, pull = jax.vjp(partial(bent, settings), raw_scores(hidden_BMD, used_PSD))
-        tokens_PS = tokens_of(settings, block_PSD, index)
-        logs = jnp.where(tokens_PS >= 0, scores - log_total, BELOW_ALL)
-        slope = 0.0
+        products = block_products(hidden_BMD, used_PSD)
+        logits, pull = jax.vjp(partial(softcapped, spec), products)
+        tokens_PS = block_tokens(spec, block_PSD, index)
+        logprobs = jnp.where(tokens_PS >= 0, logits - log_total, BELOW_ALL)
+
+        # d logits, by the formula above.
+        cotangent = 0.0
         if g is not None:
-            slope += g * ((tokens_PS == targets_BM[..., None, None]) - jnp.exp(logs))
+            is_target = tokens_PS == targets_BM[..., None, None]
+            cotangent += g * (is_target - jnp.exp(logprobs))
         if e is not None:
-            slope -= e * jnp.exp(logs) * jnp.where(tokens_PS >= 0, logs + entropy, 0.0)
-        slope = pull(slope)[0].astype(hidden_BMD.dtype)
-        share = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
-        total = constrain(total + share, "vocab", "batch", "seq", "act_embed")
+            weighted = e * jnp.exp(logprobs)
+            cotangent -= weighted * jnp.where(tokens_PS >= 0, logprobs + entropy, 0.0)
+        cotangent = pull(cotangent)[0].astype(hidden_BMD.dtype)
+
+        # d hidden adds up over the blocks; d table is that of this block.
+        of_hidden = jnp.einsum("bmps,psd->pbmd", cotangent, used_PSD, preferred_element_type=wide)
+        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
         if trains is None:
             return total, None
-        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
+        of_block = jnp.einsum("bmps,bmd->psd", cotangent, hidden_BMD, preferred_element_type=wide)
         return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
 
-    total, of_table = jax.lax.scan(one_block, towards, (jnp.arange(len(table_NPSD)), table_NPSD))
+    numbered = (jnp.arange(len(table_NPSD)), table_NPSD)
+    total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered)
     return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table, None
 
 
-_scores.defvjp(_kept, _slopes, symbolic_zeros=True)
+_scores.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)

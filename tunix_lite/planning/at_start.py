@@ -11,7 +11,7 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import attached
+from tunix_lite.planning.machine import attached_machine
 from tunix_lite.planning.plan import Phase, Plan, assemble_plan, compile_plan, largest_micro_batch
 from tunix_lite.planning.programs import (
     abstract,
@@ -34,7 +34,7 @@ def choose_micro_batch(
     The run's mesh is the current one. Raises ConfigError if not even one sequence fits, or how much
     memory there is is not known.
     """
-    machine = attached()
+    machine = attached_machine()
     if machine.capacity is None:
         raise ConfigError(
             "training.micro_batch_size=auto: how much memory this device has is not known; give a "
@@ -88,7 +88,7 @@ def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any
     Raises ConfigError if the compiler refuses one. Of packed rows it may: what is compiled here is
     the widest that can come, and batches as they come may fit.
     """
-    plan = compile_plan(attached(), resolved, programs)
+    plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
             f"does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would"
@@ -103,7 +103,7 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     That is what stays on a device, and while sampling the weights, the cache and the prompts that
     wait.
     """
-    machine = attached()
+    machine = attached_machine()
     chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
 

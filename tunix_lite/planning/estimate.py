@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.planning.resolved import ResolvedRun
-from tunix_lite.planning.sizes import num_bytes, tables
+from tunix_lite.planning.sizes import table_bytes, tables
 from tunix_lite.rollout.memory import weights_that_fit
 
 
@@ -30,12 +30,12 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
     type of the computation; with it, the adapters that training starts from, if any.
     """
     table = tables(resolved)
-    trained = num_bytes(table.trained, resolved)
+    trained = table_bytes(table.trained, resolved)
     found = {"parameters": trained, "optimizer": 2 * trained}
     if table.frozen is not None:
-        found["frozen base"] = num_bytes(table.frozen, resolved)
+        found["frozen base"] = table_bytes(table.frozen, resolved)
     if resolved.copies_reference:
-        found["reference"] = num_bytes(table.trained, resolved, resolved.dtype, keep_norms=True)
+        found["reference"] = table_bytes(table.trained, resolved, resolved.dtype, keep_norms=True)
     elif resolved.copies_adapters:
         found["reference"] = trained
     return found
@@ -51,7 +51,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
     scaled and drawn from, 3 x 4 x slots x V; where weights stay sharded, the head and a layer
     gathered, and the next one on its way. Or while reading prompts, whichever is more: see
-    `prefill`.
+    `prefill_temporaries`.
     """
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
@@ -65,7 +65,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
         "weights to sample": sampling_copy(resolved, is_gathered),
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
-        "temporary": max(decoding, prefill(resolved, block, width)),
+        "temporary": max(decoding, prefill_temporaries(resolved, block, width)),
     }
 
 
@@ -89,7 +89,7 @@ def sampling_copy(resolved: ResolvedRun, is_gathered: bool) -> int:
     return sum(of(leaf) for leaf in leaves)
 
 
-def prefill(resolved: ResolvedRun, block: int, width: int) -> int:
+def prefill_temporaries(resolved: ResolvedRun, block: int, width: int) -> int:
     """Temporaries of reading prompts: one layer at work on their tokens, and its scores."""
     rows = -(-block // resolved.mesh_shape["fsdp"])
     return layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
@@ -181,11 +181,11 @@ def gradient_bytes(resolved: ResolvedRun) -> int:
     """Gradients as the weights are stored, and with several micro-batches the float32 sum of them
     beside; with sync_gradients_every, one that is not divided over fsdp, too."""
     trained = tables(resolved).trained
-    total = num_bytes(trained, resolved)
+    total = table_bytes(trained, resolved)
     if resolved.rows.num_parts > 1:
-        total += num_bytes(trained, resolved, jnp.float32)
+        total += table_bytes(trained, resolved, jnp.float32)
     if resolved.run.training.sync_gradients_every > 1 and resolved.mesh_shape["fsdp"] > 1:
-        total += num_bytes(trained, resolved, jnp.float32, is_gathered=True)
+        total += table_bytes(trained, resolved, jnp.float32, is_gathered=True)
     return total
 
 

@@ -33,7 +33,7 @@ def find_machine(target: str) -> Machine:
     """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
     nothing."""
     if target == "attached":
-        return attached()
+        return attached_machine()
     with error_context("target"):
         found = hardware.find_target(target)
     kind = found.hardware
@@ -48,7 +48,7 @@ def find_machine(target: str) -> Machine:
     return Machine(found.name, kind.platform, found.num_devices, kind, capacity, said)
 
 
-def attached() -> Machine:
+def attached_machine() -> Machine:
     """What jax sees; of a CPU, the physical memory, in even shares; of several processes, on the
     least of them.
 

@@ -25,7 +25,7 @@ from tunix_lite.planning.programs import (
     abstract,
     compiled,
     lowered,
-    on_mesh,
+    mesh_of_run,
 )
 from tunix_lite.planning.resolved import (
     ResolvedRun,
@@ -251,7 +251,7 @@ def with_compiled(
         say(f"compiling {name} for {sizes}…")
         return lower().compile()
 
-    with on_mesh(resolved, devices):
+    with mesh_of_run(resolved, devices):
         programs = {
             name: partial(compile_it, name, lower)
             for name, lower in lowered(resolved, abstract(resolved)).items()

@@ -150,7 +150,7 @@ class Shapes:
 
 
 @contextlib.contextmanager
-def on_mesh(resolved: ResolvedRun, devices: list) -> Iterator[None]:
+def mesh_of_run(resolved: ResolvedRun, devices: list) -> Iterator[None]:
     """Inside, the run's mesh over these devices is the current one. The run's sharding rules become
     those of the process, and stay so."""
     set_rules(resolved.run.sharding)
@@ -160,7 +160,7 @@ def on_mesh(resolved: ResolvedRun, devices: list) -> Iterator[None]:
 
 
 def abstract(resolved: ResolvedRun) -> Shapes:
-    """The state of a run, its frozen base and its reference, on the current mesh (`on_mesh`)."""
+    """The state of a run, its frozen base and its reference, on the current mesh."""
     # What is stored of the weights.
     table = decoder.weights(resolved.cfg)
     storage = STORED[resolved.run.training.mixed_precision]

@@ -89,8 +89,8 @@ def _meshes(plans: tuple[Plan, ...]) -> list[str]:
         cells = (
             gib(plan.peak_bytes),
             fits,
-            number(plan.step_seconds),
-            number(plan.tokens_per_second),
+            three_digits(plan.step_seconds),
+            three_digits(plan.tokens_per_second),
         )
         rows.append((_mesh(plan), *cells, source(plan)))
     more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
@@ -126,7 +126,7 @@ def _speed(phase: Phase) -> tuple[str, str, str]:
     if phase.bound is None:
         return "-", "-", "-"
     return (
-        number(phase.bound.seconds),
+        three_digits(phase.bound.seconds),
         phase.bound.limit or UNKNOWN,
         f"{phase.bound.all_sent_bytes / 1e9:,.2f}",
     )
@@ -154,7 +154,7 @@ def speed(plan: Plan) -> str:
     if plan.step_seconds is None:
         return "speed: unknown, as the peak of this hardware is not known"
     rate, devices = plan.tokens_per_second, plan.machine.num_devices
-    took = f"a step takes at least {number(plan.step_seconds)} s"
+    took = f"a step takes at least {three_digits(plan.step_seconds)} s"
     return f"speed: {took}: at most {rate:,.0f} tokens/s, {rate / devices:,.0f} a device"
 
 
@@ -162,7 +162,7 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
-def number(value: float | None) -> str:
+def three_digits(value: float | None) -> str:
     """To three digits."""
     if value is None:
         return UNKNOWN
@@ -243,7 +243,7 @@ def _parts(plan: Plan) -> list[str]:
     for phase in (phase for phase in plan.phases if phase.bound is not None):
         bound = phase.bound
         moved = f"{bound.read_bytes / 1e9:,.2f} | {bound.all_sent_bytes / 1e9:,.2f}"
-        took = f"{number(bound.seconds)} | {bound.limit or UNKNOWN}"
+        took = f"{three_digits(bound.seconds)} | {bound.limit or UNKNOWN}"
         lines.append(f"| {phase.name} | {bound.flops / 1e12:,.2f} | {moved} | {took} |")
     return [*lines, ""]
 

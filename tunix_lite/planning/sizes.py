@@ -38,7 +38,7 @@ def tables(resolved: ResolvedRun) -> Tables:
     return Tables(adapters, stored_table(table, resolved.lora.base))
 
 
-def num_bytes(
+def table_bytes(
     table: dict,
     resolved: ResolvedRun,
     dtype: DTypeLike | None = None,

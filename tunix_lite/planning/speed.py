@@ -129,7 +129,7 @@ def weight_bytes(resolved: ResolvedRun) -> int:
     return estimate.sampling_copy(resolved, is_gathered=True)
 
 
-def gradient_bytes(resolved: ResolvedRun) -> int:
+def reduced_gradient_bytes(resolved: ResolvedRun) -> int:
     """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
     others float32."""
 
@@ -200,7 +200,7 @@ def _decode(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork
     )
 
 
-def counted(resolved: ResolvedRun) -> tuple[int, int, float]:
+def batch_tokens(resolved: ResolvedRun) -> tuple[int, int, float]:
     """(tokens, tokens that count, FLOPs of attention) of one forward over the batch at its
     longest."""
     prompt, new = resolved.lengths
@@ -220,14 +220,14 @@ def parts(resolved: ResolvedRun) -> int:
     # With shared prompts a completion at its longest takes a lane, so all rows are there.
     if resolved.rows.packing != "sequences":
         return resolved.rows.num_parts
-    tokens, _, _ = counted(resolved)
+    tokens, _, _ = batch_tokens(resolved)
     at_once = resolved.rows.width * resolved.rows.rows_per_part * resolved.mesh_shape["fsdp"]
     return min(resolved.rows.num_parts, -(-tokens // at_once))
 
 
 def _scoring(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
-    tokens, scored, attention = counted(resolved)
+    tokens, scored, attention = batch_tokens(resolved)
     once = parts(resolved) * weight_bytes(resolved)
     estimated = _ring(resolved, once, _streams(resolved, tokens / resolved.mesh_shape["fsdp"]))
     return ProgramWork(
@@ -241,13 +241,13 @@ def _update(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
     in sync_gradients_every micro-batches; tp sums two streams a layer each way; the state is read
     and written."""
-    tokens, scored, attention = counted(resolved)
+    tokens, scored, attention = batch_tokens(resolved)
     lora_params = num_params(sizes.tables(resolved).trained) if resolved.lora else 0
 
     # Bytes sent.
     turns = parts(resolved)
     syncs = -(-turns // resolved.run.training.sync_gradients_every)
-    gathered = 2 * turns * weight_bytes(resolved) + syncs * gradient_bytes(resolved)
+    gathered = 2 * turns * weight_bytes(resolved) + syncs * reduced_gradient_bytes(resolved)
     here = tokens / resolved.mesh_shape["fsdp"]
     streams = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
     estimated = _ring(resolved, gathered, streams)

@@ -20,14 +20,14 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
-from typing import Any
+from typing import Any, NamedTuple
 
-from tunix_lite.distributed.guard import marked, send
+from tunix_lite.marked_processes import find_marked, send_signal
 from tunix_lite.rewards.worker import outcome, shortened
 
 # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
@@ -89,12 +89,21 @@ def check_portable(functions: dict[str, Callable]) -> None:
             raise ValueError(_cannot_travel(name, str(error))) from error
 
 
+class _Job(NamedTuple):
+    """Functions to call on one completion, or on the completions of one group."""
+
+    future: Future
+    completion: str | list[str]
+    example: dict
+    names: list[str]
+
+
 class Pool:
-    """Calls every function on a completion, in `settings.workers` processes or, if that is 0, here
-    and now.
+    """Calls functions on completions, in `settings.workers` processes or, if that is 0, here and
+    now.
 
     functions, by the name that messages give them: (completion, example) -> anything that JSON can
-    say.
+    hold. A function of a group gets the list of its completions.
     """
 
     def __init__(self, functions: dict[str, Callable], settings: RewardsConfig):
@@ -113,26 +122,33 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, completion: str, example: dict) -> "Future[dict[str, Outcome]]":
-        """The outcome of every function, by its name; ValueError for the first failure if
-        on_error=raise."""
+    def submit(
+        self, completion: str | list[str], example: dict, names: Sequence[str] | None = None
+    ) -> "Future[dict[str, Outcome]]":
+        """Calls functions on a completion, or on all completions of a group.
+
+        names: which functions; None: all of them. Returns the outcome of each by its name. The
+        future raises ValueError for the first failure if on_error=raise.
+        """
+        names = list(self.functions) if names is None else list(names)
         future: Future = Future()
         if self._threads:
-            self._jobs.put((future, completion, example))
+            self._jobs.put(_Job(future, completion, example, names))
             return future
         try:
-            outcomes = (outcome(fn, completion, example) for fn in self.functions.values())
-            future.set_result(self._by_name(completion, outcomes))
+            called = (outcome(self.functions[name], completion, example) for name in names)
+            future.set_result(self._by_name(names, completion, called))
         except ValueError as error:
             future.set_exception(error)
         return future
 
-    def describe_failure(self, name: str, found: Outcome, completion: str) -> str:
-        """`reward 'short' is nan for the completion '...'`."""
+    def describe_failure(self, name: str, found: Outcome, completion: str | list[str]) -> str:
+        """In words: `reward 'short' is nan for the completion '...'`."""
         kind, how = found
         if kind == "timeout":
             how = f"took more than rewards.timeout={self.settings.timeout:g} seconds"
-        return f"{name} {how} for the completion {shortened(completion)}"
+        what = "completion" if isinstance(completion, str) else "completions"
+        return f"{name} {how} for the {what} {shortened(completion)}"
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing
@@ -146,13 +162,15 @@ class Pool:
         for thread in self._threads:
             thread.join(START_SECONDS)
 
-    def _by_name(self, completion: str, outcomes: Iterator[Outcome]) -> dict[str, Outcome]:
+    def _by_name(
+        self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
+    ) -> dict[str, Outcome]:
         found = {}
-        for name in self.functions:
-            found[name] = kind, _ = next(outcomes)
-            if kind and self.settings.on_error == "raise":
-                said = self.describe_failure(name, found[name], completion)
-                raise ValueError(f"{said}; rewards.on_error=zero or drop would go on without it")
+        for name in names:
+            found[name] = next(outcomes)
+            if found[name][0] and self.settings.on_error == "raise":
+                problem = self.describe_failure(name, found[name], completion)
+                raise ValueError(f"{problem}; rewards.on_error=zero or drop would go on without it")
         return found
 
     # ---- a thread and its worker
@@ -165,16 +183,16 @@ class Pool:
         while jobs := self._next_jobs():
             try:
                 outcomes = self._outcomes(place, jobs)
-                for future, completion, _ in jobs:
-                    future.set_result(self._by_name(completion, outcomes))
+                for job in jobs:
+                    job.future.set_result(self._by_name(job.names, job.completion, outcomes))
             except Exception as error:
                 self._drop(place)
-                for future, *_ in jobs:
-                    if not future.done():
-                        future.set_exception(error)
+                for job in jobs:
+                    if not job.future.done():
+                        job.future.set_exception(error)
         self._drop(place)
 
-    def _next_jobs(self) -> list:
+    def _next_jobs(self) -> list[_Job]:
         """A share of what is waiting, so that no worker idles while another has much before it; []
         at the end."""
         jobs = [self._jobs.get()]
@@ -183,11 +201,15 @@ class Pool:
                 jobs.append(self._jobs.get_nowait())
         return [] if self._ending or None in jobs else jobs
 
-    def _outcomes(self, place: int, jobs: list) -> Iterator[Outcome]:
+    def _outcomes(self, place: int, jobs: list[_Job]) -> Iterator[Outcome]:
         """Of each job and each function, in order. The first call without an answer is the one that
         failed."""
-        each = ((index, *what) for _, *what in jobs for index in range(len(self.functions)))
-        calls = [(next(self._numbers), *call) for call in each]
+        places = {name: index for index, name in enumerate(self.functions)}
+        calls = [
+            (next(self._numbers), places[name], job.completion, job.example)
+            for job in jobs
+            for name in job.names
+        ]
         while calls:
             worker = self._worker(place)
             worker.send(_packed(calls), self.settings.timeout)
@@ -315,8 +337,8 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         # in whatever session or group
-        for pid in marked(f"{MARK}={self._mark}".encode()):
-            send(pid, signal.SIGKILL)
+        for pid in find_marked(f"{MARK}={self._mark}".encode()):
+            send_signal(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
 

@@ -35,7 +35,23 @@ class NotANumber(Exception):
 def number(fn: Callable, completion: str, example: dict) -> float:
     """What a reward function says, as a float. NotANumber if it is none or not finite; '1' is a
     text, not a number."""
-    value = fn(completion, example)
+    return _finite(fn(completion, example))
+
+
+def numbers(fn: Callable, completions: list[str], example: dict) -> list[float]:
+    """What a reward function of a whole group returns: a finite number for each completion, in
+    their order. NotANumber if it is anything else."""
+    values = fn(completions, example)
+    try:
+        values = list(values)
+    except TypeError as error:
+        raise NotANumber(f"is {shortened(values)}, not a list of numbers,") from error
+    if len(values) != len(completions):
+        raise NotANumber(f"is {len(values)} numbers, not {len(completions)},")
+    return [_finite(value) for value in values]
+
+
+def _finite(value: Any) -> float:
     if not hasattr(value, "__float__"):
         raise NotANumber(f"is {shortened(value)}, not a number,")
     try:

@@ -26,7 +26,7 @@ TOKENS_PER_PREFILL = 4096
 # Prompts are read for so many chunks to come: two are under way, and a third is being started.
 CHUNKS_AHEAD = 3
 # Tokens. Prompts below this length are not sorted by length.
-NARROWEST = 64
+MIN_PROMPT_WIDTH = 64
 
 
 class RolloutScheduler:
@@ -117,7 +117,7 @@ class RolloutScheduler:
 
         # Few lengths of queues, so that few programs are compiled.
         count = len(self.requests)
-        padding = next_power_of_two(count, least=NARROWEST) - count
+        padding = next_power_of_two(count, least=MIN_PROMPT_WIDTH) - count
         padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
         self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
 
@@ -229,7 +229,10 @@ class RolloutScheduler:
         return decoded
 
     def absorb(
-        self, decoded: DecodedChunk, criteria: StopCriteria, prompts: Prompts
+        self,
+        decoded: DecodedChunk,
+        criteria: StopCriteria,
+        prompts: Prompts,
     ) -> list[Request]:
         """Appends the tokens of a chunk to their requests, and ends those that are complete.
 
@@ -307,12 +310,12 @@ def prompt_cache_blocks(
 
 
 def prompt_widths(longest: int) -> list[int]:
-    """The few widths that prompts are padded to, the widest first: halves, down to NARROWEST.
+    """The few widths that prompts are padded to, the widest first, by halves to MIN_PROMPT_WIDTH.
 
     Example: prompt_widths(512) is [512, 256, 128, 64].
     """
     widths = [longest]
-    while widths[-1] >= 2 * NARROWEST:
+    while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))
     return widths
 

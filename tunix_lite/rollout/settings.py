@@ -1,44 +1,52 @@
-"""What is drawn, and how the drawing is organised."""
+"""The settings of sampling: what is drawn (`generation`), and how (`rollout`)."""
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How completions are sampled: the distribution of each token, and when a completion ends."""
+    """How completions are sampled: the distribution of each token, and when a completion ends.
 
-    max_prompt_length: int = 32  # tokens
-    max_new_tokens: int = 64  # tokens of a completion, the end-of-sequence token included
-    # scores are divided by it, in sampling and in scoring alike; 0: the best token
+    Example: `GenerationConfig(max_prompt_length=64, max_new_tokens=256, temperature=0.7)`.
+    """
+
+    # tokens
+    max_prompt_length: int = 32
+    # tokens of a completion, the end-of-sequence token included
+    max_new_tokens: int = 64
+    # logits are divided by it, in sampling and in scoring alike; 0: the best token
     temperature: float = 1.0
-    top_k: int = 0  # draw from the k likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
+    # draw from the k likeliest tokens; 0: from all
+    top_k: int = 0
+    # draw from the likeliest tokens that hold this much probability
+    top_p: float = 1.0
     # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
     min_p: float = 0.0
     # above 1: makes tokens of the prompt and the completion so far less likely
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()  # texts that end a completion; they stay in it
-    stop_token_ids: tuple[
-        int, ...
-    ] = ()  # tokens that end it, besides the end-of-sequence tokens of the model
+    # texts that end a completion; they stay in it
+    stop: tuple[str, ...] = ()
+    # tokens that end a completion, besides the end-of-sequence tokens of the model
+    stop_token_ids: tuple[int, ...] = ()
     # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
     long_prompts: str = "error"
 
     def __post_init__(self):
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
-            values = getattr(self, name)
-            if not isinstance(values, list | tuple) or any(
-                type(value) is not kind for value in values
-            ):
-                raise ValueError(f"{name}={values!r}; it is a list of {kind.__name__}")
-            # a list would have no hash
-            object.__setattr__(self, name, tuple(values))
+        # As tuples, since a list has no hash.
+        object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))
+        tokens = _tuple_of("stop_token_ids", self.stop_token_ids, int)
+        object.__setattr__(self, "stop_token_ids", tokens)
+
+        # Lengths.
         for name in ("max_prompt_length", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.long_prompts not in ("error", "truncate", "drop"):
             raise ValueError(f"long_prompts={self.long_prompts!r}; it is error, truncate or drop")
+
+        # The distribution.
         if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
             both = (
                 f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
@@ -56,48 +64,57 @@ class GenerationConfig:
             raise ValueError(
                 f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing"
             )
+
+        # What ends a completion.
         if not all(self.stop):
             raise ValueError(f"stop={list(self.stop)}: an empty text would end every completion")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={list(self.stop_token_ids)} must not be negative")
 
     @property
-    def is_whole(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution, nothing cut off and nothing
-        made less likely."""
-        return not self.cuts and self.repetition_penalty == 1
-
-    @property
-    def cuts(self) -> bool:
-        """Whether tokens are cut off. The best one never is, so at temperature 0 it changes
-        nothing."""
+    def has_cutoffs(self) -> bool:
+        """Whether top_k, top_p or min_p cut tokens off. The best token never is, so at temperature
+        0 they change nothing."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
-    def uncut(self) -> "GenerationConfig":
-        """The same with nothing cut off."""
+    def without_cutoffs(self) -> "GenerationConfig":
+        """The same settings with nothing cut off."""
         return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""
-        if beyond := [token for token in self.stop_token_ids if token >= vocab_size]:
+        beyond = [token for token in self.stop_token_ids if token >= vocab_size]
+        if beyond:
             raise ValueError(
                 f"stop_token_ids: {beyond[0]} is beyond the model's vocab_size={vocab_size}"
             )
 
 
+def _tuple_of(name: str, values: Any, kind: type) -> tuple:
+    """The values as a tuple. Raises ValueError unless they are a list of this kind."""
+    is_list = isinstance(values, list | tuple)
+    if not is_list or any(type(value) is not kind for value in values):
+        raise ValueError(f"{name}={values!r}; it is a list of {kind.__name__}")
+    return tuple(values)
+
+
 # Sequences decoded at once, at most, where rollout.num_slots does not say how many.
-MOST_SLOTS = 256
+MAX_SLOTS = 256
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How sampling is organised: memory and speed. What is said changes with an int8 cache only, a
-    little."""
+    """How sampling is organised: memory and speed. Only an int8 cache changes completions, a
+    little.
+
+    Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
+    """
 
     # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
     num_slots: int | None = None
-    chunk: int = 16  # tokens each slot decodes between two looks at who has finished
+    # tokens that each slot decodes between two looks at which completions have ended
+    chunk: int = 16
     # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
     weights: str = "auto"
     # keys and values: in the type of the computation, or int8, which is half the bytes of bf16
@@ -114,11 +131,12 @@ class RolloutConfig:
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """How many slots decode so many sequences: `num_slots`, else one for each sequence up to
-        MOST_SLOTS; a multiple of fsdp."""
-        return round_up_to_shards(self.num_slots or min(MOST_SLOTS, num_sequences), fsdp)
+        """How many slots decode so many sequences: `num_slots`, else one for each sequence, up to
+        MAX_SLOTS; rounded up to a multiple of fsdp."""
+        return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:
-    """The next multiple of fsdp: another number of slots would lie whole on every device."""
+    """The next multiple of fsdp. Another number of slots would not be sharded: every device would
+    hold all of them."""
     return -(-num_slots // fsdp) * fsdp

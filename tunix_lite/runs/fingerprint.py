@@ -15,7 +15,7 @@ import jaxlib
 import optax
 
 from tunix_lite import __version__
-from tunix_lite.config import RunConfig, plain
+from tunix_lite.config import RunConfig, plain, with_new_names
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
@@ -65,8 +65,8 @@ def _reduced(run: RunConfig) -> dict:
     return {name: dtype for name, dtype in chosen.items() if dtype != "float32"}
 
 
-def read(file: Path) -> dict:
-    """The fingerprint in this file. Raises ValueError."""
+def read_fingerprint(file: Path) -> dict:
+    """The fingerprint in this file, its classes by their names of today. Raises ValueError."""
     unknown = "so what made its checkpoints is not known"
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
@@ -76,7 +76,7 @@ def read(file: Path) -> dict:
         raise ValueError(f"{error}, {unknown}") from error
     if "model" not in said:
         raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
-    return said
+    return with_new_names(said)
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:

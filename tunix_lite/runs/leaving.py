@@ -1,4 +1,4 @@
-"""What is kept of a run that ends before its last step, and what is said of it."""
+"""A run that ends before its last step: what it saves, and what its messages say."""
 
 import contextlib
 import math
@@ -22,7 +22,10 @@ from tunix_lite.types import Metrics, TrainState
 
 @dataclass
 class Unfinished:
-    """A run on its way: how to keep its last whole step. `fit` says what that is."""
+    """A run that has not ended yet: how to keep its last whole step.
+
+    Example: `with unfinished.kept(stopping): ...` saves the state if a signal ends the block.
+    """
 
     run: RunConfig
     run_dir: RunDir
@@ -135,27 +138,31 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or bool(every and step % every == 0)
 
 
-# ---- what is said
+# ---- messages
 
 
-def numbers(metrics: Metrics) -> str:
+def loss_numbers(metrics: Metrics) -> str:
     return ", ".join(f"{name} {metrics[name]}" for name in ("train/loss", "train/grad_norm"))
 
 
 def diverged(
-    step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None, unsaved=None
+    step: int,
+    skipped: int,
+    checkpoints: Path,
+    metrics: Metrics | None = None,
+    unsaved: OSError | None = None,
 ) -> str:
+    """Why a run gives up, and how to go on. unsaved: why its state could not be saved, if so."""
+    seen = f"{loss_numbers(metrics)}; " if metrics else ""
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
     kept = f"checkpoint {step} in {checkpoints} has the weights before"
+    if unsaved is not None:
+        kept = f"the weights before could not be saved ({unsaved})"
     return (
-        f"step {step}: {numbers(metrics) + '; ' if metrics else ''}{updates} not finite. None was "
-        "made: "
-        f"{kept if unsaved is None else f'the weights before could not be saved ({unsaved})'}. A "
-        "learning rate that is "
+        f"step {step}: {seen}{updates} not finite. None was made: {kept}. A learning rate that is "
         "too high is the usual cause; next a reward or a loss of your own that divides by zero. "
-        "resume.force=true goes "
-        "on from the newest checkpoint with other settings, a higher training.max_skipped_in_a_row "
-        "with the same ones"
+        "resume.force=true goes on from the newest checkpoint with other settings, a higher "
+        "training.max_skipped_in_a_row with the same ones"
     )
 
 

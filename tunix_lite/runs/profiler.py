@@ -2,13 +2,15 @@
 xprof."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from tunix_lite.parallel.collectives import collectives, grouped, sent_bytes
 
-TABLE, TRACE = "communication.md", "trace"
+TABLE = "communication.md"
+TRACE = "trace"
 # of this invocation; number 0 compiles, and is traced only where there is no other
 TRACED_STEPS = slice(1, 4)
 
@@ -52,16 +54,18 @@ class Profile:
 
     def __init__(self, folder: Path | None, num_steps: int):
         """num_steps: of this invocation."""
-        self.folder, self.is_tracing = folder, False
+        self.folder = folder
+        self.is_tracing = False
         self.traced = range(num_steps)[TRACED_STEPS] or range(num_steps)
 
-    def write_table(self, compiled, mesh) -> None:
+    def write_table(self, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
+        """Write communication.md: what this compiled update sends over the mesh."""
         if self.folder is not None:
             text = communication_table(compiled.as_text(), dict(mesh.shape), "update")
             (self.folder / TABLE).write_text(text)
 
     @contextlib.contextmanager
-    def step(self, number: int):
+    def step(self, number: int) -> Iterator[None]:
         """Around step `number` of this invocation, from 0; rollout, reference and update are all in
         the trace."""
         if self.folder is None or number not in self.traced:

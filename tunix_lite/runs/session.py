@@ -2,10 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ from tunix_lite.runs.setup import (
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
-from tunix_lite.tracking.rundir import RunDir, Status, closing_with
+from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.types import TrainState
 
 
@@ -96,12 +97,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
 
     with explained(), contextlib.ExitStack() as outside:
         # The folder and its log.
-        run_dir.make()
-        gloo.log_into(run_dir.log)
-        every = run.training.log_interval_steps
-        quiet = not run_dir.is_first
-        console = Console(run_dir.log, run.training.max_steps, every, quiet=quiet)
-        outside.push(closing_with(console.close))
+        console = open_console(run, run_dir)
+        outside.push(closed_at_end(console.close))
 
         # The micro-batch, where it is chosen by compiling, and what the panel says of it all.
         if chooses_micro_batch(run):
@@ -137,6 +134,29 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         status.write("stopped" if status.stopped else "completed")
         for text, style in status.closing_lines(resume_hint):
             console.say(text, style=style)
+
+
+def open_console(run: RunConfig, run_dir: RunDir) -> Console:
+    """Make the folder, and the console that writes its log too. Only one process shows it."""
+    run_dir.make()
+    gloo.log_into(run_dir.log)
+    every = run.training.log_interval_steps
+    return Console(run_dir.log, run.training.max_steps, every, quiet=not run_dir.is_first)
+
+
+def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
+    """For ExitStack.push: calls `close`. Where an error is under way, an OSError of closing is
+    added to it as a note; otherwise it is raised."""
+
+    def leave(_: Any, error: BaseException | None, __: Any) -> None:
+        try:
+            close()
+        except OSError as second:
+            if error is None:
+                raise
+            error.add_note(f"and then {second}")
+
+    return leave
 
 
 def _failed(session: Session, error: BaseException) -> None:

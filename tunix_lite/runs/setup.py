@@ -21,7 +21,7 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
-from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
@@ -32,7 +32,7 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 class Parts:
     """What a run is made of, once its settings have been found right.
 
-    `find_parts` gives it without a folder, `in_folder` adds what the run's folder says. Example:
+    `find_parts` gives it without a folder, `parts_in_folder` adds what the folder says. Example:
     `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
     """
 
@@ -71,14 +71,14 @@ class Parts:
 
 
 def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
-    """Every check that needs files or devices: `find_parts`, then `in_folder`. Raises ConfigError.
+    """Every check that needs files or devices: `find_parts`, `parts_in_folder`. Raises ConfigError.
 
     found: the parts of the same run, where this process has found them already, as the check before
     Hydra makes a folder does. Loads no weights and makes no folder. It does compile small programs
     where attention tries cuDNN (NVIDIA), downloads the files of a hub model, and writes and removes
     a small file in a folder that is there, to see whether it can be written.
     """
-    return in_folder(find_parts(run) if found is None else found, run_dir)
+    return parts_in_folder(find_parts(run) if found is None else found, run_dir)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -136,7 +136,7 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
     return task, data
 
 
-def in_folder(parts: Parts, run_dir: RunDir) -> Parts:
+def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
     """The parts of a run that will write to this folder: what it resumes from, and its reference.
 
     Downloads the weights of a hub model, after everything else has been found right. Raises
@@ -233,7 +233,7 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
     if it may not."""
     with error_context("resume"):
         try:
-            theirs = read(earlier.fingerprint)
+            theirs = read_fingerprint(earlier.fingerprint)
         except ValueError as error:
             if not run.resume.force:
                 raise ValueError(

@@ -29,7 +29,7 @@ class Throughput:
     hardware: Hardware | None  # None: not in the table, so there is no MFU
 
     @staticmethod
-    def on(mesh, cfg: Architecture, trained_adapters: int) -> "Throughput":
+    def on(mesh: jax.sharding.Mesh, cfg: Architecture, trained_adapters: int) -> "Throughput":
         return Throughput(cfg, trained_adapters, mesh.devices.size, of_device(mesh.devices.flat[0]))
 
     def __str__(self) -> str:
@@ -47,20 +47,16 @@ class Throughput:
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
-        lengths, scored = (
-            np.asarray(batch.token_mask).sum(axis=1),
-            int((np.asarray(batch.loss_weight) != 0).sum()),
-        )
+        lengths = np.asarray(batch.token_mask).sum(axis=1)
+        scored = int((np.asarray(batch.loss_weight) != 0).sum())
         tokens = int(lengths.sum())
         attention = flops.attention_flops(self.cfg, lengths)
         done = flops.update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
+        rate = done / update_seconds
         seen = {
             "perf/tokens_per_second": tokens / step_seconds,
             "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
-            "perf/update_tflops_per_second_per_device": done
-            / update_seconds
-            / self.num_devices
-            / 1e12,
+            "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
             "memory/peak_gb": peak_bytes() / 1e9,
         }
         mfu = flops.mfu(done, update_seconds, self.hardware, self.num_devices)

@@ -29,13 +29,13 @@ from tunix_lite.planning.at_start import (
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.leaving import Unfinished, diverged, is_due, numbers, unmeasured
+from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.session import Session
+from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.rundir import RunDir, closing_with
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Graded, Metrics, TrainState
 
@@ -297,7 +297,7 @@ class Watch:
         arrays = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
         arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
         file = self.session.run_dir.write_skipped(done.step, arrays)
-        text = f"step {done.step} skipped: {numbers(metrics)}; its batch is in {file}"
+        text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
         self.session.console.say(text, style="red")
 
 
@@ -310,8 +310,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     run_dir = session.run_dir
     closing = session.closing
     start = int(learner.state.step)
-    begins = session.begins_here
-    session.status.start(start, begins)
+    session.status.start(start, session.begins_here)
     if learner.skipped >= run.training.max_skipped_in_a_row:
         raise FloatingPointError(diverged(start, learner.skipped, session.parts.resume_from))
 
@@ -324,19 +323,9 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         run_dir.point_latest_here,
     )
 
-    # Trackers go on where this run does: lines of later steps are of a run that was killed.
-    missing = None if begins else unmeasured(run, run_dir, start)
-    last_line = None
-    if not begins and start:
-        last_line = start if missing is None else start - 1
-    trackers: list[Tracker] = []
-    if run_dir.is_first:
-        trackers.append(JsonLines(run_dir.metrics, resume_at=last_line))
-        if run.tracking.tensorboard:
-            trackers.append(TensorBoard(run_dir.path, resume_at=start or None))
-    for opened in (checkpoints, *trackers):
-        closing.push(closing_with(opened.close))
-    trackers.append(session.console)
+    closing.push(closed_at_end(checkpoints.close))
+    missing = None if session.begins_here else unmeasured(run, run_dir, start)
+    trackers = open_trackers(session, start, is_measured=missing is None)
 
     # The profiler, and what the seconds of a step are set against.
     is_profiled = run.training.profile_communication and run_dir.is_first
@@ -372,6 +361,25 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     )
     closing.enter_context(watch.unfinished.kept(session.stopping))
     return watch
+
+
+def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
+    """Who gets the metrics of each step. They go on where this run does: what stands there of later
+    steps is of a run that was killed.
+
+    is_measured: False if the line of step `start` is still to get its held-out accuracy.
+    """
+    last_line = None
+    if start and not session.begins_here:
+        last_line = start if is_measured else start - 1
+    trackers: list[Tracker] = []
+    if session.run_dir.is_first:
+        trackers.append(JsonLines(session.run_dir.metrics, resume_at=last_line))
+        if session.run.tracking.tensorboard:
+            trackers.append(TensorBoard(session.run_dir.path, resume_at=start or None))
+    for tracker in trackers:
+        session.closing.push(closed_at_end(tracker.close))
+    return [*trackers, session.console]
 
 
 def keep_samples(

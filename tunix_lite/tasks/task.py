@@ -17,7 +17,7 @@ from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.plain_text import SHOWN, shortened
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
-from tunix_lite.rewards.worker import number, text
+from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.sources import Rows, batch_at, digest, digest_of_data, fitting_batch_at, where
 from tunix_lite.types import Graded, Metrics, Rollout
 
@@ -49,10 +49,15 @@ def said_by_all(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and what it counts in the total."""
+    """A reward function and what it counts in the total.
 
-    fn: Callable  # (completion text, example) -> number
+    Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group.
+    """
+
+    # (completion, example) -> number; of a group: (completions, example) -> a number for each
+    fn: Callable
     weight: float = 1.0  # factor in the sum of rewards
+    group: bool = False  # fn gets all completions of a prompt at once, and compares them
 
 
 @dataclass(frozen=True)
@@ -81,26 +86,27 @@ class TaskConfig:
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
                 "something else"
             )
-        calls = {
-            f"rewards.{name}.fn": (reward.fn, ("text", {})) for name, reward in self.rewards.items()
-        }
-        calls |= {"correct": (self.correct, ("text", {})), "extract": (self.extract, ("text",))}
-        for name, (fn, arguments) in calls.items():
-            try:
-                inspect.signature(fn).bind(*arguments)
-            except TypeError as error:
-                given = "(completion, example)" if len(arguments) == 2 else "(completion)"
-                raise ValueError(
-                    f"{name} is called with {given} and its settings: {error}"
-                ) from error
+        for name, reward in self.rewards.items():
+            given = "(completions, example)" if reward.group else "(completion, example)"
+            _check_call(f"rewards.{name}.fn", reward.fn, given)
+        _check_call("correct", self.correct, "(completion, example)")
+        _check_call("extract", self.extract, "(completion)")
 
     def functions(self) -> dict[str, Callable]:
-        """All that is asked about a completion, as (completion, example) -> plain value, by the
-        name in messages."""
-        asked = {_of(name): partial(number, reward.fn) for name, reward in self.rewards.items()}
+        """All that is called on completions, by the name in messages: (completion, example) ->
+        plain value, or (completions, example) -> list of numbers for those in `group_names`."""
+        called = {
+            _of(name): partial(numbers if reward.group else number, reward.fn)
+            for name, reward in self.rewards.items()
+        }
         if self.correct_is == "correct":
-            asked["correct"] = partial(number, self.correct)
-        return asked | {"extract": partial(text, self.extract)}
+            called["correct"] = partial(number, self.correct)
+        return called | {"extract": partial(text, self.extract)}
+
+    @property
+    def group_names(self) -> list[str]:
+        """The functions that get a whole group."""
+        return [_of(name) for name, reward in self.rewards.items() if reward.group]
 
     @property
     def correct_is(self) -> str:
@@ -109,9 +115,17 @@ class TaskConfig:
         same = (
             _of(name)
             for name, reward in self.rewards.items()
-            if _bound(reward.fn) == _bound(self.correct)
+            if not reward.group and _bound(reward.fn) == _bound(self.correct)
         )
         return next(same, "correct")
+
+
+def _check_call(where: str, fn: Callable, given: str) -> None:
+    """Raises ValueError if fn cannot be called with so many arguments."""
+    try:
+        inspect.signature(fn).bind(*given.split(","))
+    except TypeError as error:
+        raise ValueError(f"{where} is called with {given} and its settings: {error}") from error
 
 
 def _of(name: str) -> str:
@@ -512,52 +526,115 @@ def _filled(value: Any, filler: str) -> Any:
 
 
 class Grader:
-    """Verdicts that are reached one by one, while others are still drawn."""
+    """Grades completions one by one, while others are still sampled; `examples` has one entry per
+    completion.
+
+    Completions of one and the same example that stand side by side are a group. A reward of the
+    whole group is called when the last of them has ended.
+    """
 
     def __init__(self, task: Task, examples: list[dict]):
-        self.task, self.examples = task, examples
+        self.task = task
+        self.examples = examples
         self.pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
-        self._submitted: dict[
-            int, tuple[str, Future | None]
-        ] = {}  # row -> text, what is found about it; None: elsewhere
-        # that the run waited
+        self._group_names = task.config.group_names
+        self._names = [name for name in task.config.functions() if name not in self._group_names]
+        # rows of each group, and the group of each row
+        runs = groupby(range(len(examples)), key=lambda row: id(examples[row]))
+        self._groups = [list(rows) for _, rows in runs]
+        self._group_of = {row: g for g, rows in enumerate(self._groups) for row in rows}
+        # row -> its text
+        self._completions: dict[int, str] = {}
+        # job -> its calls: rows, then groups; None: another process makes them
+        self._futures: dict[int, Future | None] = {}
+        # for which the run waited
         self.seconds = 0.0
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Sends a completion that has ended to the rewards. row: its place in `examples`."""
         began = time.perf_counter()
         completion = self.task.tokenizer.decode(tokens)
-        is_ours = row % self.task.num_processes == self.task.process
-        self._submitted[row] = (
-            completion,
-            self.pool.submit(completion, self.examples[row]) if is_ours else None,
-        )
+        self._completions[row] = completion
+        self._futures[row] = self._call(row, completion, row, self._names)
+
+        # the last of its group: now the group can be compared
+        group = self._group_of[row]
+        rows = self._groups[group]
+        if self._group_names and all(other in self._completions for other in rows):
+            job = len(self.examples) + group
+            completions = [self._completions[other] for other in rows]
+            self._futures[job] = self._call(job, completions, row, self._group_names)
         self.seconds += time.perf_counter() - began
 
+    def _call(
+        self, job: int, completion: str | list[str], row: int, names: list[str]
+    ) -> Future | None:
+        if job % self.task.num_processes != self.task.process:
+            return None
+        return self.pool.submit(completion, self.examples[row], names)
+
     def results(self, rollout: Rollout) -> Graded:
-        """All of them, those included that `submit` was not called for. Raises ValueError if
-        rewards.on_error says so."""
-        tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
+        """Waits for all grades. Completions that were not submitted are graded now. Raises
+        ValueError if rewards.on_error says so."""
+        tokens = np.asarray(rollout.tokens)
+        mask = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))
         for row in rows:
-            if row not in self._submitted:
+            if row not in self._completions:
                 self.submit(row, tokens[row][mask[row]])
+
+        # wait for the workers of all processes
         began = time.perf_counter()
-        completions, futures = zip(*(self._submitted[row] for row in rows))
+        completions = [self._completions[row] for row in rows]
+        futures = tuple(self._futures[job] for job in sorted(self._futures))
         found = self._found(futures, digest([self.examples, completions]))
         self.seconds += time.perf_counter() - began
+        of_rows = self._of_rows(found)
+        dropped_B = self._dropped(of_rows)
+        failures = self._failures(completions, found, dropped_B)
+
+        # rewards, weighted; of a failed call 0
         config = self.task.config
-        counts, dropped_B = self._failures(completions, found)
-        each = {name: _values(found, _of(name)) for name in config.rewards}
+        each = {name: _values(of_rows, _of(name)) for name in config.rewards}
         total_B = sum(config.rewards[name].weight * values for name, values in each.items())
-        right_B = _values(found, config.correct_is) > 0
-        lengths_B, kept = mask.sum(axis=1), ~dropped_B
+        right_B = _values(of_rows, config.correct_is) > 0
+
+        kept_B = ~dropped_B
         metrics = {
-            "reward/mean": float(total_B[kept].mean()),
-            "reward/std": float(total_B[kept].std()),
-            **{f"reward/{name}": float(values[kept].mean()) for name, values in each.items()},
-            **counts,
+            "reward/mean": float(total_B[kept_B].mean()),
+            "reward/std": float(total_B[kept_B].std()),
+            **{f"reward/{name}": float(values[kept_B].mean()) for name, values in each.items()},
+            **failures,
             "completions/correct": float(np.mean(right_B)),
+            **self._metrics(rollout),
+        }
+        asked = [self.task.ask(example) for example in self.examples]
+        extracted = [None if kind else value for kind, value in (one["extract"] for one in of_rows)]
+        # whoever forgets to leave it out will notice
+        rewards_B = np.where(dropped_B, np.nan, total_B)
+        return Graded(asked, completions, rewards_B, right_B, extracted, metrics, dropped_B)
+
+    def _of_rows(self, found: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
+        """The outcomes for each completion; of a group's call, what it says of that completion."""
+        count = len(self.examples)
+        of_rows = [dict(one) for one in found[:count]]
+        for rows, of_group in zip(self._groups, found[count:]):
+            for name, (kind, values) in of_group.items():
+                for place, row in enumerate(rows):
+                    of_rows[row][name] = (kind, values if kind else values[place])
+        return of_rows
+
+    def _dropped(self, of_rows: list[dict[str, Outcome]]) -> np.ndarray:
+        """[B] bool: a reward of it failed, and rewards.on_error=drop."""
+        if self.pool.settings.on_error != "drop":
+            return np.zeros(len(of_rows), bool)
+        names = [_of(name) for name in self.task.config.rewards]
+        return np.array([any(one[name][0] for name in names) for one in of_rows])
+
+    def _metrics(self, rollout: Rollout) -> Metrics:
+        """How long completions are, and how long grading took."""
+        lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
+        metrics = {
             "completions/mean_length": float(lengths_B.mean()),
             "completions/max_length": int(lengths_B.max()),
             "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
@@ -566,14 +643,9 @@ class Grader:
         if self.task.long_prompts == "truncate":
             # only a prompt that fills its row can have been cut
             full_B = np.asarray(rollout.token_mask)[:, 0]
-            metrics["prompts/truncated"] = self.task.truncated(
-                [e for e, full in zip(self.examples, full_B) if full]
-            )
-        asked = [self.task.ask(example) for example in self.examples]
-        extracted = [None if failed else said for failed, said in (one["extract"] for one in found)]
-        # whoever forgets to leave it out will notice
-        rewards_B = np.where(dropped_B, np.nan, total_B)
-        return Graded(asked, list(completions), rewards_B, right_B, extracted, metrics, dropped_B)
+            full = [example for example, is_full in zip(self.examples, full_B) if is_full]
+            metrics["prompts/truncated"] = self.task.truncated(full)
+        return metrics
 
     def _found(self, futures: tuple[Future | None, ...], graded: str) -> list[dict[str, Outcome]]:
         """What was found about each completion, by whichever process. Raises ValueError on all if
@@ -606,37 +678,39 @@ class Grader:
         count = len(everyone)
         return [everyone[row % count][0][row // count] for row in range(len(futures))]
 
-    def _failures(self, completions, found: list[dict[str, Outcome]]) -> tuple[Metrics, np.ndarray]:
-        """How many calls failed in which way, said once if any did; and which completions are
-        dropped for it, [B]."""
-        names = [
-            _of(name) for name in self.task.config.rewards if self.pool.settings.on_error == "drop"
-        ]
-        dropped_B = np.array([any(one[name][0] for name in names) for one in found])
+    def _failures(
+        self, completions: list[str], found: list[dict[str, Outcome]], dropped_B: np.ndarray
+    ) -> Metrics:
+        """How many calls failed in which way, and how many completions are dropped for it; a line
+        to the console if there is anything. Raises SaidByAll if all are dropped."""
         kinds = Counter(kind for one in found for kind, _ in one.values())
-        counts = {metric: kinds[kind] for metric, kind in FAILED.items()} | {
-            "rewards/dropped": int(dropped_B.sum())
-        }
+        counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
+        counts["rewards/dropped"] = int(dropped_B.sum())
         if not any(counts.values()):
-            return counts, dropped_B
-        first = next(
-            self.pool.describe_failure(name, outcome, completion)
-            for completion, one in zip(completions, found)
+            return counts
+        count = len(completions)
+        first = self._first_failure(completions, found)
+        if dropped_B.all():
+            raise SaidByAll(f"all {count} completions were dropped; the first: {first}")
+        if self.task.say is not None:
+            failed = ", ".join(
+                f"{metric.removeprefix('rewards/')} {number}"
+                for metric, number in counts.items()
+                if number
+            )
+            self.task.say(
+                f"rewards that failed, of {count} completions: {failed}; the first: {first}"
+            )
+        return counts
+
+    def _first_failure(self, completions: list[str], found: list[dict[str, Outcome]]) -> str:
+        of_groups = [[completions[row] for row in rows] for rows in self._groups]
+        return next(
+            self.pool.describe_failure(name, outcome, texts)
+            for texts, one in zip([*completions, *of_groups], found)
             for name, outcome in one.items()
             if outcome[0]
         )
-        if dropped_B.all():
-            raise SaidByAll(f"all {len(found)} completions were dropped; the first: {first}")
-        if self.task.say is not None:
-            seen = ", ".join(
-                f"{metric.removeprefix('rewards/')} {count}"
-                for metric, count in counts.items()
-                if count
-            )
-            self.task.say(
-                f"rewards that failed, of {len(found)} completions: {seen}; the first: {first}"
-            )
-        return counts, dropped_B
 
 
 def _unlike_the_first(digests: list[str]) -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -304,18 +303,3 @@ def _has_accuracy(value) -> bool:
 
 def _is_seen(row: dict) -> bool:
     return is_number(row.get("eval/accuracy"))
-
-
-def closing_with(close: Callable[[], None]):
-    """For an ExitStack: closes, and what that says of the disk counts only if nothing went wrong
-    before."""
-
-    def leave(_, error: BaseException | None, __) -> None:
-        try:
-            close()
-        except OSError as second:
-            if error is None:
-                raise
-            error.add_note(f"and then {second}")
-
-    return leave

@@ -1,0 +1,74 @@
+"""Reinforcement learning by hand: the loop of tunix_lite.train with nothing around it.
+
+    python examples/rl_loop.py [number of steps]
+
+Letters in names: P prompts, G completions of each, B = P * G sequences, T tokens of a sequence.
+It trains the bundled base model on arithmetic. What a run adds is in tunix_lite/runs: several
+processes, checkpoints, evaluation, logs, memory plans. The numbers of both are the same.
+"""
+
+import sys
+
+import jax
+import numpy as np
+
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.step import make_train_step
+from tunix_lite.models import source
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.rewards.math import correct
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.tasks.sources import Arithmetic
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.types import TrainState
+
+PROMPTS = 16
+GENERATIONS = 8
+GENERATION = GenerationConfig(max_prompt_length=32, max_new_tokens=48)
+SEED = 0
+
+
+def main(num_steps: int) -> list[float]:
+    """Make so many updates. Returns the mean reward of each step."""
+    # Where arrays live: the batch divided over all devices, the weights too.
+    jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
+
+    # A model, and a task: questions with answers, and a function that grades a completion.
+    model = source.locate(source.ModelConfig())
+    _, params = source.load_weights(model, SEED)
+    rewards = {"correct": Reward(correct)}
+    settings = TaskConfig(Arithmetic(), "What is {question}?", rewards)
+    task = Task(settings, model.tokenizer, GENERATION.max_prompt_length, GENERATION.max_new_tokens)
+
+    # The policy samples completions and scores their tokens; the algorithm makes a batch and a
+    # loss of them; the train step is one compiled update.
+    ends = model.tokenizer.eos_ids
+    generate = make_generate(model.cfg, GENERATION, ends, model.tokenizer.pad_id)
+    policy = make_policy(model.cfg, generate, temperature=1.0)
+    algorithm = GRPO(num_generations=GENERATIONS)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), num_steps)
+    train_step = make_train_step(policy, algorithm, optimizer)
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+
+    means = []
+    for step in range(num_steps):
+        # Experience: P prompts, G completions of each, their rewards, the advantages [B, T].
+        examples, _ = task.batch(PROMPTS, SEED, step)
+        key = jax.random.fold_in(jax.random.key(SEED), step)
+        batch, _, graded = algorithm.collect(policy, task, state.params, examples, key)
+
+        # Update: the batch goes to the devices in rows; the old state is donated.
+        rows, _ = RowLayout(num_scored=GENERATION.max_new_tokens).lay_out(batch)
+        state, learned = train_step(state, None, rows)
+
+        means.append(float(graded.rewards.mean()))
+        print(f"step {step + 1}: reward {means[-1]:.3f}, loss {float(learned['train/loss']):+.4f}")
+    return means
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
