@@ -39,6 +39,7 @@ STRICT_PATH = (
     ("tunix_lite/algorithms/groups.py", "Groups.batch"),
     ("tunix_lite/learner/rows.py", "RowLayout.lay_out"),
     ("tunix_lite/learner/step.py", "make_train_step"),
+    ("tunix_lite/learner/step.py", "_make_gradient"),
     ("tunix_lite/learner/micro_batches.py", "accumulate"),
     ("tunix_lite/learner/policy.py", "batch_scores"),
     ("tunix_lite/learner/policy.py", "scored_hidden"),

@@ -1,6 +1,9 @@
 """One update: loss -> gradient -> new state."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,38 @@ from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import apply_update
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiling import compiled_once
+from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 # folded into the seed, so that dropout and sampling share no numbers
 DROPOUT = 0xD0
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """An update that is compiled once for arguments of one shape.
+
+    train_step(state, frozen, batch) -> (state, metrics). The old state is donated: do not use it
+    again. `frozen` is the base under adapters (None: all weights train); it stays.
+
+    Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0]).
+    """
+
+    # (state, frozen, batch, grad_shardings) -> (state, metrics)
+    update: Callable
+    # (state, frozen, batch), arrays or their shapes -> the compiled program, which is kept: it
+    # knows its memory and what it sends
+    compiled: Callable
+
+    def __call__(
+        self, state: TrainState, frozen: Params | None, batch: RowBatch
+    ) -> tuple[TrainState, Metrics]:
+        return self.compiled(state, frozen, batch)(state, frozen, batch)
+
+    def program(
+        self, state: TrainState, frozen: Params | None, batch: RowBatch
+    ) -> jax.stages.Wrapped:
+        """What is compiled for these arguments, or for their shapes."""
+        return _program(self.update, state, frozen, batch)
 
 
 def make_train_step(
@@ -24,48 +56,40 @@ def make_train_step(
     lora: LoraConfig | None = None,
     seed: int = 0,
     sync_every: int = 1,
-):
-    """train_step(state, frozen, batch) -> (state, metrics), compiled once.
+) -> TrainStep:
+    """The update of a run.
 
     An update whose loss or gradient is not finite is not made, on all devices alike: train/skipped
-    is 1 then. The old state is donated: do not use it again. `frozen` is the base that `lora`
-    adapts (None: all weights train); it stays. `batch` is in rows (types.RowBatch). `seed` is
-    that of the adapters' dropout and of rounding. The gradient crosses the mesh once in
-    `sync_every` micro-batches. `train_step.program(*args)` is what is compiled, for arguments or
-    their shapes, and `train_step.compiled(*args)` is compiled: it knows its memory and what it
-    sends.
+    is 1 then. `lora`: the adapters that train; None: all weights do. `seed` is that of the
+    adapters' dropout and of rounding. The gradient crosses the mesh once in `sync_every`
+    micro-batches. Raises ValueError for a loss of earlier versions.
     """
     check_loss(algorithm)
+    gradient = _make_gradient(policy, algorithm, lora)
 
-    def objective(params, frozen, batch, keys_R):
-        scores = policy.scores(acting_params(frozen, params, lora, keys_R), batch)
-        loss, metrics = algorithm.loss(scores, batch)
-        entropy = jnp.sum(batch.loss_weight * scores.entropy)
-        return loss, {
-            "train/loss": loss,
-            "train/entropy": jax.lax.stop_gradient(entropy),
-            **metrics,
-        }
-
-    def gradient(params, frozen, part):
-        grads, metrics = jax.grad(objective, has_aux=True)(params, frozen, *part)
-        return grads, metrics
-
-    def update(state, frozen, batch, places):
-        keys_R = (
-            dropout_keys(seed, state.step, len(batch.tokens)) if lora and lora.dropout else None
-        )
-        used, batch = batch.num_parts, batch.replace(num_parts=None)
-        of_part = partial(gradient, state.params, frozen)
+    def update(
+        state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
+    ) -> tuple[TrainState, Metrics]:
+        # Gradient: micro-batches only add up.
+        has_dropout = lora is not None and lora.dropout
+        keys_R = dropout_keys(seed, state.step, len(batch.tokens)) if has_dropout else None
+        num_used = batch.num_parts
+        parts = batch.replace(num_parts=None), keys_R
         grads, metrics = accumulate(
-            of_part, (batch, keys_R), num_micro_batches, used, places, sync_every
+            partial(gradient, state.params, frozen),
+            parts,
+            num_micro_batches,
+            num_used,
+            grad_shardings,
+            sync_every,
         )
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         norm = optax.tree.norm(wide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
-        params, opt_state, size = apply_update(optimizer, grads, state, seed)
+
         # Where a number is not finite nothing moves, not even the optimizer's moments; only the
         # step is counted.
+        params, opt_state, size = apply_update(optimizer, grads, state, seed)
         params, opt_state = jax.tree.map(
             partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)
         )
@@ -76,25 +100,46 @@ def make_train_step(
         }
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    def program(*args):
-        places = jax.tree.map(lambda x: x.sharding, args)
-        # where the state lives that comes in, the one that goes out does, too
-        state = places[0]
-        with_places = partial(update, places=state.params)
-        return jax.jit(
-            with_places, in_shardings=places, out_shardings=(state, None), donate_argnums=0
-        )
-
-    compiled = compiled_once(lambda *args: program(*args).lower(*args))
-
-    def train_step(state, frozen, batch):
-        return compiled(state, frozen, batch)(state, frozen, batch)
-
-    train_step.program, train_step.compiled = program, compiled
-    return train_step
+    compiled = compiled_once(lambda *arguments: _program(update, *arguments).lower(*arguments))
+    return TrainStep(update, compiled)
 
 
-def dropout_keys(seed: int, step, rows: int):
+def _make_gradient(policy: Policy, algorithm: Algorithm, lora: LoraConfig | None) -> Callable:
+    """(params, frozen, (batch, dropout keys)) -> (gradient of the loss, metrics)."""
+
+    def objective(
+        params: Params, frozen: Params | None, batch: RowBatch, keys_R: jax.Array | None
+    ) -> tuple[jax.Array, Metrics]:
+        scores = policy.scores(acting_params(frozen, params, lora, keys_R), batch)
+        loss, metrics = algorithm.loss(scores, batch)
+        entropy = jnp.sum(batch.loss_weight * scores.entropy)
+        return loss, {
+            "train/loss": loss,
+            "train/entropy": jax.lax.stop_gradient(entropy),
+            **metrics,
+        }
+
+    def gradient(params: Params, frozen: Params | None, part: tuple) -> tuple[Params, Metrics]:
+        return jax.grad(objective, has_aux=True)(params, frozen, *part)
+
+    return gradient
+
+
+def _program(
+    update: Callable, state: TrainState, frozen: Params | None, batch: RowBatch
+) -> jax.stages.Wrapped:
+    shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
+    # the new state lies where the old one did
+    of_state = shardings[0]
+    return jax.jit(
+        partial(update, grad_shardings=of_state.params),
+        in_shardings=shardings,
+        out_shardings=(of_state, None),
+        donate_argnums=0,
+    )
+
+
+def dropout_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """One key per sequence of the whole batch, [B]: what is dropped does not depend on
     micro-batches or the mesh."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
