@@ -89,6 +89,21 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
             yield name, f"{shown(here, LONGEST)} here, {shown(there, LONGEST)} there"
 
 
+def _without_what_is_new(ours: dict, theirs: dict) -> dict:
+    """The settings of our task without those that the version which wrote `theirs` did not have,
+    where ours say what that version did."""
+    task = dict(ours)
+    if "special_tokens_in_data" not in theirs:
+        task.pop("special_tokens_in_data", None)
+    earlier = theirs.get("rewards")
+    rewards = {}
+    for name, reward in task.get("rewards", {}).items():
+        then = earlier.get(name) if isinstance(earlier, dict) else None
+        is_new = isinstance(then, dict) and "group" not in then and reward.get("group") is False
+        rewards[name] = {k: v for k, v in reward.items() if not (is_new and k == "group")}
+    return task | ({"rewards": rewards} if rewards else {})
+
+
 def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
     """Raises ValueError, with what differs, unless the two are one run; returns what differs and
     may.
@@ -97,13 +112,8 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
     only change digits. Of the data, and of how special tokens in it are read, earlier versions of
     ours kept nothing: nothing is compared.
     """
-    if isinstance(theirs.get("task"), dict) and "special_tokens_in_data" not in theirs["task"]:
-        read = {
-            name: value
-            for name, value in ours.get("task", {}).items()
-            if name != "special_tokens_in_data"
-        }
-        ours = ours | {"task": read}
+    if isinstance(theirs.get("task"), dict):
+        ours = ours | {"task": _without_what_is_new(ours.get("task", {}), theirs["task"])}
     if "data" not in theirs:
         ours = {name: value for name, value in ours.items() if name != "data"}
     found = dict(differences(ours, theirs))
