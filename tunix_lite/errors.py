@@ -1,4 +1,4 @@
-"""What a user reads when something cannot go on: wrong settings, or a run that failed."""
+"""The two errors that a user reads: wrong settings, and a run that failed."""
 
 import contextlib
 import re
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be right. The message begins with where it stands and says what would
-    be right."""
+    """A setting that cannot be right. The message begins with the setting, or the file and line of
+    it, and says what would be right."""
 
 
 class RunFailed(ValueError):
-    """What is wrong need not be in the settings: the same command may succeed another time."""
+    """A run that failed for another reason than its settings: the same command may succeed another
+    time."""
 
 
 @contextlib.contextmanager
 def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[None]:
-    """Raises a ValueError from inside as `kind`, with `where` before its message: users know
-    settings, not code.
+    """A ValueError from inside becomes a `kind` with `where`, the setting, before its message.
 
-    ConfigError and RunFailed pass unchanged, because they name a place already. So do errors of a
+    ConfigError and RunFailed pass unchanged, because they name a setting already. So do errors of a
     lost peer, which `distributed.join.exit_when_a_peer_is_lost` handles.
     """
     try:
@@ -32,24 +32,26 @@ def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[
         raise kind(f"{where}: {error}" if where else str(error)) from error
 
 
+# Words of errors that XLA, gloo and jax's coordination service raise when a peer is lost.
 PEER_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "heartbeat",
     "UNAVAILABLE",
     "unhealthy",
+    "gloo/transport/tcp",
 )
-PEER_WORDS += ("gloo/transport/tcp",)
+# How the message of an error of XLA begins.
 STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): "
 )
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, rather than that something is wrong here.
+    """Whether an error says that another process is gone, and not that something is wrong here.
 
-    jax raises some as ValueError, where an array is copied to the host; those begin with a status
-    of XLA's.
+    Where an array is copied to the host, jax raises some of them as ValueError; those begin with a
+    status of XLA.
     """
     is_of_jax = isinstance(error, RuntimeError) or (
         isinstance(error, ValueError) and STATUS.match(str(error))

@@ -71,7 +71,11 @@ def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:
     return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
 
-def attention_mask(window: int | jax.Array | None, q: AttentionMeta, k: AttentionMeta) -> jax.Array:
+def attention_mask(
+    window: int | jax.Array | None,
+    q: AttentionMeta,
+    k: AttentionMeta,
+) -> jax.Array:
     """[B, queries, keys] bool: whether a query may see a key. window: in tokens; None: no limit."""
     q = jax.tree.map(lambda x: x[:, :, None], q)
     k = jax.tree.map(lambda x: x[:, None], k)
@@ -331,7 +335,11 @@ def repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
 
 
 def flash_attention(
-    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+    scale: float,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
 ) -> jax.Array:
     """cuDNN's kernel. The mesh divides its rows and heads as it divides those of q."""
     mask_BNTS = constrain(mask_BTS[:, None], "batch", "seq", "seq", "seq")
@@ -342,7 +350,11 @@ def flash_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def flash_attention_under_vmap(
-    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+    scale: float,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
 ) -> jax.Array:
     """`flash_attention` where a vmap computes each shard of the batch separately (micro_batches).
 
@@ -353,7 +365,11 @@ def flash_attention_under_vmap(
     return merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
-def _flash_vjp(scale: float, residuals: tuple, cotangent_BTNH: jax.Array) -> tuple:
+def _flash_vjp(
+    scale: float,
+    residuals: tuple,
+    cotangent_BTNH: jax.Array,
+) -> tuple:
     def cotangents(
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
@@ -436,7 +452,10 @@ def splash(
 
 
 def _splash_kernel(
-    cfg: "Architecture", is_local: bool, q_shape: tuple[int, ...], interpret: bool
+    cfg: "Architecture",
+    is_local: bool,
+    q_shape: tuple[int, ...],
+    interpret: bool,
 ) -> Callable[..., jax.Array]:
     """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H]. Each device computes its own
     sequences and heads."""
@@ -458,12 +477,18 @@ def _splash_kernel(
     )
 
     def of_sequence(
-        q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array
+        q_NTH: jax.Array,
+        k_KTH: jax.Array,
+        v_KTH: jax.Array,
+        segments_T: jax.Array,
     ) -> jax.Array:
         return kernel(q_NTH, k_KTH, v_KTH, kernels.SegmentIds(segments_T, segments_T))
 
     def on_a_device(
-        q_BNTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array
+        q_BNTH: jax.Array,
+        k_BKTH: jax.Array,
+        v_BKTH: jax.Array,
+        segments_BT: jax.Array,
     ) -> jax.Array:
         return jax.vmap(of_sequence)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
 
@@ -565,7 +590,12 @@ def _cudnn_fails(cfg: "Architecture", dtype: DTypeLike) -> str | None:
     mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
-    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    def total(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array,
+    ) -> jax.Array:
         return attention(q, k, v, mask=mask).sum().astype(jnp.float32)
 
     try:
@@ -577,7 +607,9 @@ def _cudnn_fails(cfg: "Architecture", dtype: DTypeLike) -> str | None:
 
 
 def shard_heads(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values with their heads divided over tp."""
     return (

@@ -1,9 +1,9 @@
-"""Chat templates: jinja2 programs that come with a model and write a conversation as it was trained
-to see it.
+"""Chat templates: jinja2 programs that come with a model and write a conversation as the model was
+trained to see it.
 
-They come from anywhere. jinja2's sandbox lets nothing out, and bounds neither time nor memory:
-those of strangers run in a process that has limits and can be killed (confined). Ours, known by its
-text, runs here.
+They may come from anyone. jinja2's sandbox protects the files and the process, but limits neither
+time nor memory. So a template runs in a process that has limits and can be killed (confined). Only
+our own, which is recognised by its text, runs in this process.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -19,22 +20,26 @@ from tunix_lite.models import confined
 from tunix_lite.models.template_environment import TemplateFailed, compile_template, render_template
 from tunix_lite.plain_text import escaped, shown
 
-# characters of a template; published ones have up to 20,000
+# Characters of a template. Published ones have up to 20,000.
 MOST = 2**20
 OURS = Path(__file__).parent / "bundled" / "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template that says where it comes from when it fails."""
+    """A chat template, which names its file when it fails.
+
+    Example: ChatTemplate.compile(text, "chat_template.jinja").render(messages=[{"role": "user",
+    "content": "hi"}], add_generation_prompt=True) is the text of the prompt.
+    """
 
     text: str
-    where: str
-    compiled: jinja2.Template | None  # of ours; None: a stranger's
+    where: str  # the file that it is from
+    compiled: jinja2.Template | None  # our own; None: one that we do not trust
 
     @classmethod
     def compile(cls, text: str, where: str) -> "ChatTemplate":
-        """Raises ValueError, naming the file, if it is no template."""
+        """The template. Raises ValueError, naming the file `where`, if the text is no template."""
         if not isinstance(text, str) or len(text) > MOST:
             raise ValueError(
                 f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
@@ -48,8 +53,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template in {where} {_in_a_line(error)}") from error
         return cls(text, where, None)
 
-    def render(self, **values) -> str:
-        """Raises ValueError, naming the file, if it fails, takes too long or too much memory."""
+    def render(self, **values: Any) -> str:
+        """What the template writes with these plain values. Raises ValueError, naming the file, if
+        it fails, or takes too long or too much memory."""
         now = datetime.now()
         try:
             if self.compiled is not None:
@@ -68,17 +74,16 @@ def _in_a_line(error: Exception) -> str:
     return escaped(str(error).replace("\n", " "), 500)
 
 
-def to_plain_values(value):
-    """`value` in plain types: a template is a stranger's program and is handed nothing that can
-    act."""
-    for kind, made in (
-        (str, str.__str__),
-        (bool, bool),
-        (int, int.__int__),
-        (float, float.__float__),
-    ):
+# A type of plain values, and what makes one out of an instance of a subclass.
+PLAIN_TYPES = ((str, str.__str__), (bool, bool), (int, int.__int__), (float, float.__float__))
+
+
+def to_plain_values(value: Any) -> Any:
+    """`value` in plain types. A template is a program that we do not trust, so it gets no object
+    with methods of its own. Raises ValueError for any other object."""
+    for kind, make in PLAIN_TYPES:
         if isinstance(value, kind):
-            return made(value)
+            return make(value)
     if value is None:
         return value
     if isinstance(value, np.generic):
@@ -86,23 +91,21 @@ def to_plain_values(value):
     if isinstance(value, Mapping):
         return {to_plain_values(key): to_plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return (
-            type(value)(map(to_plain_values, value))
-            if type(value) in (list, tuple)
-            else [to_plain_values(item) for item in value]
-        )
+        items = [to_plain_values(item) for item in value]
+        return tuple(items) if type(value) is tuple else items
     raise ValueError(
         f"a chat template takes texts, numbers, lists and dicts; this is a {type(value).__name__}"
     )
 
 
 def as_template_reads(message: dict) -> dict:
-    """A message as templates read it: keys that hold nothing left out, reasoning under each of its
-    names."""
+    """A message as templates read it: without keys that are None, and with the reasoning under each
+    of its names. Raises ValueError for what is no message."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
     message = {key: value for key, value in to_plain_values(message).items() if value is not None}
-    said = [
-        message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message
-    ]
-    return {"thinking": said[0], **message, "reasoning_content": said[0]} if said else message
+    names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    if not names:
+        return message
+    reasoning = message[names[0]]
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -1,7 +1,7 @@
-"""Asks a process of its own, with limits, to run what a stranger's folder brought: see
+"""Runs code from a folder that we do not trust in another process, with limits: see
 confined_worker.
 
-One process serves all. It starts when it is first asked (some 0.1 s), and an answer takes a
+One process serves all requests. It starts with the first one (some 0.1 s), and an answer takes a
 fraction of a millisecond.
 """
 
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import markupsafe
@@ -24,36 +25,32 @@ import markupsafe
 import tunix_lite
 from tunix_lite.models.confined_worker import HEAD, LENGTH
 
-# bytes of addresses; an interpreter with jinja2 takes some 50 MB
+# Bytes of addresses. An interpreter with jinja2 takes some 50 MB.
 MEMORY = 512 * 2**20
-# of the processor, for one request
+# Of the processor, for one request.
 SECONDS = 1.0
-# seconds by the clock, for one request: another limit, for a process that somebody has stopped
+# Seconds by the clock, for one request: a second limit, for a process that was stopped.
 WAITED = 30.0
-# attempts: a signal that was meant for the run may end the process
+# Attempts. A signal that was meant for the run may end the process.
 STARTS = 3
-# bytes
+# Bytes of one answer.
 MOST_ANSWER = 2**28
 START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
     "from tunix_lite.models.confined_worker import serve; serve(*rest)"
 )
-# what starting Python may need; no token
-KEPT = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "DYLD_LIBRARY_PATH",
-    "PYTHONHOME",
-)
+# Variables that Python may need to start. None of them holds a secret.
+KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
 
 class Refused(ValueError):
-    """The request failed, or overran a limit. The message is the end of a sentence: what it did."""
+    """The request failed, or exceeded a limit. The message is the end of a sentence: what it
+    did."""
 
 
-def ask(kind: str, *arguments) -> str:
-    """What the worker says to a request (confined_worker.ASKED) with these plain values. Raises
-    Refused."""
+def ask(kind: str, *arguments: Any) -> str:
+    """The worker's answer to a request. kind: one of confined_worker.HANDLERS. arguments: plain
+    values. Raises Refused."""
     global _running
     request = pickle.dumps((kind, arguments))
     with _LOCK:
@@ -72,7 +69,7 @@ def ask(kind: str, *arguments) -> str:
 
 
 class _Gone(Exception):
-    """The worker is no more, or may as well be."""
+    """The worker has ended, or does not answer."""
 
     def __init__(self, how: str, overran: bool):
         super().__init__(how)
@@ -80,16 +77,15 @@ class _Gone(Exception):
 
 
 class _Worker:
+    """The process, and the pipes to it."""
+
     def __init__(self):
         packages = [
             str(Path(module.__file__).parents[1]) for module in (tunix_lite, jinja2, markupsafe)
         ]
-        # a finder of an editable install is not in sys.path
-        found_in = [
-            *map(os.path.abspath, sys.path),
-            *packages,
-        ]
-        # -I -S: neither PYTHONPATH nor site-packages' start-up code; sys.path is given
+        # An editable install is found by a hook, not by sys.path, so the packages are named.
+        import_path = [*map(os.path.abspath, sys.path), *packages]
+        # -I -S: neither PYTHONPATH nor start-up code of site-packages; sys.path is an argument.
         command = [
             sys.executable,
             "-I",
@@ -97,7 +93,7 @@ class _Worker:
             "-B",
             "-c",
             START,
-            json.dumps([found_in, MEMORY, SECONDS]),
+            json.dumps([import_path, MEMORY, SECONDS]),
         ]
         self._process = subprocess.Popen(
             command,
@@ -112,32 +108,34 @@ class _Worker:
         os.set_blocking(self._process.stdin.fileno(), False)
 
     def is_ours(self) -> bool:
-        """Whether we may ask it: a fork of ours has the same pipes, and they may have been
-        closed."""
+        """Whether this process may use it. A fork has the same pipes, and may not."""
         return self._owner == os.getpid() and not self._process.stdin.closed
 
     def ask(self, request: bytes) -> str:
+        """The answer to a pickled request. Raises Refused, or _Gone if the worker ends."""
         until = time.monotonic() + WAITED
         try:
             self._send(LENGTH.pack(len(request)) + request, until)
             succeeded, size = HEAD.unpack(self._receive(HEAD.size, until))
             if size > MOST_ANSWER:
                 raise _Gone(f"answers with {size:,} bytes", overran=True)
-            said = self._receive(size, until).decode()
+            answer = self._receive(size, until).decode()
         except BrokenPipeError:
             raise self._gone() from None
         if not succeeded:
-            raise Refused(said)
-        return said
+            raise Refused(answer)
+        return answer
 
     def _send(self, content: bytes, until: float) -> None:
-        to, left = self._process.stdin.fileno(), memoryview(content)
+        to = self._process.stdin.fileno()
+        left = memoryview(content)
         while left:
             self._wait(to, select.POLLOUT, until)
             left = left[os.write(to, left) :]
 
     def _receive(self, count: int, until: float) -> bytes:
-        source, parts = self._process.stdout.fileno(), []
+        source = self._process.stdout.fileno()
+        parts = []
         while count:
             self._wait(source, select.POLLIN, until)
             parts.append(os.read(source, min(count, 2**20)))
@@ -146,14 +144,19 @@ class _Worker:
                 raise self._gone()
         return b"".join(parts)
 
-    def _wait(self, for_: int, event: int, until: float) -> None:
+    def _wait(
+        self,
+        for_: int,
+        event: int,
+        until: float,
+    ) -> None:
         ready = select.poll()
         ready.register(for_, event)
         if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
             raise _Gone(f"takes more than {WAITED:g} seconds", overran=True)
 
     def _gone(self) -> _Gone:
-        """How it ended."""
+        """The exception that says how it ended."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -167,6 +170,7 @@ class _Worker:
         return _Gone(how, overran=False)
 
     def close(self) -> None:
+        """Ends the process, if it is ours, and closes the pipes."""
         is_ours = self.is_ours()
         if is_ours:
             self._process.kill()
@@ -179,7 +183,7 @@ class _Worker:
 
 _running: _Worker | None = None
 _LOCK = threading.Lock()
-# another thread may hold it
+# In a fork, a thread that does not exist there may hold the lock.
 os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock()))
 
 

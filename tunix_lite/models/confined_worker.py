@@ -1,9 +1,9 @@
-"""The process in which programs of strangers run: chat templates, and patterns of a folder's
-settings.
+"""The process that runs code from folders that we do not trust: chat templates, and regular
+expressions of settings.
 
-It has a limit on memory, one on the processor's time of each request, no environment to read
-secrets from, and it is killed when it overruns. `confined` starts it and asks. It answers with text
-only.
+It has a limit on memory, one on the processor's time of each request, and no environment to read
+secrets from. It is killed when it exceeds a limit. `confined` starts it and sends requests. It
+answers with text only.
 """
 
 import contextlib
@@ -20,44 +20,47 @@ from functools import cache
 
 from tunix_lite.models.template_environment import TemplateFailed, compile_template, render_template
 
-# of an answer: whether it succeeded, and how many bytes follow
+# The head of an answer: whether it succeeded, and how many bytes follow.
 HEAD = struct.Struct("<?Q")
-# of a request
+# The head of a request: how many bytes follow.
 LENGTH = struct.Struct("<Q")
 
 _compiled = cache(compile_template)
 
 
 def serve(memory: int, seconds: float) -> None:
-    """Answers requests until there are no more. `memory`: bytes at most; `seconds`: of the
-    processor for a request."""
+    """Answers requests until there are no more. memory: bytes at most; seconds: of the processor,
+    for a request."""
+    # Answers go to what was standard output; anything that prints goes nowhere.
     answers = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    # Ctrl-C is for who started us, and closes our input
+    # Ctrl-C is for the process that started this one, which then closes our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for limit, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
     ):
-        # macOS has no limit on addresses
+        # macOS has no limit on addresses.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (most, most))
-    while request := _exactly(LENGTH.size):
-        # from who started us
-        kind, arguments = pickle.loads(_exactly(LENGTH.unpack(request)[0]))
-        # SIGPROF ends us, whatever Python is doing
+
+    while head := _read(LENGTH.size):
+        # Unpickling is safe: the request is from the process that started this one.
+        kind, arguments = pickle.loads(_read(LENGTH.unpack(head)[0]))
+        # SIGPROF ends the process, whatever Python is doing.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        succeeded, said = _answer(ASKED[kind], arguments)
+        succeeded, text = _answer(HANDLERS[kind], arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(answers, HEAD.pack(succeeded, len(said)))
-        _write(answers, said)
+        os.write(answers, HEAD.pack(succeeded, len(text)))
+        _write(answers, text)
 
 
-def _answer(act: Callable[..., str], arguments: tuple) -> tuple[bool, bytes]:
+def _answer(handler: Callable[..., str], arguments: tuple) -> tuple[bool, bytes]:
+    """Whether the handler succeeded, and its result or its error."""
     try:
-        return True, act(*arguments).encode()
+        return True, handler(*arguments).encode()
     except TemplateFailed as error:
         return False, str(error).encode(errors="backslashreplace")
     except Exception as error:
@@ -69,22 +72,26 @@ def _compile(text: str) -> str:
     return ""
 
 
-def _render(text: str, values: dict, now: datetime) -> str:
+def _render(
+    text: str,
+    values: dict,
+    now: datetime,
+) -> str:
     return render_template(_compiled(text), values, now)
 
 
 def _match(pattern: str, texts: list[str]) -> str:
-    """Raises if the pattern is none; that it takes too long is seen from outside."""
+    """Raises if the pattern is none. If it takes too long, the limits end the process."""
     for text in texts:
         re.fullmatch(pattern, text)
     return ""
 
 
-ASKED = {"compile": _compile, "render": _render, "match": _match}
+HANDLERS = {"compile": _compile, "render": _render, "match": _match}
 
 
-def _exactly(count: int) -> bytes:
-    """This many bytes of a request; b"" if there are no more requests."""
+def _read(count: int) -> bytes:
+    """So many bytes of a request; b"" if there are no more requests."""
     return sys.stdin.buffer.read(count)
 
 

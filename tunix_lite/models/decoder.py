@@ -235,7 +235,11 @@ def norm_weight(cfg: Architecture, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
+def copy_to_score(
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike,
+) -> Params:
     """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
     in the compute dtype."""
 
@@ -249,7 +253,11 @@ def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params
     return jax.tree.map(copy, params, dtypes)
 
 
-def per_layer_params(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
+def per_layer_params(
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike,
+) -> Params:
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
 
@@ -271,7 +279,11 @@ def per_layer_shardings(shardings: Any, cfg: Architecture) -> Any:
     return by_layer(shardings, cfg, of_layer)
 
 
-def by_layer(tree: Any, cfg: Architecture, of_layer: Callable[[Any, int], Any]) -> dict:
+def by_layer(
+    tree: Any,
+    cfg: Architecture,
+    of_layer: Callable[[Any, int], Any],
+) -> dict:
     """A tree of the form of the parameters, with `layers` as a list. of_layer(leaf, i): the part of
     a stacked leaf that is layer i's."""
     layers = [
@@ -393,7 +405,12 @@ def forward_by_layer(
 # ---- embedding and logits
 
 
-def embed(params: Params, cfg: Architecture, tokens_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+def embed(
+    params: Params,
+    cfg: Architecture,
+    tokens_BT: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """The embeddings of tokens, [B, T, D], in `dtype`."""
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
@@ -434,7 +451,11 @@ def output_table(params: Params, cfg: Architecture) -> jax.Array:
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(params: Params, cfg: Architecture, hidden: jax.Array) -> jax.Array:
+def logits(
+    params: Params,
+    cfg: Architecture,
+    hidden: jax.Array,
+) -> jax.Array:
     """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     uncapped = jnp.einsum(
@@ -529,7 +550,11 @@ def gated_mlp(
     return constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
 
 
-def norm(x: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:
+def norm(
+    x: jax.Array,
+    scale: jax.Array,
+    cfg: Architecture,
+) -> jax.Array:
     """RMS norm over the last dim: x at a root mean square of 1, times its scale."""
     x_wide = wide(x)
     normed = x_wide * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
@@ -545,7 +570,11 @@ def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str,
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def rope_angles(cfg: Architecture, positions_BT: jax.Array, kind: str) -> Angles:
+def rope_angles(
+    cfg: Architecture,
+    positions_BT: jax.Array,
+    kind: str,
+) -> Angles:
     """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
     half = cfg.head_dim // 2
     theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global

@@ -1,9 +1,9 @@
-"""How each family of models writes itself in Hugging Face layout: `config.json`, and the names of
-its tensors.
+"""The Hugging Face layout of each family of models: its `config.json`, and the names of its
+tensors.
 
 A family is a `Family`: which flags of `Architecture` its models share, how fields map to keys of
-config.json, and what its tensors are called. What a config.json asks for and the decoder does not
-do is refused, never dropped in silence.
+config.json, and the names of its tensors. What a config.json asks for and the decoder does not
+compute is an error, never dropped in silence.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from tunix_lite.models.decoder import MOST_LAYERS, Architecture, RopeScaling, la
 from tunix_lite.plain_text import shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
-# ModelConfig field -> key of config.json
+# Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -36,7 +36,7 @@ TOP_NAMES = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-# within model.layers.<i>.
+# Within model.layers.<i>.
 NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
@@ -58,9 +58,13 @@ POST_NORMS = {
 
 
 def local_by_list(hf: dict) -> list[str]:
-    """The kind of every layer: `layer_types` if given; else Qwen's way; else all global."""
+    """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global.
+
+    hf: a config.json. Raises ValueError for a list that does not fit.
+    """
     count = hf["num_hidden_layers"]
-    if types := hf.get("layer_types"):
+    types = hf.get("layer_types")
+    if types:
         if len(types) != count or set(types) - set(KINDS):
             raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
         return [KINDS[t] for t in types]
@@ -69,38 +73,31 @@ def local_by_list(hf: dict) -> list[str]:
 
 
 def every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """As `local_by_list`, but without a list every nth layer is global, or as
-    `sliding_window_pattern` says."""
+    """As `local_by_list`, but without a list every nth layer is global; n may be overridden by
+    `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
-        every = _number(
-            hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n,
-            "sliding_window_pattern",
-            int,
-        )
-        count = hf["num_hidden_layers"]
-        listed = "layer_types" in hf and hf["layer_types"]
-        return (
-            local_by_list(hf)
-            if listed
-            else ["local" if (i + 1) % every else "global" for i in range(count)]
-        )
+        given = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
+        every = _number(given, "sliding_window_pattern", int)
+        if hf.get("layer_types"):
+            return local_by_list(hf)
+        return ["local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])]
 
     return kinds
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One family's layout. A new one of the same shape is an object of this class and nothing
-    else."""
+    """The layout of one family. A new family that needs no new computation is just an object of
+    this class; `LLAMA` is a short example."""
 
     name: str
     model_type: str  # in config.json
     architecture: str  # the class in transformers
-    flags: dict[str, Any]  # fields of ModelConfig that all its models share
+    flags: dict[str, Any]  # fields of Architecture that all its models share
     names: dict[str, str]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
-    # key -> the value that it must have if it is there
+    # key -> the value that it must have if config.json has it
     fixed: dict[str, Any] = field(default_factory=dict)
     # key -> its value where config.json leaves it out
     absent: dict[str, Any] = field(default_factory=dict)
@@ -109,8 +106,8 @@ class Family:
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
     wrapper: str | None = None
-    prefixes: tuple[str, ...] = ()  # what such models put where our names begin with "model."
-    ignored: tuple[str, ...] = ()  # beginnings of tensor names that belong to their other parts
+    prefixes: tuple[str, ...] = ()  # of such models' tensors, where our names begin with "model."
+    ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
 
 
 GEMMA = {
@@ -163,7 +160,7 @@ GEMMA3 = Family(
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
-    # the text part of published 4B to 27B models says only what differs from these
+    # The config.json of published 4B to 27B models has only values that differ from these.
     absent={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -242,7 +239,8 @@ def find_family(name: str) -> Family:
 
 
 def read_config(folder: str | Path, family: Family | None = None) -> tuple[Architecture, Family]:
-    """The architecture of the model in `folder`, and its family: the one given, or by model_type.
+    """The architecture of the model in `folder`, and its family: the one given, or that of its
+    model_type.
 
     Raises ValueError naming what is missing, not supported, or not of that family.
     """
@@ -254,6 +252,8 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
             f"{folder} has no config.json; a model folder in Hugging Face layout has one"
         )
     hf = read_object(file)
+
+    # The family.
     kind = hf.get("model_type")
     known = [family] if family else FAMILIES.values()
     found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
@@ -268,6 +268,8 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
             f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model "
             "says how to add)"
         )
+
+    # The architecture. Of a larger model, its text part.
     if kind == found.wrapper:
         hf = hf.get("text_config") or {}
     try:
@@ -279,7 +281,10 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
 
 
 def config_from(hf: dict, family: Family) -> Architecture:
-    """The architecture that a config.json describes."""
+    """The architecture that a config.json, `hf`, describes.
+
+    Raises ValueError for a value that is not supported, and KeyError for a key that is missing.
+    """
     for key, wanted in family.fixed.items():
         if hf.get(key, wanted) not in (wanted, wanted or None):
             raise ValueError(f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}")
@@ -288,11 +293,13 @@ def config_from(hf: dict, family: Family) -> Architecture:
             "quantization_config: weights stored quantised are not read; model.lora.base quantises "
             "others"
         )
+
+    # Keys that are missing, and sizes that later ones are derived from.
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
             raise ValueError(f"{key}={shown(hf[key])}; it is 1 or more")
-    # before a list of them is made
+    # Checked before a list of so many layers is made.
     if hf["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(
             f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}"
@@ -301,7 +308,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
         hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
-    # needed where a layer is local; ModelConfig says so then
+    # Where a layer is local and needs it, Architecture raises an error.
     hf.setdefault("sliding_window", None)
     values = {name: _field(name, key, hf[key]) for name, key in family.keys.items()}
     values.setdefault("query_scale", hf["head_dim"])
@@ -310,6 +317,8 @@ def config_from(hf: dict, family: Family) -> Architecture:
     if "local" not in kinds:
         values["window"] = None
     values |= _rope(hf, kinds)
+
+    # The flags of the family are not in config.json, but fields that are must agree with them.
     for name in sorted(values.keys() & family.flags.keys()):
         if values[name] != family.flags[name]:
             raise ValueError(
@@ -319,9 +328,13 @@ def config_from(hf: dict, family: Family) -> Architecture:
     return Architecture(**(values | family.flags))
 
 
-def _field(name: str, key: str, value):
-    """The value of a key as its field of ModelConfig holds it. Raises ValueError for another
-    type."""
+def _field(
+    name: str,
+    key: str,
+    value: Any,
+) -> Any:
+    """The value of a key, of the type of the field `name` of Architecture. Raises ValueError for
+    another type."""
     wanted = get_type_hints(Architecture)[name]
     kinds = get_args(wanted) or (wanted,)
     if value is None and type(None) in kinds:
@@ -329,63 +342,74 @@ def _field(name: str, key: str, value):
     return _number(value, key, kinds[0])
 
 
-def _number(value, key: str, kind: type):
+def _number(
+    value: Any,
+    key: str,
+    kind: type,
+) -> Any:
+    """The value as an int, a finite float or a bool. Raises ValueError, naming the key, for another
+    one."""
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
-    # a larger one may be beyond every float
+    # A larger one may be beyond every float.
     if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
-    # Gemma writes some whole numbers so
+    # Gemma writes some whole numbers as 256.0.
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
-    raise ValueError(
-        f"{key}={shown(value)}; it is "
-        f"{'true or false' if kind is bool else f'a finite {kind.__name__}'}"
-    )
+    expected = "true or false" if kind is bool else f"a finite {kind.__name__}"
+    raise ValueError(f"{key}={shown(value)}; it is {expected}")
 
 
-def _object(value, key: str) -> dict:
+def _object(value: Any, key: str) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{key}={shown(value)}; it is an object")
     return value
 
 
 def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
-    """The shortest pattern that repeats to the list of layers."""
+    """The shortest pattern that, repeated, gives the kinds of all layers."""
     count = len(kinds)
-    period = next(
-        p for p in range(1, count + 1) if all(kinds[i] == kinds[i % p] for i in range(count))
-    )
+
+    def repeats(period: int) -> bool:
+        return all(kinds[i] == kinds[i % period] for i in range(count))
+
+    period = next(p for p in range(1, count + 1) if repeats(p))
     return tuple(kinds[:period])
 
 
 def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
-    """The rope settings of local and of global layers, from the newer spelling or the older one."""
-    if given := hf.get("rope_parameters"):
-        by_kind = "full_attention" in _object(given, "rope_parameters")
-        local, whole = (
-            (given["sliding_attention"], given["full_attention"]) if by_kind else (given, given)
-        )
-        local, whole = _object(local, "rope_parameters"), _object(whole, "rope_parameters")
+    """The rope settings of local and of global layers, from the newer keys or the older ones."""
+    given = hf.get("rope_parameters")
+    if given and "full_attention" in _object(given, "rope_parameters"):
+        # Newer, one object for each kind.
+        of_local = _object(given["sliding_attention"], "rope_parameters")
+        of_global = _object(given["full_attention"], "rope_parameters")
+    elif given:
+        # Newer, one object for all layers.
+        of_local = given
+        of_global = given
     else:
-        whole = {
-            "rope_theta": hf["rope_theta"],
-            **_object(hf.get("rope_scaling") or {}, "rope_scaling"),
-        }
-        local = (
-            {"rope_theta": hf["rope_local_base_freq"]} if "rope_local_base_freq" in hf else whole
-        )
-    scaling = _scaling(whole)
-    if "local" in kinds and _scaling(local) is not None:
+        # Older.
+        scaling = _object(hf.get("rope_scaling") or {}, "rope_scaling")
+        of_global = {"rope_theta": hf["rope_theta"], **scaling}
+        of_local = of_global
+        if "rope_local_base_freq" in hf:
+            of_local = {"rope_theta": hf["rope_local_base_freq"]}
+
+    scaling = _scaling(of_global)
+    if "local" in kinds and _scaling(of_local) is not None:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
-        "rope_theta_local": _number(local["rope_theta"], "rope_theta", float),
-        "rope_theta_global": _number(whole["rope_theta"], "rope_theta", float),
+        "rope_theta_local": _number(of_local["rope_theta"], "rope_theta", float),
+        "rope_theta_global": _number(of_global["rope_theta"], "rope_theta", float),
         "rope_scaling": scaling,
     }
 
 
 def _scaling(rope: dict) -> RopeScaling | None:
+    """The scaling of one rope object of config.json. Raises ValueError for a kind that is not
+    supported."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -403,36 +427,42 @@ def _scaling(rope: dict) -> RopeScaling | None:
 
 
 def check_flags(cfg: Architecture, family: Family) -> None:
-    """Raises ValueError if `cfg` is not of the family: its config.json could not say so."""
+    """Raises ValueError if `cfg` is not of the family, so that no config.json of it could describe
+    `cfg`."""
     for name, value in family.flags.items():
         if getattr(cfg, name) != value:
             raise ValueError(
                 f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}"
             )
-    if (expected := set(family.names)) != (found := set(layer_weights(cfg))):
+    expected = set(family.names)
+    found = set(layer_weights(cfg))
+    if expected != found:
         raise ValueError(
             f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}"
         )
+
+    # A config.json that is written and read again must give the same architecture.
     read_back = config_from(_as_json(cfg, family), family)
-    if lost := architecture_differences(as_computed(cfg), as_computed(read_back)):
+    lost = architecture_differences(as_computed(cfg), as_computed(read_back))
+    if lost:
         raise ValueError(
             f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)"
         )
 
 
 def as_computed(cfg: Architecture) -> Architecture:
-    """The same architecture with what no layer uses at one value, so that two which compute the
-    same are equal."""
+    """The same architecture with fixed values where no layer uses a field, so that two that compute
+    the same are equal."""
     pattern = shortest_pattern(list(cfg.kinds))
-    unused = (
-        {} if "local" in pattern else {"window": None, "rope_theta_local": cfg.rope_theta_global}
-    )
+    unused = {}
+    if "local" not in pattern:
+        unused = {"window": None, "rope_theta_local": cfg.rope_theta_global}
     return replace(cfg, pattern=pattern, **unused)
 
 
-def config_json(cfg: Architecture, family: Family, **more) -> dict:
-    """What `read_config` reads back, and transformers too. `more` is added, token ids say. Raises
-    ValueError."""
+def config_json(cfg: Architecture, family: Family, **more: Any) -> dict:
+    """The config.json of an architecture, which `read_config` and transformers read. `more` is
+    added, such as token ids. Raises ValueError if `cfg` is not of the family."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
 
@@ -446,13 +476,13 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
         hf["layer_types"] = [names[kind] for kind in cfg.kinds]
         if "use_sliding_window" not in family.fixed and family.kinds is local_by_list:
             hf["use_sliding_window"] = "local" in cfg.kinds
-    whole = {"rope_type": "default", "rope_theta": cfg.rope_theta_global} | _scaling_json(
-        cfg.rope_scaling
-    )
-    local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
-    hf["rope_parameters"] = (
-        {"sliding_attention": local, "full_attention": whole} if family.rope_by_kind else whole
-    )
+
+    # Rope, in the newer keys.
+    of_local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
+    of_global = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
+    of_global |= _scaling_json(cfg.rope_scaling)
+    by_kind = {"sliding_attention": of_local, "full_attention": of_global}
+    hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global
     return hf
 
 
@@ -470,18 +500,20 @@ def _scaling_json(scaling: RopeScaling | None) -> dict:
     }
 
 
-def architecture_differences(ours: Architecture, theirs: Architecture) -> list[str]:
-    """The fields in which two architectures differ, as text."""
-    return [
-        f"{f.name}={getattr(ours, f.name)!r} against {getattr(theirs, f.name)!r}"
-        for f in fields(Architecture)
-        if getattr(ours, f.name) != getattr(theirs, f.name)
-    ]
+def architecture_differences(one: Architecture, other: Architecture) -> list[str]:
+    """The fields in which two architectures differ, as text: "head_dim=64 against 128"."""
+    differences = []
+    for field_ in fields(Architecture):
+        here = getattr(one, field_.name)
+        there = getattr(other, field_.name)
+        if here != there:
+            differences.append(f"{field_.name}={here!r} against {there!r}")
+    return differences
 
 
 def is_wrapped(folder: Path | None, family: Family | None) -> bool:
-    """Whether the folder holds a larger model of which ours is the text part (Gemma 3 with its
-    vision tower)."""
+    """Whether the folder has a larger model of which ours is the text part (Gemma 3 with its vision
+    tower)."""
     if folder is None or family is None or family.wrapper is None:
         return False
     return read_object(folder / "config.json").get("model_type") == family.wrapper

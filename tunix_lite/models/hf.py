@@ -186,7 +186,11 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
 # ---- names and layouts
 
 
-def hf_names(path: str, cfg: Architecture, family: Family) -> list[str]:
+def hf_names(
+    path: str,
+    cfg: Architecture,
+    family: Family,
+) -> list[str]:
     """The names on disk of the weight at this path: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
@@ -219,7 +223,10 @@ def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 
 
 def _read_slice(
-    tensors: Tensors, name: str, weight: Weight, index: tuple[slice, ...]
+    tensors: Tensors,
+    name: str,
+    weight: Weight,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """weight[index], reading no more than that. Of the inputs and of the outputs, only the first
     dim may be divided."""
@@ -245,7 +252,11 @@ def _read_slice(
 # ---- in
 
 
-def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None:
+def check_weights(
+    folder: str | Path,
+    cfg: Architecture,
+    family: Family,
+) -> None:
     """Raises ValueError listing every tensor of `folder` that is missing, unexpected, or of another
     shape or dtype."""
     tensors = Tensors(folder, family)
@@ -290,7 +301,10 @@ def problem_summary(problems: list[str]) -> str:
 
 
 def load_params(
-    folder: str | Path, cfg: Architecture, family: Family, storage: str = "fp32"
+    folder: str | Path,
+    cfg: Architecture,
+    family: Family,
+    storage: str = "fp32",
 ) -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
@@ -304,12 +318,12 @@ def load_params(
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
         weight = plain[path]
         to = tuple(jax.tree.leaves(shardings(leaf)))
-        whole = _zeros(leaf) if weight.is_stacked else None
+        stack = _zeros(leaf) if weight.is_stacked else None
         for i, name in enumerate(hf_names(path, cfg, family)):
             copies = _copies(tensors, name, cfg)
             # The piece gets no name here, so that it is freed before the next one is read.
-            whole = _write(
-                whole,
+            stack = _write(
+                stack,
                 _piece(tensors, name, unstacked(weight), *copies),
                 jnp.int32(i),
                 leaf,
@@ -317,8 +331,8 @@ def load_params(
                 to,
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
-            jax.block_until_ready(whole)
-        loaded[path] = whole
+            jax.block_until_ready(stack)
+        loaded[path] = stack
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
@@ -335,7 +349,11 @@ def _zeros(leaf: Leaf) -> Leaf:
     return jax.jit(make, out_shardings=shardings(leaf))()
 
 
-def _copies(tensors: Tensors, name: str, cfg: Architecture) -> tuple[str, ...]:
+def _copies(
+    tensors: Tensors,
+    name: str,
+    cfg: Architecture,
+) -> tuple[str, ...]:
     """The names of copies of a tensor: a folder may hold the table of a tied model twice."""
     is_tied = cfg.tied and name == TOP_NAMES["embed"] and TOP_NAMES["head"] in tensors
     return (TOP_NAMES["head"],) if is_tied else ()
@@ -361,7 +379,11 @@ def _piece(tensors: Tensors, name: str, weight: Weight, *copies: str) -> jax.Arr
 
 
 def _check_copy(
-    tensors: Tensors, name: str, other: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    tensors: Tensors,
+    name: str,
+    other: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
 ) -> None:
     """Raises ValueError if this slice of the two tensors, [V, D], differs. Both are read again, a
     few rows at a time."""
@@ -385,22 +407,22 @@ def _check_copy(
 
 @partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
 def _write(
-    whole: Leaf | None,
+    stack: Leaf | None,
     piece: jax.Array,
     layer: jax.Array,
     leaf: Leaf,
     inputs: int,
     to: tuple[NamedSharding, ...],
 ) -> Leaf:
-    """`whole` with a piece in one of its layers, as `leaf` of the table stores it. It is written in
+    """`stack` with a piece in one of its layers, as `leaf` of the table stores it. It is written in
     place, so that two copies never exist."""
     one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
     value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
-    if whole is not None:
+    if stack is not None:
         # x.at[layer].set(v) is a scatter, of which XLA's CPU backend, in bfloat16, makes a copy of
         # all layers for each.
         value = jax.tree.map(
-            lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), whole, value
+            lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), stack, value
         )
     leaves, treedef = jax.tree.flatten(value)
     constrained = [jax.lax.with_sharding_constraint(x, sharding) for x, sharding in zip(leaves, to)]

@@ -1,15 +1,16 @@
-"""Models of the Hugging Face hub: the local folder of `org/name`, downloaded if it is not in the
-cache yet."""
+"""Models of the Hugging Face hub: the folder of `org/name` on this machine, downloaded if it is not
+in the cache yet."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from tunix_lite.files.untrusted import read_object
 
-# configs, tokenizer, index of the weights
+# Configuration, tokenizer, index of the weights.
 _SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-# Weights in other formats and for other programs lie in folders; Mistral's second copy lies beside
+# Weights in other formats and for other programs are in subfolders; Mistral's second copy is beside
 # the first.
 _NEVER = ("*/*", "consolidated*")
 
@@ -21,46 +22,47 @@ def is_hub_name(text: str) -> bool:
     """Whether `text` is written as `org/name` or `org/name@revision` and nothing on this machine
     has that path."""
     match = _NAME.fullmatch(text)
-    if (
-        match is None
-        or len(match[1]) > 96
-        or "--" in match[1]
-        or ".." in text
-        or match[1].endswith(".git")
-    ):
+    # What the hub does not allow in a name.
+    if match is None or len(match[1]) > 96 or match[1].endswith(".git"):
         return False
-    # no path either
+    if "--" in match[1] or ".." in text:
+        return False
+    # Longer than the name of a file can be.
     if len(text) > 255:
         return False
     return not Path(text).exists()
 
 
 def small_files(name: str) -> Path:
-    """The folder of a model with all but its weights: enough to say whether we can run it. Raises
-    as `snapshot`."""
+    """The folder of a model with everything but its weights: enough to say whether we can run it.
+    Raises as `snapshot`."""
     return _folder(name, _SMALL, _has_config)
 
 
 def snapshot(name: str) -> Path:
-    """The folder of a model, `org/name` or `org/name@revision`: that of the cache if it is
-    complete, else downloaded.
+    """The folder of a model, `org/name` or `org/name@revision`, with its weights: from the cache if
+    it is complete there, else downloaded.
 
-    Raises ValueError saying what to do when the model cannot be had; a full disk is the OSError
-    that it is.
+    Raises ValueError that says what to do if the model cannot be downloaded, and OSError if the
+    disk is full.
     """
     folder = _folder(name, _SMALL + _WEIGHTS, _has_weights)
     if not _has_weights(folder):
         raise ValueError(
             f"{name} has no *.safetensors files, and only safetensors are read (not "
-            "pytorch_model.bin, *.pth or "
-            "*.gguf). Take a repository that has them, or convert the weights with transformers' "
-            "save_pretrained "
-            "and give model.weights=FOLDER"
+            "pytorch_model.bin, *.pth or *.gguf). Take a repository that has them, or convert the "
+            "weights with transformers' save_pretrained and give model.weights=FOLDER"
         )
     return folder
 
 
-def _folder(name: str, patterns: tuple[str, ...], complete) -> Path:
+def _folder(
+    name: str,
+    patterns: tuple[str, ...],
+    is_complete: Callable[[Path], bool],
+) -> Path:
+    """The folder of a model with the files that match `patterns`, from the cache if it is_complete
+    there."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
@@ -73,13 +75,18 @@ def _folder(name: str, patterns: tuple[str, ...], complete) -> Path:
             f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'"
         ) from None
     repo, revision = match.groups()
-    wanted = dict(
-        repo_id=repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
-    )
+    wanted = {
+        "repo_id": repo,
+        "revision": revision,
+        "allow_patterns": list(patterns),
+        "ignore_patterns": list(_NEVER),
+    }
+
+    # From the cache, without the network; else from the hub.
     try:
         folder = Path(snapshot_download(**wanted, local_files_only=True))
-        # a cache that older versions filled does not know what is missing in it
-        if complete(folder):
+        # A cache that an older version of the library filled does not record what is missing.
+        if is_complete(folder):
             return folder
     except errors.LocalEntryNotFoundError:
         pass
@@ -89,7 +96,11 @@ def _folder(name: str, patterns: tuple[str, ...], complete) -> Path:
         raise ValueError(_explain(error, repo, revision)) from None
 
 
-def _explain(error: Exception, repo: str, revision: str | None) -> str:
+def _explain(
+    error: Exception,
+    repo: str,
+    revision: str | None,
+) -> str:
     """What went wrong with a download, and what to do about it."""
     from huggingface_hub import constants, errors
 
@@ -97,26 +108,27 @@ def _explain(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(
         error.__cause__, errors.HfHubHTTPError
     ):
-        # that the cache could not stand in is the lesser news
+        # What the hub answered matters more than that the cache has no copy.
         error = error.__cause__
+
+    # The hub answered, and refused.
     if isinstance(error, errors.GatedRepoError):
         return (
             f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf "
-            "auth login` "
-            "or set HF_TOKEN to a token of the account that did"
+            "auth login` or set HF_TOKEN to a token of the account that did"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"there is no model {repo} on the hub (and no folder of that name here), or it is "
-            "private: then run "
-            "`hf auth login` or set HF_TOKEN to a token that may read it"
+            "private: then run `hf auth login` or set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
             f"{repo} has no revision {revision or 'main'}; a revision is a branch, a tag or a full "
-            "commit hash, and "
-            f"https://huggingface.co/{repo}/commits lists them"
+            f"commit hash, and https://huggingface.co/{repo}/commits lists them"
         )
+
+    # The hub did not answer.
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = (
             "HF_HUB_OFFLINE=1 is set"
@@ -125,14 +137,14 @@ def _explain(error: Exception, repo: str, revision: str | None) -> str:
         )
         return (
             f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
-            f"`{download}` where "
-            "there is a network and bring that cache here, or give model.weights=FOLDER"
+            f"`{download}` where there is a network and bring that cache here, or give "
+            "model.weights=FOLDER"
         )
-    # a token that is refused, a hub out of order, a proxy that fails, a connection that breaks
+    # A token that is refused, a hub out of order, a proxy that fails, a connection that breaks.
     return (
         f"{repo} could not be downloaded ({_cause(error)}). What has come is kept, so try again; "
-        "if the token "
-        "is refused, `hf auth login` or HF_TOKEN sets another; or give model.weights=FOLDER"
+        "if the token is refused, `hf auth login` or HF_TOKEN sets another; or give "
+        "model.weights=FOLDER"
     )
 
 
@@ -141,19 +153,19 @@ def _has_config(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
+    """Whether all files of weights are there. Raises ValueError for an index that is none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed = read_object(index).get("weight_map")
-        if not isinstance(listed, dict):
+        indexed = read_object(index).get("weight_map")
+        if not isinstance(indexed, dict):
             raise ValueError(f"{index} is not an index of tensors: it has no weight_map")
-        return all(
-            isinstance(shard, str) and (folder / shard).is_file() for shard in set(listed.values())
-        )
+        shards = set(indexed.values())
+        return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
     return _has_config(folder) and any(file.is_file() for file in folder.glob("*.safetensors"))
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong at the bottom of it."""
+    """The first line of the error that caused all others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

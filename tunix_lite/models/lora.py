@@ -102,7 +102,11 @@ def check_targets(targets: str) -> None:
 def uniform_fan_in(inputs: int) -> Initializer:
     """Uniform within 1 / sqrt(number of inputs), as PEFT initialises a."""
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def init(
+        key: jax.Array,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+    ) -> jax.Array:
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -144,7 +148,10 @@ def _pair(w: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def attach(
-    base: Params, adapters: Params, lora: LoraConfig, keys: jax.Array | None = None
+    base: Params,
+    adapters: Params,
+    lora: LoraConfig,
+    keys: jax.Array | None = None,
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter. Copies nothing.
@@ -158,7 +165,11 @@ def attach(
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 
-def _keys(keys_B: jax.Array, index: int, num_layers: int) -> jax.Array:
+def _keys(
+    keys_B: jax.Array,
+    index: int,
+    num_layers: int,
+) -> jax.Array:
     """Keys of the stacked weight number `index`, [L, B]."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     return jax.vmap(fold, in_axes=(None, 0))(fold(keys_B, index), jnp.arange(num_layers))
@@ -175,7 +186,11 @@ def acting_params(
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 
-def merge(params: Params, cfg: Architecture, dtype: DTypeLike = jnp.float32) -> Params:
+def merge(
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike = jnp.float32,
+) -> Params:
     """The plain weights, in `dtype`, that compute the same as acting parameters: adapters added,
     quantised weights unpacked."""
     layer = layer_weights(cfg)

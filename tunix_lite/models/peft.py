@@ -54,7 +54,11 @@ HARMLESS = {
 ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
-def read_adapter_config(lora: LoraConfig, cfg: Architecture, family: Family | None) -> LoraConfig:
+def read_adapter_config(
+    lora: LoraConfig,
+    cfg: Architecture,
+    family: Family | None,
+) -> LoraConfig:
     """`lora` with the rank, alpha and targets of the adapter that it names.
 
     Raises ValueError naming what is missing, not supported, or contradicts the settings.
@@ -121,7 +125,12 @@ def _rank_and_alpha(folder: Path) -> tuple[int, float]:
     return rank, float(alpha)
 
 
-def load_adapters(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> Params:
+def load_adapters(
+    folder: Path,
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
@@ -183,7 +192,11 @@ def save_adapters(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names(path: str, cfg: Architecture, family: Family) -> list[str]:
+def _names(
+    path: str,
+    cfg: Architecture,
+    family: Family,
+) -> list[str]:
     """The names of the tensors of one side of an adapter: layers/q/a ->
     base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
     weight, side = path.rsplit("/", 1)
@@ -219,7 +232,11 @@ def _modules(folder: Path, family: Family) -> set[str]:
     return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in _header(folder, family)}
 
 
-def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
+def _targets(
+    folder: Path,
+    cfg: Architecture,
+    family: Family,
+) -> str:
     """The paths of the weights that the adapter covers, as a regular expression."""
     present = _modules(folder, family)
     paths = []
@@ -239,7 +256,12 @@ def _targets(folder: Path, cfg: Architecture, family: Family) -> str:
     return "|".join(paths)
 
 
-def _check_tensors(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> None:
+def _check_tensors(
+    folder: Path,
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> None:
     """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
     dtype."""
     found = _header(folder, family)

@@ -114,7 +114,10 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def by_rows(
-    fn: Callable[[jax.Array], jax.Array], x: jax.Array, axis: int, parts: int = 1
+    fn: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    axis: int,
+    parts: int = 1,
 ) -> jax.Array:
     """fn(x), where fn keeps the rows of x, which lie along `axis`. parts: how many parts the mesh
     divides the rows into.
@@ -163,7 +166,9 @@ def inverse_root(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def sum_one_by_one(
-    probs: jax.Array, values: jax.Array, preferred_element_type: DTypeLike
+    probs: jax.Array,
+    values: jax.Array,
+    preferred_element_type: DTypeLike,
 ) -> jax.Array:
     """sum_s probs[b, k, ..., q, s] values[b, k, s, h] as [b, ..., k, q, h], added in the order of
     s.

@@ -131,7 +131,9 @@ def locate(model: ModelConfig) -> FoundModel:
 
 
 def _of_folder(
-    folder: Path, family: Family | None, model: ModelConfig
+    folder: Path,
+    family: Family | None,
+    model: ModelConfig,
 ) -> tuple[Architecture, Family]:
     """What config.json says. Raises ValueError if model.architecture computes something else."""
     cfg, family = families.read_config(folder, family)
@@ -207,7 +209,9 @@ def check_mesh(found: FoundModel, mesh: MeshSizes) -> None:
 
 
 def load_weights(
-    found: FoundModel, seed: int = 0, storage: str = "fp32"
+    found: FoundModel,
+    seed: int = 0,
+    storage: str = "fp32",
 ) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and what trains, on the current mesh.
 
@@ -229,14 +233,22 @@ def _load_adapters(found: FoundModel, seed: int) -> Params:
     return weights.init_params(table, jax.random.fold_in(jax.random.key(seed), ADAPTER_SEED))
 
 
-def load_base(found: FoundModel, seed: int, storage: str) -> Params:
+def load_base(
+    found: FoundModel,
+    seed: int,
+    storage: str,
+) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
     if found.folder is None:
         return init_stored(decoder.weights(found.cfg), jax.random.key(seed), storage)
     return hf.load_params(found.folder, found.cfg, found.family, storage)
 
 
-def settings_to_keep(model: ModelConfig, found: FoundModel, seed: int) -> dict:
+def settings_to_keep(
+    model: ModelConfig,
+    found: FoundModel,
+    seed: int,
+) -> dict:
     """Plain values, enough to load what a run trains from any working directory."""
 
     def absolute(name: str) -> str:

@@ -1,23 +1,25 @@
-"""What a chat template, a jinja2 program, finds around it: what transformers gives it, to the byte,
-and no more.
+"""The environment of a chat template, a jinja2 program: exactly what transformers gives it, and no
+more.
 
-Imported by the process that runs templates of strangers, so it needs jinja2 and nothing else.
+The process that runs templates which we do not trust imports this module, so it needs jinja2 and
+nothing else.
 """
 
 import json
 import traceback
 from datetime import datetime
+from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-# characters that a template may write
+# Characters that a template may write.
 MOST_TEXT = 16 * 2**20
 
 
 class TemplateFailed(ValueError):
-    """What a template did, as the end of a sentence that begins with where it comes from."""
+    """A template failed. The message is the end of a sentence that begins with the template."""
 
 
 def compile_template(text: str) -> jinja2.Template:
@@ -27,30 +29,29 @@ def compile_template(text: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise TemplateFailed(f"has an error in line {error.lineno}: {error}") from error
     except Exception as error:
-        # nested too deep for Python, and what else a parser meets
+        # Nested too deep for Python, or anything else that stops a parser.
         raise TemplateFailed(f"cannot be compiled: {_reason(error)}") from error
 
 
-def render_template(template: jinja2.Template, values: dict, now: datetime) -> str:
-    """What it writes. Raises TemplateFailed."""
+def render_template(
+    template: jinja2.Template,
+    values: dict,
+    now: datetime,
+) -> str:
+    """What the template writes. now: for templates that write the date. Raises TemplateFailed."""
 
-    def strftime_now(
-        format,
-    ):  # makes Llama 3's prompt depend on the day, as it does in transformers
+    # It makes Llama 3's prompt depend on the day, as it does in transformers.
+    def strftime_now(format: str) -> str:
         return now.strftime(format)
 
     try:
         text = template.render({"strftime_now": strftime_now, **values})
     except Exception as error:
-        # a template can fail in all the ways that Python can
-        lines = [
-            f.lineno
-            for f in traceback.extract_tb(error.__traceback__)
-            if f.filename == "<template>"
-        ]
-        raise TemplateFailed(
-            f"fails{f' in line {lines[-1]}' if lines else ''}: {_reason(error)}"
-        ) from error
+        # A template can fail in all the ways that Python can.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise TemplateFailed(f"fails{where}: {_reason(error)}") from error
     if len(text) > MOST_TEXT:
         raise TemplateFailed(
             f"writes {len(text):,} characters; {MOST_TEXT:,} are the most that are taken"
@@ -63,38 +64,40 @@ def render_template(template: jinja2.Template, values: dict, now: datetime) -> s
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, never empty: a MemoryError says nothing of itself."""
+    """The message of an error, or its type where it has none, as a MemoryError."""
     return str(error) or type(error).__name__
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the model says; the text is that of the
-    inside."""
+    """`{% generation %} ... {% endgeneration %}` marks the text of the model. It writes the text
+    between the two."""
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """A scope of the statements up to the end tag."""
         lineno = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno
-        )
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=lineno)
 
 
 class _Dict:
-    """Makes dicts as the class does, and is not the class."""
+    """Makes dicts, as the class dict does, without giving the class itself to a template."""
 
-    __call__, fromkeys = staticmethod(dict), staticmethod(dict.fromkeys)
+    __call__ = staticmethod(dict)
+    fromkeys = staticmethod(dict.fromkeys)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Templates may keep values in it, but not under names that mean something to Python."""
+    """Templates may keep values in it, but not under names with an underscore in front, some of
+    which mean something to Python."""
 
-    def __setitem__(self, name, value):
+    def __setitem__(self, name: str, value: Any) -> None:
         _no_underscore(name)
         super().__setitem__(name, value)
 
 
-def _no_underscore(*names):
+def _no_underscore(*names: Any) -> None:
     for name in names:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.exceptions.SecurityError(
@@ -103,20 +106,25 @@ def _no_underscore(*names):
 
 
 def _environment() -> jinja2.Environment:
-    """What chat templates expect to find; tests/test_tokenizer.py compares it with
-    transformers'."""
+    """The environment that chat templates expect; tests/test_tokenizer.py compares it with that of
+    transformers."""
 
-    def raise_exception(message):
+    def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
+    # jinja's own filter escapes HTML.
     def tojson(
-        x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
-    ):  # jinja's own escapes HTML
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         return json.dumps(
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    def namespace(*args, **values):
+    def namespace(*args: Any, **values: Any) -> _Namespace:
         _no_underscore(*dict(*args, **values))
         return _Namespace(*args, **values)
 

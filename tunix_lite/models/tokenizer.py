@@ -34,80 +34,91 @@ FILES = (
 )
 
 
-# of a text, by what tokenizer.json replaces in it; ten replacements by ten letters: 10^10
+# The replacements of a tokenizer.json may make a text so many times as long. Ten replacements of a
+# letter by ten letters would make it 10^10 times as long.
 MOST_GROWTH = 1000
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
-# characters that mean nothing: no template and no tokenizer knows them
+# Characters of private use, which no template and no tokenizer knows.
 PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A text of which some parts, [start, end) each, are only text, whatever special token they
-    spell."""
+    """A text of which some parts are only text, even if they spell a special token.
+
+    Example: Quoted("say <eos>", ((4, 9),)) does not end the sequence.
+    """
 
     text: str
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]  # [start, end) in characters
 
-    def covered(self, with_what: str) -> str:
-        """The text, as long as before, with one character for each of such a part."""
+    def covered(self, character: str) -> str:
+        """The text with each character of these parts replaced by `character`."""
         text = list(self.text)
         for start, end in self.parts:
-            text[start:end] = with_what * (end - start)
+            text[start:end] = character * (end - start)
         return "".join(text)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What a folder in Hugging Face layout says about text. Make one with `Tokenizer.load`."""
+    """The tokenizer of a folder in Hugging Face layout, and its chat template.
+
+    Make one with `Tokenizer.load`. Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?")
+    is the list of token ids of a user's turn, ready for the model to continue.
+    """
 
     folder: Path
     backend: tokenizers.Tokenizer
     template: "ChatTemplate | None"  # a base model has none
     special: dict[str, str]  # bos_token, eos_token, pad_token ... as the template expects them
     eos_ids: tuple[int, ...]  # any of these ends a completion (Gemma 3: 1 and 106)
-    pad_id: int  # filler only: masks decide what counts (Llama 3 names no pad_token)
+    pad_id: int  # padding; masks decide which tokens count (Llama 3 names no pad_token)
     # what the tokenizer itself puts before a text: Gemma and Llama a BOS, Qwen nothing
     start_ids: tuple[int, ...]
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads the FILES that matter of a folder, and generation_config.json.
+        """Reads those of FILES that are in the folder, and generation_config.json.
 
-        Raises ValueError naming the file that is missing or says too little.
+        Raises ValueError naming the file that is missing, damaged or incomplete.
         """
         folder = Path(folder)
-        if not (folder / "tokenizer.json").is_file():
+        file = folder / "tokenizer.json"
+        if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        backend = _backend(folder / "tokenizer.json")
-        # some files carry the settings of somebody's training
+        backend = _backend(file)
+        # Some files carry the settings of the training that wrote them.
         backend.no_truncation()
         backend.no_padding()
+
+        # The special tokens, by the names that templates expect.
         config = _json(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
         eos_ids = _eos_ids(folder, backend, special)
-        pad_id = backend.token_to_id(special.get("pad_token", "")) or 0
-        added = _of_the_library(
-            lambda: backend.encode("x", add_special_tokens=True), folder / "tokenizer.json"
-        )
-        text_at = added.special_tokens_mask.index(0) if 0 in added.special_tokens_mask else 0
+
+        # What the tokenizer adds before a text shows in the encoding of one.
+        encoded = _call_library(lambda: backend.encode("x", add_special_tokens=True), file)
+        is_added = encoded.special_tokens_mask
+        num_before = is_added.index(0) if 0 in is_added else 0
         return cls(
-            folder,
-            backend,
-            _template(folder, config),
-            special,
-            eos_ids,
-            pad_id,
-            tuple(added.ids[:text_at]),
+            folder=folder,
+            backend=backend,
+            template=_template(folder, config),
+            special=special,
+            eos_ids=eos_ids,
+            pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
+            start_ids=tuple(encoded.ids[:num_before]),
         )
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether it takes conversations; else it takes plain text only."""
         return self.template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Exactly the tokens of `text`: special tokens written out in it are recognised, none is
-        added."""
+        """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is
+        added. Raises ValueError for a lone surrogate."""
         try:
             with _panics_named(self.folder / "tokenizer.json"):
                 return self.backend.encode(text, add_special_tokens=False).ids
@@ -117,35 +128,39 @@ class Tokenizer:
             ) from error
 
     def special_in(self, text: str) -> list[tuple[int, int]]:
-        """Where a text spells special tokens, [start, end) each: what the tokenizer calls so, and
-        what ends a turn."""
+        """Where a text spells special tokens, [start, end) in characters each: the tokens that the
+        tokenizer calls special, and those that end a turn."""
         if self._has_normalized:
             with _panics_named(self.folder / "tokenizer.json"):
                 found = self.backend.encode(text, add_special_tokens=False)
             return [
-                place
-                for token, place in zip(found.ids, found.offsets)
+                span
+                for token, span in zip(found.ids, found.offsets)
                 if token in self._special_tokens
             ]
         return [found.span() for found in self._special_texts.finditer(text)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the tokens, special tokens left out unless they are asked for."""
+        """The text of the tokens. skip_special: without the special tokens."""
         with _panics_named(self.folder / "tokenizer.json"):
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
-        """A decoder for tokens that come one after the other."""
+        """A decoder for tokens that come one after the other. skip_special: as of `decode`."""
         return TextStream(self, skip_special)
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True, **variables) -> str:
-        """The conversation as the model was trained to see it; `variables` go to the template
-        (tools, ...)."""
+        """The conversation as the model was trained to see it. `variables` go to the template
+        (tools, ...).
+
+        messages: [{"role": "user", "content": "hi"}, ...]. Raises ValueError without a chat
+        template, and where the template fails.
+        """
         if self.template is None:
             raise ValueError(
                 f"{self.folder} has no chat template (chat_template.jinja, or one in "
-                "tokenizer_config.json or "
-                f"chat_template.json): this is a base model, which takes plain text and no messages"
+                "tokenizer_config.json or chat_template.json): this is a base model, which takes "
+                "plain text and no messages"
             )
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
@@ -156,10 +171,10 @@ class Tokenizer:
         )
 
     def prompt(self, asked: str | Quoted | list[dict], **variables) -> list[int]:
-        """The tokens of a user message, or of a conversation, ready for the model to go on, with
+        """The tokens of a user message, or of a conversation, ready for the model to continue, with
         its BOS once.
 
-        Without a chat template a text is taken as it is, and goes on. Raises ValueError if there is
+        Without a chat template, the model continues the text itself. Raises ValueError if there is
         a second BOS.
         """
 
@@ -169,10 +184,12 @@ class Tokenizer:
                 return message
             return self.chat(_conversation(message), **variables)
 
+        # The templates of some fine-tunes leave out what the tokenizer starts with.
         ids = self._ids(write, asked)
-        # the templates of some fine-tunes leave it out
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
+
+        # A second BOS is a mistake of the template or of the message.
         bos = self.special.get("bos_token")
         bos_id = self.backend.token_to_id(bos) if bos else None
         # A token that the tokenizer never adds may open every turn and be called BOS all the same
@@ -188,8 +205,8 @@ class Tokenizer:
     def demonstration(
         self, asked: str | Quoted | list[dict], completion: str | Quoted, **variables
     ) -> list[int]:
-        """The tokens to say after `prompt(asked)`: those of the completion and the one that ends
-        the turn."""
+        """The tokens that follow `prompt(asked)`: those of the completion and the one that ends the
+        turn."""
 
         def write(read: Callable) -> str:
             if not self.has_chat_template:
@@ -197,13 +214,14 @@ class Tokenizer:
             messages = _conversation(read(asked))
             before = self.chat(messages, **variables)
             answered = [*messages, {"role": "assistant", "content": read(completion)}]
-            whole = self.chat(answered, add_generation_prompt=False, **variables)
-            if not whole.startswith(before):
+            full = self.chat(answered, add_generation_prompt=False, **variables)
+            if not full.startswith(before):
                 raise ValueError(
                     "the chat template writes an answered conversation differently from its prompt"
                 )
-            return whole[len(before) :]
+            return full[len(before) :]
 
+        # Up to the first end of a turn. Where the template writes none, one is added.
         ids = self._ids(write, asked, completion)
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
@@ -211,48 +229,49 @@ class Tokenizer:
         named = self.backend.token_to_id(self.special.get("eos_token", ""))
         return [*ids, named if named in self.eos_ids else self.eos_ids[0]]
 
-    # ---- texts that spell special tokens and mean none
+    # ---- texts that spell special tokens but mean plain text
 
     def _ids(
         self, write: Callable[[Callable], str], *texts: str | Quoted | list[dict]
     ) -> list[int]:
-        """The tokens of what `write` makes of these texts, which it reads with the function that it
-        is given."""
+        """The tokens of what `write(read)` writes, in which special tokens spelled in quoted parts
+        of `texts` are plain text. write: calls read(text) for each of the texts."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
         quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
         if not quoted:
             return self.encode(written)
-        # Where the template put a quoted part is seen by a second look, with a character there that
-        # is nowhere else.
-        cover = next(
-            c
-            for c in map(chr, PRIVATE)
-            if c not in written and not any(c in text.text for text in quoted)
-        )
+
+        # To see where the template puts the quoted parts, it writes once more, with a character
+        # there that is nowhere else.
+        texts_in_use = [written, *(text.text for text in quoted)]
+        cover = next(c for c in map(chr, PRIVATE) if not any(c in text for text in texts_in_use))
         covered = write(lambda text: text.covered(cover) if isinstance(text, Quoted) else text)
-        if len(covered) != len(written) or any(
-            c not in (w, cover) for w, c in zip(written, covered)
-        ):
+        is_same = len(covered) == len(written)
+        if not is_same or any(c not in (w, cover) for w, c in zip(written, covered)):
             raise ValueError(
                 f"the chat template does not write {shortened(quoted[0].text)} as it is"
             )
         return self._quoted_ids(written, covered)
 
     def _quoted_ids(self, written: str, covered: str) -> list[int]:
-        """The tokens of `written`, where only those special tokens count that stand in `covered`,
+        """The tokens of `written`, where only those special tokens count that are in `covered`,
         too.
 
-        One call of a tokenizer that knows special tokens by other names, so that what stands around
-        them is cut up as ever. Raises ValueError if its vocabulary spells a special token even so.
+        This is one call of a tokenizer that knows special tokens by other names, so that the text
+        around them is cut into tokens as always. Raises ValueError if its vocabulary spells a
+        special token even so.
         """
         backend, names, ids = self._renamed
-        parts, at = [], 0
+        parts = []
+        at = 0
         for found in self._special_texts.finditer(covered):
             parts += [written[at : found.start()], names[found.group()]]
             at = found.end()
+        renamed = "".join([*parts, written[at:]])
         with _panics_named(self.folder / "tokenizer.json"):
-            tokens = backend.encode("".join([*parts, written[at:]]), add_special_tokens=False).ids
-        if spelled := self._special_tokens.keys() & set(tokens):
+            tokens = backend.encode(renamed, add_special_tokens=False).ids
+        spelled = self._special_tokens.keys() & set(tokens)
+        if spelled:
             name = self.backend.id_to_token(spelled.pop())
             raise ValueError(
                 f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
@@ -262,6 +281,7 @@ class Tokenizer:
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """By id: the tokens that the tokenizer calls special, and those that end a turn."""
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
         added = self.backend.get_added_tokens_decoder()
         return {
@@ -270,12 +290,13 @@ class Tokenizer:
 
     @cached_property
     def _has_normalized(self) -> bool:
-        """Whether there is one that more than its own text spells, as `<EOS>` does `<eos>` where
-        case is nothing."""
+        """Whether another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
+        normalizer makes lower case."""
         return any(token.normalized for token in self._special_tokens.values())
 
     @cached_property
     def _special_texts(self) -> re.Pattern:
+        """Matches the text of any special token, the longest first."""
         tokens = sorted(
             self._special_tokens.values(), key=lambda token: len(token.content), reverse=True
         )
@@ -288,16 +309,17 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; the names; and its ids, as those
-        of the real ones.
+        """The same tokenizer with other names for special tokens; name by text; and real id by its
+        id.
 
-        No text can hold such a name: it is made of private characters, and another one in every
+        No text can hold such a name: it consists of private characters, drawn anew in every
         process.
         """
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         prefix = "".join(chr(PRIVATE[byte]) for byte in secrets.token_bytes(16))
-        names, ids = {}, {}
+        names = {}
+        ids = {}
         for i, token in self._special_tokens.items():
             name = names[token.content] = f"{prefix}{i}{prefix[0]}"
             how = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
@@ -313,54 +335,64 @@ def _conversation(asked: str | list[dict]) -> list[dict]:
 
 
 class TextStream:
-    """The text of tokens as they come, never half a character; all of it together is `decode` of
+    """The text of tokens as they come, never half a character. All pieces together are `decode` of
     all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
-        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self.tokenizer = tokenizer
+        self.skip_special = skip_special
         added = tokenizer.backend.get_added_tokens_decoder()
         self.silent = {i for i, token in added.items() if token.special and skip_special}
-        # the last piece and what follows; its length; its text
-        self.ids, self.done, self.shown = (
-            [],
-            0,
-            "",
-        )
+        # The tokens of the last piece that had text, and those after it.
+        self.ids: list[int] = []
+        # How many of them are that piece.
+        self.done = 0
+        # Their text that was returned already.
+        self.shown = ""
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that the tokens so far decide and that was not given out before."""
+        """The text that no later token can change and that was not returned before."""
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
         if self._may_change(text):
             return ""
         new = text[len(self.shown) :]
-        # Decoding starts at the last piece that has text, so that a long stream costs no more per
-        # token than a short one, and that a decoder that treats the first piece specially (drops
-        # its space) goes on as before.
+
+        # The next decoding starts at the last piece that has text. So a long stream costs no more
+        # per token than a short one, and a decoder that drops the space of the first piece drops
+        # none here.
         tail = self.tokenizer.decode(self.ids[self.done :], self.skip_special)
-        self.ids, self.shown = (self.ids[self.done :], tail) if tail else (self.ids, text)
+        if tail:
+            self.ids = self.ids[self.done :]
+        self.shown = tail or text
         self.done = len(self.ids)
         return new
 
     def end(self) -> str:
-        """What is held back, when no more tokens come: if anything, bytes that are no character."""
+        """The rest of the text, when no more tokens come: at most bytes that are no character."""
         text = self.tokenizer.decode(self.ids, self.skip_special)
-        new, self.ids, self.done, self.shown = text[len(self.shown) :], [], 0, ""
+        new = text[len(self.shown) :]
+        self.ids = []
+        self.done = 0
+        self.shown = ""
         return new
 
     def _may_change(self, text: str) -> bool:
-        # A run of byte tokens (Gemma's <0xE4>) is decoded as one: what looks whole may yet prove to
-        # be none.
-        said = next((i for i in reversed(self.ids) if i not in self.silent), None)
-        token = self.tokenizer.backend.id_to_token(said) if said is not None else None
-        return (
-            text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
-        )
+        """Whether the next token may change the end of the text."""
+        if text.endswith("\ufffd"):
+            return True
+        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
+        # turn out to be none.
+        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
+        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
+        return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises ValueError for one that is damaged, or whose
+    replacements could fill the memory."""
     _check_charsmaps(file)
-    backend = _of_the_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+    backend = _call_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
     for kind in ("normalizer", "decoder"):
         part = getattr(backend, kind)
         with _charsmap_named(file):
@@ -374,10 +406,10 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raises ValueError for a table at which the library would panic while it reads the file, and
-    report that itself.
+    """Raises ValueError for a table of a Precompiled normalizer at which the library would panic
+    while it reads the file.
 
-    The file is not parsed for it: those of today's vocabularies have 30 MB, and few hold a table.
+    The file is not parsed for it: it may have 30 MB, and few files hold such a table.
     """
     if not file.stat().st_size:
         return
@@ -392,6 +424,7 @@ def _check_charsmaps(file: Path) -> None:
 
 @contextlib.contextmanager
 def _charsmap_named(file: Path) -> Iterator[None]:
+    """A ValueError from inside names the file."""
     try:
         yield
     except ValueError as error:
@@ -403,13 +436,13 @@ def _longest_replacement(encoded: str | bytes) -> int:
 
 
 def _growth(part: dict) -> int:
-    """How many times as long a normalizer or a decoder, as the library writes it, can make a text
-    by replacing."""
+    """How many times as long the replacements of a normalizer or a decoder can make a text. part:
+    as the library writes it in JSON."""
     growth = 1
     for inner in part.get("normalizers") or part.get("decoders") or ():
         growth *= _growth(inner)
     if part.get("type") == "Replace":
-        # an empty text, or a regular expression that takes one
+        # An empty text, or a regular expression, which may match one.
         matches_nothing = not part["pattern"].get("String")
         growth *= max(1, len(part["content"]) + matches_nothing)
     if part.get("type") == "Precompiled":
@@ -417,11 +450,11 @@ def _growth(part: dict) -> int:
     return growth
 
 
-def _of_the_library(act: Callable[[], Any], file: Path):
-    """What the library does with a file. Raises ValueError: it raises nothing narrower, and panics
-    as Rust does."""
+def _call_library(call: Callable[[], Any], file: Path) -> Any:
+    """call(), which is of the tokenizers library. Raises ValueError where it fails: the library
+    raises plain Exceptions, and panics as Rust does."""
     try:
-        return act()
+        return call()
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -432,8 +465,8 @@ def _of_the_library(act: Callable[[], Any], file: Path):
 
 @contextlib.contextmanager
 def _panics_named(file: Path) -> Iterator[None]:
-    """Raises ValueError, with the file, where the library panics: a regular expression in it that
-    goes on for ever."""
+    """A panic of the library inside becomes a ValueError that names the file. A regular expression
+    of the file that never ends is a cause."""
     try:
         yield
     except BaseException as error:
@@ -443,36 +476,40 @@ def _panics_named(file: Path) -> Iterator[None]:
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
+    """The chat template of a folder, from the first file that has one. config: of
+    tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate.compile(read_text(file), str(file))
-    # The second file was written for image processors, so where they differ a tokenizer goes by its
-    # own.
+    # chat_template.json was written for image processors. Where the two differ, the tokenizer's own
+    # file decides.
     for name in ("tokenizer_config.json", "chat_template.json"):
-        text = (config if name == "tokenizer_config.json" else _json(folder / name)).get(
-            "chat_template"
-        )
+        content = config if name == "tokenizer_config.json" else _json(folder / name)
+        text = content.get("chat_template")
         if isinstance(text, list):
-            if not all(
-                isinstance(each, dict) and isinstance(each.get("name"), str) for each in text
-            ):
-                raise ValueError(
-                    f"{folder / name}: chat_template={shown(text)}; a list holds objects of name "
-                    "and template"
-                )
-            named = {each["name"]: each.get("template") for each in text}
-            if "default" not in named:
-                names = escaped(", ".join(named))
-                raise ValueError(f"{folder / name} names the chat templates {names}, no `default`")
-            text = named["default"]
+            text = _default_template(text, folder / name)
         if text is not None:
             return ChatTemplate.compile(text, str(folder / name))
     return None
 
 
+def _default_template(templates: list, file: Path) -> Any:
+    """The template named `default` of a list. Raises ValueError, naming the file, without one."""
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in templates):
+        raise ValueError(
+            f"{file}: chat_template={shown(templates)}; a list holds objects of name and template"
+        )
+    named = {each["name"]: each.get("template") for each in templates}
+    if "default" not in named:
+        names = escaped(", ".join(named))
+        raise ValueError(f"{file} names the chat templates {names}, no `default`")
+    return named["default"]
+
+
 def _special_tokens(folder: Path, config: dict) -> dict[str, str]:
+    """bos_token, eos_token and so on -> its text."""
     named = dict(config)
-    # older folders keep them apart
+    # Older folders have a file of their own for them.
     if "added_tokens_decoder" not in config:
         named |= _json(folder / "special_tokens_map.json")
     extra = named.get("extra_special_tokens")
@@ -482,13 +519,16 @@ def _special_tokens(folder: Path, config: dict) -> dict[str, str]:
         for k, v in named.items()
         if k.endswith("_token") and v
     }
-    # not add_bos_token: true
+    # Other keys end so, too: add_bos_token=true.
     return {k: v for k, v in texts.items() if isinstance(v, str)}
 
 
 def _eos_ids(
-    folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    special: dict[str, str],
 ) -> tuple[int, ...]:
+    """The ids that end a completion: of generation_config.json, config.json, or the eos_token."""
     for name in ("generation_config.json", "config.json"):
         eos = _json(folder / name).get("eos_token_id")
         if eos is not None and eos != []:

@@ -79,7 +79,8 @@ def num_blocks(vocabulary: int, tokens: int) -> int:
 
     vocabulary: entries of the part. tokens: of the batch on one device.
     """
-    wanted = min(max(1, -(-vocabulary * tokens // SCORES_AT_ONCE)), vocabulary)
+    needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
+    wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
     return next((n for n in near if vocabulary % n == 0), wanted)
 
@@ -98,14 +99,25 @@ def softcapped(spec: HeadSpec, products: jax.Array) -> jax.Array:
     return products / spec.temperature
 
 
-def block_tokens(spec: HeadSpec, block_PSD: jax.Array, index: jax.Array) -> jax.Array:
+def block_tokens(
+    spec: HeadSpec,
+    block_PSD: jax.Array,
+    index: jax.Array,
+) -> jax.Array:
     """The token of each entry of block number `index`, [P, S]; -1 where the entry is padding."""
     parts, size, _ = block_PSD.shape
     within = index * size + jnp.arange(size)
-    return jnp.where(within < spec.share, jnp.arange(parts)[:, None] * spec.share + within, -1)
+    is_token = within < spec.share
+    first_P1 = jnp.arange(parts)[:, None] * spec.share
+    return jnp.where(is_token, first_P1 + within, -1)
 
 
-def rebased(weighted: jax.Array, total: jax.Array, top: jax.Array, higher: jax.Array) -> jax.Array:
+def rebased(
+    weighted: jax.Array,
+    total: jax.Array,
+    top: jax.Array,
+    higher: jax.Array,
+) -> jax.Array:
     """sum_v exp(s_v - top) (s_v - top) for a higher top. Sums of the logits themselves would cancel
     to few digits."""
     return (weighted + total * (top - higher)) * jnp.exp(top - higher)
@@ -122,12 +134,22 @@ def _constrained(table_NPSD: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(spec, hidden_BMD, table_NPSD, targets_BM):
+def _scores(
+    spec,
+    hidden_BMD,
+    table_NPSD,
+    targets_BM,
+):
     results, _ = _forward(spec, hidden_BMD, _constrained(table_NPSD), targets_BM)
     return results
 
 
-def _forward(spec, hidden_BMD, table_NPSD, targets_BM):
+def _forward(
+    spec,
+    hidden_BMD,
+    table_NPSD,
+    targets_BM,
+):
     """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
     blocks, parts = table_NPSD.shape[:2]
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
@@ -156,18 +178,24 @@ def _forward(spec, hidden_BMD, table_NPSD, targets_BM):
     numbered = (jnp.arange(blocks), table_NPSD)
     (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, numbered)
 
-    # The parts of the vocabulary meet.
+    # The parts of the vocabulary meet here, in three small sums.
     highest = jnp.max(top, axis=-1, keepdims=True)
     shrink = jnp.exp(top - highest)
     weighted = jnp.sum(rebased(weighted, total, top, highest), axis=-1)
     total = jnp.sum(total * shrink, axis=-1)
     highest = highest[..., 0]
-    logprobs = (jnp.sum(chosen, axis=-1) - highest) - jnp.log(total)
+    chosen = jnp.sum(chosen, axis=-1)
+    logprobs = (chosen - highest) - jnp.log(total)
     entropy = jnp.log(total) - weighted / total
     return (logprobs, entropy), jnp.log(total) + highest
 
 
-def _forward_with_residuals(spec, hidden, table, targets):
+def _forward_with_residuals(
+    spec,
+    hidden,
+    table,
+    targets,
+):
     """The forward pass, and what the backward pass needs of it."""
     arrays = (hidden.value, _constrained(table.value), targets.value)
     results, log_total = _forward(spec, *arrays)
@@ -178,7 +206,11 @@ def _forward_with_residuals(spec, hidden, table, targets):
     return results, (*arrays, log_total, entropy, trains)
 
 
-def _backward(spec, residuals, cotangents):
+def _backward(
+    spec,
+    residuals,
+    cotangents,
+):
     """The gradients of hidden and table from the cotangents of the results. A table that does not
     train costs nothing."""
     hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals

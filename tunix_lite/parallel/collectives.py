@@ -189,7 +189,10 @@ def parse(text: str) -> tuple[Program, str]:
 
 
 def callees_of(
-    instruction: Instruction, caller: Computation, site: CallSite, program: Program
+    instruction: Instruction,
+    caller: Computation,
+    site: CallSite,
+    program: Program,
 ) -> Iterator[tuple[str, CallSite]]:
     """The names of the computations that an instruction of `caller` runs, each with what is known
     of the call. site: of the caller."""
@@ -266,7 +269,11 @@ def is_sliced(reduced: Instruction, computation: Computation) -> bool:
     return False
 
 
-def buffer(instruction: Instruction, kind: str, computation: Computation) -> str:
+def buffer(
+    instruction: Instruction,
+    kind: str,
+    computation: Computation,
+) -> str:
     """The type of the whole buffer. The type of a -start instruction is (operands, results,
     ...)."""
     if (
@@ -316,7 +323,10 @@ def short(name: str) -> str:
 
 
 def count_turns(
-    loop: Instruction, callees: dict[str, str], caller: Computation, program: Program
+    loop: Instruction,
+    callees: dict[str, str],
+    caller: Computation,
+    program: Program,
 ) -> int | None:
     """How often the body runs; None if the text does not show it, as when the data decides."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
@@ -333,7 +343,12 @@ def count_turns(
     return None
 
 
-def value(name: str, computation: Computation, program: Program, args: list) -> Any:
+def value(
+    name: str,
+    computation: Computation,
+    program: Program,
+    args: list,
+) -> Any:
     """The integer that an instruction computes, or a list of them if it is a tuple; None for
     everything that the text does not show. args: values of the computation's parameters."""
     known: dict[str, Any] = {}

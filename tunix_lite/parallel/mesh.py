@@ -3,8 +3,8 @@
 Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says
 which mesh axis each one is divided over. Models never mention a mesh axis. `fsdp` divides weights,
 optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There are two
-tables, one while training and one while sampling (`ShardingConfig`); what a run changes in them
-stands under `sharding` in its settings.
+tables, one while training and one while sampling (`ShardingConfig`); a run changes them by
+`sharding` in its settings.
 """
 
 import contextlib
@@ -99,7 +99,11 @@ class ShardingConfig:
         return RULES | getattr(self, name)
 
 
-def _check_rule(setting: str, axis: str, over: str | None) -> None:
+def _check_rule(
+    setting: str,
+    axis: str,
+    over: str | None,
+) -> None:
     """Raises ValueError, beginning with the setting, if no program could follow the rule."""
     if axis not in RULES:
         raise ValueError(f"{setting}: there is no such logical axis; there is {', '.join(RULES)}")
@@ -170,7 +174,10 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
 
 
 def resolve_mesh_shape(
-    mesh_shape: MeshShape, num_devices: int, takes_all: bool = False, could_pretend: bool = False
+    mesh_shape: MeshShape,
+    num_devices: int,
+    takes_all: bool = False,
+    could_pretend: bool = False,
 ) -> dict[str, int]:
     """Sizes by axis name, both axes present and -1 filled in, so that all devices are taken.
     Without a -1 the mesh may be smaller than `num_devices`, unless it takes_all.
@@ -293,14 +300,16 @@ def elements_on_device(
 
     mesh_shape: sizes by axis name. axes, rules and errors: as `spec` has them.
     """
-    lies = spec(axes, shape, AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape)), rules)
-    return math.prod(
-        size // (1 if axis is None else mesh_shape[axis]) for size, axis in zip(shape, lies)
-    )
+    mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
+    entries = spec(axes, shape, mesh, rules)
+    parts = [1 if axis is None else mesh_shape[axis] for axis in entries]
+    return math.prod(size // n for size, n in zip(shape, parts))
 
 
 def sharding(
-    axes: tuple[str, ...], shape: tuple[int, ...], rules: dict[str, str | None] | None = None
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    rules: dict[str, str | None] | None = None,
 ) -> NamedSharding:
     """The sharding of an array with these logical axes on the current mesh. Raises as `spec`."""
     mesh = current_mesh()
@@ -320,7 +329,11 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
-def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
+def move(
+    x: jax.Array,
+    axes: tuple[str, ...],
+    to: tuple[str, ...],
+) -> jax.Array:
     """x, which has the sharding of the axes `axes`, with that of the axes `to`. Its gradient goes
     the other way, and arrives with the sharding of x.
 
@@ -357,15 +370,28 @@ def without(divided: P, axis: str = "fsdp") -> P:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _move(x: jax.Array, back: P, to: P) -> jax.Array:
+def _move(
+    x: jax.Array,
+    back: P,
+    to: P,
+) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, to)
 
 
-def _move_forward(x: jax.Array, back: P, to: P) -> tuple[jax.Array, None]:
+def _move_forward(
+    x: jax.Array,
+    back: P,
+    to: P,
+) -> tuple[jax.Array, None]:
     return jax.lax.with_sharding_constraint(x, to), None
 
 
-def _move_backward(back: P, to: P, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _move_backward(
+    back: P,
+    to: P,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     return (jax.lax.with_sharding_constraint(cotangent, back),)
 
 

@@ -52,13 +52,22 @@ def head_copies(cfg: Architecture, tp: int) -> int:
     return 1
 
 
-def num_columns(cfg: Architecture, kind: str, length: int) -> int:
+def num_columns(
+    cfg: Architecture,
+    kind: str,
+    length: int,
+) -> int:
     """C for sequences of up to `length` tokens in a layer of this kind."""
     return min(cfg.window, length) if kind == "local" else length
 
 
 def cache_shapes(
-    cfg: Architecture, rows: int, length: int, dtype: DTypeLike, int8: bool, tp: int
+    cfg: Architecture,
+    rows: int,
+    length: int,
+    dtype: DTypeLike,
+    int8: bool,
+    tp: int,
 ) -> list[KV]:
     """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic."""
     heads = cfg.num_kv_heads * head_copies(cfg, tp)
@@ -119,7 +128,12 @@ def logical_axes(x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str = "batch") 
     return (rows_axis, *AXES[1:])[: x.ndim]
 
 
-def to_cache_format(cfg: Architecture, k_BTKH: jax.Array, v_BTKH: jax.Array, int8: bool) -> KV:
+def to_cache_format(
+    cfg: Architecture,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    int8: bool,
+) -> KV:
     """New keys and values in the layout of the cache, [B, K, T, H], as int8 codes if asked."""
     copies = head_copies(cfg, axis_size("tp"))
     k_BKTH, v_BKTH = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
@@ -140,7 +154,11 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
     return KV(codes(k_BKTH, k_scales), codes(v_BKTH, v_scales), k_scales, v_scales)
 
 
-def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
+def write_token(
+    kv: KV,
+    new: KV,
+    positions_B: jax.Array,
+) -> KV:
     """The cache with one new token per row, in place where the cache is donated.
 
     new: of T = 1 token a row, as `to_cache_format` makes it.
@@ -155,7 +173,11 @@ def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
     return jax.tree.map(put, kv, new)
 
 
-def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
+def as_ring(
+    kv: KV,
+    lengths_B: jax.Array,
+    columns: int,
+) -> KV:
     """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
     tokens of a longer one."""
     if kv.k.shape[2] <= columns:
@@ -177,7 +199,11 @@ def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
-def in_position_order(kv: KV, mask_B1C: jax.Array, newest_B: jax.Array) -> tuple[KV, jax.Array]:
+def in_position_order(
+    kv: KV,
+    mask_B1C: jax.Array,
+    newest_B: jax.Array,
+) -> tuple[KV, jax.Array]:
     """A ring and its mask with the columns from the oldest position to the newest, which is the
     order in which the trainer sums over them."""
     columns = kv.k.shape[2]
@@ -186,7 +212,12 @@ def in_position_order(kv: KV, mask_B1C: jax.Array, newest_B: jax.Array) -> tuple
     return in_order, jnp.take_along_axis(mask_B1C, index_BC[:, None], axis=2)
 
 
-def attended_columns(cfg: Architecture, kind: str, newest_B: jax.Array, columns: int) -> jax.Array:
+def attended_columns(
+    cfg: Architecture,
+    kind: str,
+    newest_B: jax.Array,
+    columns: int,
+) -> jax.Array:
     """Which columns the newest token of each row attends to, [B, C] bool.
 
     kind: of the layer, "local" or "global".
@@ -198,7 +229,12 @@ def attended_columns(cfg: Architecture, kind: str, newest_B: jax.Array, columns:
     return is_held_BC
 
 
-def store_rows(prompts: KV, new: KV, first_row: jax.Array, rows_axis: str) -> KV:
+def store_rows(
+    prompts: KV,
+    new: KV,
+    first_row: jax.Array,
+    rows_axis: str,
+) -> KV:
     """The prompt cache with the rows of `new` from `first_row` on. Columns that `new` does not have
     stay as they are."""
 
@@ -210,7 +246,12 @@ def store_rows(prompts: KV, new: KV, first_row: jax.Array, rows_axis: str) -> KV
     return jax.tree.map(put, prompts, new)
 
 
-def load_rows(kv: KV, prompts: KV, rows_B: jax.Array, is_new_B: jax.Array) -> KV:
+def load_rows(
+    kv: KV,
+    prompts: KV,
+    rows_B: jax.Array,
+    is_new_B: jax.Array,
+) -> KV:
     """The cache in which each row that is new begins with row rows_B of the prompt cache."""
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:

@@ -38,12 +38,12 @@ def make_sampler(
     tokenizer=None).
 
     It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
-    rollout at the end. limits: tokens of each completion, [P * G], at most; None: max_new_tokens.
-    The same key, prompt index (of `indices`, or its place in the list), generation and position
-    draw the same token, whatever the mesh, the number of slots, the chunk, or the order and number
-    of other requests. generation.stop needs the `tokenizer`, which else only makes messages
-    readable. tp_reduce_dtype: as decoder.forward takes it. Raises ValueError for prompts or limits
-    that do not fit, FloatingPointError if a log-probability is not finite.
+    rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
+    generation and position draw the same token, whatever the mesh, the number of slots, the chunk,
+    or the order and number of other requests. limits: tokens of each completion, [P * G], at most;
+    None: max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward
+    takes it. Raises ValueError for what cannot be sampled, FloatingPointError if a log-probability
+    is not finite.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
@@ -62,6 +62,7 @@ def make_sampler(
         limits: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> Generator[list[Request], None, Metrics]:
+        # What is asked is checked before anything is computed.
         criteria = StopCriteria(ends, generation.stop, tokenizer)
         criteria.check()
         check_prompts(prompts, cfg, generation, tokenizer)
@@ -69,16 +70,13 @@ def make_sampler(
 
         # The widest prompts first: if memory does not suffice, that shows at once.
         order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
-        requests = [
-            Request(p, p if indices is None else indices[p], g, limits[p * num_generations + g])
-            for p in order
-            for g in range(num_generations)
-        ]
+        indices = range(len(prompts)) if indices is None else indices
+        requests = make_requests(order, indices, limits, num_generations)
         fsdp = axis_size("fsdp")
         num_slots = rollout.slots(len(requests), fsdp)
 
-        temperature = np.float32(temperature)
-        scheduler = RolloutScheduler(programs, prepare(params), temperature, requests)
+        # From here on the devices work, a chunk ahead of the host.
+        scheduler = RolloutScheduler(programs, prepare(params), np.float32(temperature), requests)
         scheduler.plan_blocks([prompts[p] for p in order], num_generations, num_slots, fsdp)
         scheduler.enqueue(key)
         scheduler.fill_slots(num_slots)
@@ -87,6 +85,23 @@ def make_sampler(
         return scheduler.metrics()
 
     return sample
+
+
+def make_requests(
+    order: Sequence[int],
+    indices: Sequence[int],
+    limits: Sequence[int],
+    num_generations: int,
+) -> list[Request]:
+    """The requests of all completions, prompt by prompt in this order.
+
+    limits: of completion g of prompt p at p * num_generations + g.
+    """
+    return [
+        Request(p, indices[p], g, limits[p * num_generations + g])
+        for p in order
+        for g in range(num_generations)
+    ]
 
 
 def sampler_spec(
@@ -191,7 +206,12 @@ class RolloutArrays:
     seconds: np.ndarray
 
     @classmethod
-    def empty(cls, num_rows: int, generation: GenerationConfig, pad_id: int) -> "RolloutArrays":
+    def empty(
+        cls,
+        num_rows: int,
+        generation: GenerationConfig,
+        pad_id: int,
+    ) -> "RolloutArrays":
         """So many rows of padding."""
         width = generation.max_prompt_length
         shape = (num_rows, width + generation.max_new_tokens)
@@ -215,7 +235,12 @@ class RolloutArrays:
         self.finish[row] = FINISH.index(request.reason)
         self.seconds[row] = (request.began, request.ended)
 
-    def rollout(self, prompts: Prompts, num_generations: int, metrics: Metrics) -> Rollout:
+    def rollout(
+        self,
+        prompts: Prompts,
+        num_generations: int,
+        metrics: Metrics,
+    ) -> Rollout:
         """The rollout, with each prompt left of its completions."""
         token_mask = self.completion_mask.copy()
         for p, prompt in enumerate(prompts):
@@ -236,7 +261,9 @@ class RolloutArrays:
 
 
 def make_prepare(
-    cfg: Architecture, dtype: DTypeLike, gather: bool
+    cfg: Architecture,
+    dtype: DTypeLike,
+    gather: bool,
 ) -> Callable[[Params], dict[str, jax.Array]]:
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
     computation, and, if `gather`, gathered over fsdp, once instead of for every token."""

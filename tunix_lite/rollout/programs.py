@@ -178,7 +178,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
     compiles = Counter()
 
     def compiled(function: Callable, **options) -> Callable:
-        return counted(function, compiles, partial(function, spec), **options)
+        return counting_jit(function, compiles, partial(function, spec), **options)
 
     # At temperature 0 cutting off changes no token, so greedy decoding leaves it out.
     decode_program = compiled(decode, donate_argnums=0)
@@ -186,13 +186,13 @@ def make_programs(spec: SamplerSpec) -> Programs:
     if spec.generation.has_cutoffs:
         greedy_program = compiled(decode_greedy, donate_argnums=0)
 
-    resize_layer = counted(kv_cache.resize_columns, compiles, static_argnums=1)
+    resize_layer = counting_jit(kv_cache.resize_columns, compiles, static_argnums=1)
     return Programs(
         spec=spec,
         make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
         make_slots=compiled(make_slots, static_argnums=(0, 1)),
         resize=partial(resize, spec, resize_layer),
-        make_queue=counted(make_queue, compiles),
+        make_queue=counting_jit(make_queue, compiles),
         prefill=compiled(prefill, donate_argnums=0),
         refill=compiled(refill, donate_argnums=0),
         decode=decode_program,
@@ -201,8 +201,11 @@ def make_programs(spec: SamplerSpec) -> Programs:
     )
 
 
-def counted(
-    function: Callable, compiles: Counter, program: Callable | None = None, **options
+def counting_jit(
+    function: Callable,
+    compiles: Counter,
+    program: Callable | None = None,
+    **options,
 ) -> Callable:
     """`program`, or `function` itself, under jit with these options, named after `function`.
 
@@ -225,7 +228,9 @@ def counted(
 
 
 def at_home(
-    state: Any, rows_axis: str, place: Callable[[Any, tuple[str, ...]], Any] | None = None
+    state: Any,
+    rows_axis: str,
+    place: Callable[[Any, tuple[str, ...]], Any] | None = None,
 ) -> Any:
     """A Slots, PromptCache or Queue, each array placed on the mesh: from program to program at the
     same place.
@@ -271,7 +276,11 @@ def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
     return at_home(empty, "prompts")
 
 
-def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) -> Slots:
+def make_slots(
+    spec: SamplerSpec,
+    num_slots: int,
+    columns: int | None = None,
+) -> Slots:
     """Slots of which none is running, with a cache of so many columns; None: of all."""
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
@@ -290,7 +299,12 @@ def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) ->
     return at_home(empty, "batch")
 
 
-def resize(spec: SamplerSpec, resize_layer: Callable, slots: Slots, columns: int) -> Slots:
+def resize(
+    spec: SamplerSpec,
+    resize_layer: Callable,
+    slots: Slots,
+    columns: int,
+) -> Slots:
     """The slots with a cache for sequences of up to `columns` tokens.
 
     One layer is made after the other, so that no device ever holds two whole caches.
@@ -332,7 +346,12 @@ def prefill(
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array):
+    def attend_fn(
+        layer: int,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+    ):
         is_local = spec.cfg.kinds[layer] == "local"
         attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
         new = kv_cache.to_cache_format(spec.cfg, k_BTKH, v_BTKH, spec.int8)
@@ -408,14 +427,20 @@ def refill(
 
 
 def decode(
-    spec: SamplerSpec, slots: Slots, per_layer_params: Params, temperature: jax.Array
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot."""
     return decode_chunk(spec, spec.generation, slots, per_layer_params, temperature)
 
 
 def decode_greedy(
-    spec: SamplerSpec, slots: Slots, per_layer_params: Params, temperature: jax.Array
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
 ) -> tuple[Slots, DecodedChunk]:
     """`decode` at temperature 0, with nothing cut off."""
     return decode_chunk(spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature)
@@ -430,7 +455,7 @@ def decode_chunk(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot, as `generation` says."""
 
-    def step(slots: Slots, _):
+    def step(slots: Slots, _: None) -> tuple[Slots, tuple[jax.Array, ...]]:
         return decode_step(spec, generation, slots, per_layer_params, temperature)
 
     slots, drawn = jax.lax.scan(step, slots, None, length=spec.chunk)
@@ -499,7 +524,12 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         for kind, columns in num_columns.items()
     }
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array):
+    def attend_fn(
+        layer: int,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+    ):
         kind = cfg.kinds[layer]
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)

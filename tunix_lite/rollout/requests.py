@@ -67,7 +67,11 @@ class StopCriteria:
             )
 
 
-def stop_text_end(request: Request, new: list[int], criteria: StopCriteria) -> int | None:
+def stop_text_end(
+    request: Request,
+    new: list[int],
+    criteria: StopCriteria,
+) -> int | None:
     """How many of the new tokens complete a stop text; None if they complete none."""
     if not criteria.texts:
         return None
@@ -83,7 +87,10 @@ def stop_text_end(request: Request, new: list[int], criteria: StopCriteria) -> i
 
 
 def check_prompts(
-    prompts: Prompts, cfg: Architecture, generation: GenerationConfig, tokenizer: Tokenizer | None
+    prompts: Prompts,
+    cfg: Architecture,
+    generation: GenerationConfig,
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Raises ValueError, which names the prompt, for a prompt that cannot be continued."""
     if not len(prompts):
@@ -106,7 +113,9 @@ def check_prompts(
 
 
 def check_limits(
-    limits: Sequence[int] | None, num_requests: int, generation: GenerationConfig
+    limits: Sequence[int] | None,
+    num_requests: int,
+    generation: GenerationConfig,
 ) -> list[int]:
     """The most tokens of each completion; max_new_tokens where limits is None.
 
@@ -124,7 +133,11 @@ def check_limits(
     return [int(limit) for limit in limits]
 
 
-def not_finite(request: Request, prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def not_finite(
+    request: Request,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer | None,
+) -> str:
     """The message for a request whose log-probabilities are not finite."""
     place = (
         f"token {len(request.tokens) + 1} or a little later of completion "

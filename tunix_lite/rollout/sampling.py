@@ -19,7 +19,11 @@ LOWEST_KEY = 0x007FFFFF
 HIGHEST_KEY = 0xFF800000
 
 
-def row_keys(key: jax.Array, prompts_B: jax.Array, generations_B: jax.Array) -> jax.Array:
+def row_keys(
+    key: jax.Array,
+    prompts_B: jax.Array,
+    generations_B: jax.Array,
+) -> jax.Array:
     """One random key per completion, [B], folded from the index of its prompt and its own.
 
     Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
@@ -45,7 +49,9 @@ def draw(
     temperature 0 the best token is taken, with log-probabilities as at temperature 1 and nothing
     cut off, as cutting off never removes the best token.
     """
-    full_BV = left_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+    # What is left of the full distribution; the same array where nothing changes it.
+    full_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+    left_BV = full_BV
     if seen_BV is not None:
         left_BV = apply_repetition_penalty(full_BV, seen_BV, generation.repetition_penalty)
     if generation.has_cutoffs:
@@ -55,8 +61,10 @@ def draw(
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
-    tokens_B = first_argmax(left_BV + jnp.where(temperature > 0, noise_BV, 0.0))
+    noise_BV = jnp.where(temperature > 0, noise_BV, 0.0)
+    tokens_B = first_argmax(left_BV + noise_BV)
 
+    # Where nothing was changed, one log-probability is enough.
     logprobs_B = logprobs_of(left_BV, tokens_B)
     if left_BV is full_BV:
         return tokens_B, logprobs_B, logprobs_B
@@ -70,23 +78,33 @@ def first_argmax(scores_BV: jax.Array) -> jax.Array:
     """
     V = scores_BV.shape[-1]
     is_best_BV = scores_BV >= jnp.max(scores_BV, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_best_BV, jnp.arange(V, dtype=jnp.int32), V - 1), axis=-1)
+    token_V = jnp.arange(V, dtype=jnp.int32)
+    candidates_BV = jnp.where(is_best_BV, token_V, V - 1)
+    return jnp.min(candidates_BV, axis=-1)
 
 
 def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
-    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)[:, 0]
+    chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
+    chosen_B = chosen_B1[:, 0]
     return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def apply_repetition_penalty(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
+def apply_repetition_penalty(
+    logits_BV: jax.Array,
+    seen_BV: jax.Array,
+    penalty: float,
+) -> jax.Array:
     """Divides the logits of the tokens seen so far by the penalty; negative ones are multiplied."""
     penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return jnp.where(seen_BV, penalised_BV, logits_BV)
 
 
 def apply_cutoffs(
-    logits_BV: jax.Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits_BV: jax.Array,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> jax.Array:
     """The logits, float32, with -inf for every token that is cut off.
 
@@ -95,6 +113,7 @@ def apply_cutoffs(
     top_k may leave more than k, and top_p counts within all of them. The token that crosses top_p
     is left, so at least one always is. NaN stays.
     """
+    # Settings that cut nothing off cost nothing.
     top_k = 0 if top_k >= logits_BV.shape[-1] else top_k
     if not top_k and top_p == 1 and not min_p:
         return logits_BV
@@ -105,8 +124,12 @@ def apply_cutoffs(
         return jnp.sum(logits_BV[:, None] >= least_BW[..., None], axis=-1)
 
     def mass(least_BW: jax.Array) -> jax.Array:
-        is_in_BWV = logits_BV[:, None] >= jnp.maximum(least_BW, of_top_k_B1)[..., None]
-        return jnp.sum(jnp.where(is_in_BWV, jnp.exp(logits_BV - best_B1)[:, None], 0.0), axis=-1)
+        # Unnormalised probability, of tokens that top_k leaves.
+        logits_B1V = logits_BV[:, None]
+        least_BW = jnp.maximum(least_BW, of_top_k_B1)
+        is_in_BWV = logits_B1V >= least_BW[..., None]
+        exps_BV = jnp.exp(logits_BV - best_B1)
+        return jnp.sum(jnp.where(is_in_BWV, exps_BV[:, None], 0.0), axis=-1)
 
     # Each setting raises the least logit that is left.
     if top_k:
@@ -131,16 +154,23 @@ def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
     ways_W = jnp.arange(1, 4, dtype=jnp.uint32)
 
     def two_bits(round_: jax.Array, key_B1: jax.Array) -> jax.Array:
+        # The candidates that hold are the first so many, as holds is true up to some number.
         step = jnp.uint32(1) << (30 - 2 * round_).astype(jnp.uint32)
         held_BW = holds(float_from_key(key_B1 + step * ways_W))
-        return key_B1 + step * jnp.sum(held_BW, axis=-1, keepdims=True, dtype=jnp.uint32)
+        num_held_B1 = jnp.sum(held_BW, axis=-1, keepdims=True, dtype=jnp.uint32)
+        return key_B1 + step * num_held_B1
 
-    return float_from_key(jax.lax.fori_loop(0, 16, two_bits, jnp.zeros((B, 1), jnp.uint32)))
+    zeros_B1 = jnp.zeros((B, 1), jnp.uint32)
+    key_B1 = jax.lax.fori_loop(0, 16, two_bits, zeros_B1)
+    return float_from_key(key_B1)
 
 
 def float_from_key(key: jax.Array) -> jax.Array:
     """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf. Keys
     beyond count as -inf or inf."""
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
+    # The upper half of the keys are floats without a sign bit; the lower half are negative ones,
+    # of which the largest bits are the lowest floats.
     sign = jnp.uint32(1 << 31)
-    return jax.lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), jnp.float32)
+    bits = jnp.where(key >= sign, key ^ sign, ~key)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

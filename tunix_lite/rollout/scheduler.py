@@ -229,7 +229,10 @@ class RolloutScheduler:
         return decoded
 
     def absorb(
-        self, decoded: DecodedChunk, criteria: StopCriteria, prompts: Prompts
+        self,
+        decoded: DecodedChunk,
+        criteria: StopCriteria,
+        prompts: Prompts,
     ) -> list[Request]:
         """Appends the tokens of a chunk to their requests, and ends those that are complete.
 
