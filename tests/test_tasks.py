@@ -633,17 +633,6 @@ def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, mon
 # ---- special tokens in rows
 
 
-def test_a_run_of_before_rewards_of_a_group_goes_on_unless_it_has_one_now():
-    def of(**more) -> dict:
-        return {"model": 1, "task": {"prompt": "", "rewards": {"short": {"weight": 1.0} | more}}}
-
-    assert check_same_run(of(group=False), of(), "runs/7", False) == ""
-    with pytest.raises(ValueError, match="task.rewards.short.group: True here, None there"):
-        check_same_run(of(group=True), of(), "runs/7", False)
-    with pytest.raises(ValueError, match="task.rewards.short.group: False here, True there"):
-        check_same_run(of(group=False), of(group=True), "runs/7", False)
-
-
 def test_special_tokens_in_a_row_are_text_and_end_no_turn(tmp_path, tokenizer):
     rows = [{"question": EVIL + " <bos>", "completion": "no <end_of_turn> yet"}]
     task = of_lines(tmp_path, rows, tokenizer, long_prompts="truncate")
