@@ -1,4 +1,4 @@
-"""Which way the arrows go (docs/decisions, DESIGN), read from the imports."""
+"""Which way imports go, and how the package reads (docs/decisions/0018)."""
 
 import ast
 import dataclasses

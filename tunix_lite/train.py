@@ -1,8 +1,8 @@
-"""The page: a run is opened, a learner is built, and the loop turns experience into updates.
+"""The training loop: a run is opened, a learner is built, and experience becomes updates.
 
-Who wants to know how completions are made reads runs/experience.py, how an update is computed
-learner/step.py, and what happens around a step (evaluation, logs, checkpoints, a signal)
-runs/watch.py.
+For when completions are made read runs/experience.py, for how algorithms/groups.py and
+rollout/engine.py; for how an update is computed, learner/step.py; for what happens around a step
+(evaluation, logs, checkpoints, signals), runs/watch.py.
 """
 
 from pathlib import Path
@@ -22,8 +22,7 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
 
     job: what the run should know of the job that it is a part of; None: it is on its own.
     Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with
-    how to go on, if the folder can no longer be written. What micro_batch_size=auto tries is in
-    train.log, whether anything fits or not.
+    how to go on, if the folder can no longer be written.
     """
     # Set-up: the folder says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
@@ -37,6 +36,9 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
 def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int) -> TrainState:
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
+    `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
+    StepDone.step count from 1: the number of updates made.
+
     Example: `fit(learner, source, watch, 60)` makes the updates from `learner.state.step` to 60.
     """
     state = learner.state
@@ -44,8 +46,8 @@ def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int
     for step in range(int(state.step), max_steps):
         with watch.step(step):
             # Experience: prompts -> completions -> rewards -> advantages, in rows on the mesh.
-            experience = source.take(step, learner.acting(state))
-            update = learner.compiled(state, experience.rows)
+            experience = source.take(step, learner.policy_params(state))
+            update = learner.compile_update(state, experience.rows)
 
             # Update: the old state is donated; where a number is not finite nothing moves.
             with watch.updating(experience, update):
