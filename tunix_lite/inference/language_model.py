@@ -58,7 +58,7 @@ class Completion:
     text: str
     tokens: list[int]
     logprobs: list[float]  # of each token, under the distribution that it was drawn from
-    full_logprobs: list[float]  # under softmax(scores / temperature), nothing cut off
+    full_logprobs: list[float]  # under softmax(logits / temperature), nothing cut off
     finish_reason: (
         # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
         str
