@@ -109,30 +109,6 @@ class TrainingConfig:
         ):
             if (value := getattr(self, name)) not in (None, "auto") and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
-        if self.packing == "none" and self.micro_batch_tokens is not None:
-            raise ValueError(
-                f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is "
-                "none"
-            )
-        if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
-            raise ValueError(
-                f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
-                "prompts_per_step, not "
-                "micro_batch_size or gradient_accumulation_steps"
-            )
-        for name in ("reduce_dtype", "tp_reduce_dtype"):
-            if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
-                raise ValueError(
-                    f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set "
-                    "mixed_precision=bf16, or leave "
-                    f"{name} at float32"
-                )
-        if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
-            raise ValueError(
-                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what "
-                "a shard sums is "
-                "float32 and crosses the mesh so; one of the two has to go"
-            )
         counts = (
             "max_steps",
             "log_interval_steps",
@@ -154,6 +130,33 @@ class TrainingConfig:
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        self._check_packing()
+        self._check_reductions()
+
+    def _check_packing(self) -> None:
+        if self.packing == "none" and self.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is "
+                "none"
+            )
+        if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
+            raise ValueError(
+                f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
+                "prompts_per_step, not micro_batch_size or gradient_accumulation_steps"
+            )
+
+    def _check_reductions(self) -> None:
+        for name in ("reduce_dtype", "tp_reduce_dtype"):
+            if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
+                raise ValueError(
+                    f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set "
+                    f"mixed_precision=bf16, or leave {name} at float32"
+                )
+        if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
+            raise ValueError(
+                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what "
+                "a shard sums is float32 and crosses the mesh so; one of the two has to go"
+            )
 
 
 @dataclass(frozen=True)

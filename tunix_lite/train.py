@@ -21,10 +21,12 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
     """Train as `run` says, and keep everything in `folder`. Returns the last state.
 
     job: what the run should know of the job that it is a part of; None: it is on its own.
-    Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with
-    how to go on, if the folder can no longer be written.
+    Raises ConfigError before anything is written if the settings cannot be right, and later if
+    weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
+    function of the user's fails; FloatingPointError if too many updates in a row are not finite;
+    DiskError, with how to go on, if the folder can no longer be written.
     """
-    # Set-up: the folder says how the run ended, however it ends.
+    # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
         watch = open_watch(session, learner)
@@ -39,7 +41,10 @@ def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int
     `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
     StepDone.step count from 1: the number of updates made.
 
-    Example: `fit(learner, source, watch, 60)` makes the updates from `learner.state.step` to 60.
+    A signal during sampling or an evaluation ends it by StopRun, which open_run takes. The first
+    update donates `learner.state`.
+
+    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made.
     """
     state = learner.state
     watch.before(state)

@@ -1,7 +1,7 @@
 """Experience: what an update learns from, and where it comes from."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -35,7 +35,8 @@ class ExperienceSource(Protocol):
     """Where the loop gets its experience from."""
 
     def take(self, step: int, params: Params) -> Experience:
-        """What update number `step` (from 0) learns from. Raises RunFailed.
+        """What update number `step` (from 0) learns from. Raises RunFailed, naming the step, if
+        data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
 
         params: what the policy samples with now, adapters attached to their base. The next update
         donates them: who samples beside an update copies them first.
@@ -58,7 +59,7 @@ class FreshExperience:
         self._held: Experience | None = None
 
     def take(self, step: int, params: Params) -> Experience:
-        """See ExperienceSource. Data and sampling depend on the seed and the step alone."""
+        """See ExperienceSource. Which data and which random numbers depends on seed and step alone."""
         algorithm = self._run.algorithm
         updates = algorithm.updates_per_rollout
         if step % updates:
@@ -75,10 +76,12 @@ class FreshExperience:
             metrics["prompts/dropped"] = dropped
 
         # Lay out: sequences become rows of a fixed width, divided over the mesh.
-        rows, _ = self._rows.lay_out(batch)
+        with error_context(f"step {step + 1}", RunFailed):
+            rows, _ = self._rows.lay_out(batch)
         self._held = Experience(rows, batch, metrics, graded, updates)
         return self._held
 
     def _again(self, updates_left: int) -> Experience:
-        held: Any = self._held
+        held = self._held
+        assert held is not None, "a run begins and resumes where a rollout begins"
         return Experience(held.rows, held.batch, {}, held.graded, updates_left)

@@ -56,12 +56,12 @@ OUR_PARTS = (
 
 @dataclass(frozen=True)
 class StepDone:
-    """An update that has been made. Do not keep it: the next update donates its state.
+    """A step that is over. Do not keep it: the next update donates its state.
 
     Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`.
     """
 
-    # how many updates have been made: 1 after the first
+    # updates so far, those that were skipped included: 1 after the first
     step: int
     state: TrainState
     experience: Experience
@@ -160,8 +160,10 @@ class Watch:
     def after(self, done: StepDone) -> str | None:
         """All that follows an update. A reason to end the run, or None.
 
-        Metrics and their log, then peers and signals, then status and checkpoint. Raises FloatingPointError, once the state is
-        saved, after training.max_skipped_in_a_row updates that were not finite.
+        Metrics and their log, then peers and signals, then status and checkpoint. Raises
+        FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
+        end of a rollout: it saves the state first, if it can. Raises RunFailed if an observer or a
+        reward fails, StopRun if a signal ends the evaluation.
         """
         session = self.session
         self.state = done.state
@@ -178,7 +180,7 @@ class Watch:
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
 
-        # Signs of life. `reason` asks all processes, so all must come here in every step.
+        # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
         self.checkpoints.check()
         heartbeat(f"step {done.step}")
         reason = None
@@ -187,7 +189,7 @@ class Watch:
         if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
             raise self.given_up(done, metrics)
 
-        # The disk: status.json first, since who kills us leaves it so.
+        # The disk: status.json first, since a kill during the save leaves it as it is then.
         saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
         if saves or self.accuracy is not None:
             session.status.write("running")
