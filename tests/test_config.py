@@ -286,6 +286,12 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
 
 
+def test_the_two_tables_of_rules_are_written_once_and_changed_apart():
+    changed = compose(["sharding=data_parallel", "sharding.rollout.heads=null"]).sharding
+    assert changed.rollout == RULES | {"heads": None}
+    assert changed.train == RULES | {"embed": None, "embed_blocks": None}
+
+
 @pytest.mark.parametrize("old, new", RENAMED.items())
 def test_a_target_of_an_earlier_version_is_what_it_is_called_today(old, new, capsys):
     module, _, name = new.rpartition(".")

@@ -1,9 +1,9 @@
-"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts the processes of a
-run, and watches.
+"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts a run's processes.
 
-On one machine nothing else is needed. On several, MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the
-same on all and RANK is the number of the first process of this one. Whatever happens to a process,
-the others do not outlive it for long.
+On one machine nothing else is needed. On several machines, start a launcher on each, with the same
+MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first process as RANK. The
+launcher also watches its processes (distributed/supervisor.py). It imports neither jax nor Hydra,
+so it starts at once; hence it reads the few settings that concern it by itself.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_pla
 from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
 
-# flags of Hydra's that run nothing
+# Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {
     "--help",
     "-h",
@@ -40,35 +40,55 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class LocalProcesses:
-    """The processes that are started here, among all of the run."""
+    """The processes that this launcher starts, among all of the run.
 
+    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, the second of two machines with four
+    processes each.
+    """
+
+    # how many are started here
     nprocs: int
+    # how many the whole run has
     world: int
-    first: int = 0  # the number of the first one here
+    # the id of the first one here
+    first: int = 0
+    # where process 0 listens; port None: a free one of this machine, a new one for each attempt
     address: str = "127.0.0.1"
-    port: str | None = None  # null: a free one of this machine, another each time
+    port: str | None = None
 
     def environments(self) -> list[dict[str, str]]:
-        port = self.port or str(free_port())
-        same = {"MASTER_ADDR": self.address, "MASTER_PORT": port, "WORLD_SIZE": str(self.world)}
-        same |= {"LOCAL_WORLD_SIZE": str(self.nprocs)}
+        """The variables for each process here, with the names of torchrun."""
+        shared = {
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port or str(free_port()),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.nprocs),
+        }
         return [
-            same | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
+            shared | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
         ]
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """The command `tunix-lite launch`. arguments: of the command line; None: those of this process.
+
+    Ends the process: with 2 after a message if the arguments or settings are wrong, else with the
+    exit code of the run.
+    """
     known = parsed(sys.argv[1:] if arguments is None else arguments)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
+
+    # All that can be wrong is found before a process is started.
     try:
-        if late := next((word for word in program if word.startswith(OWN)), None):
+        late = next((word for word in program if word.startswith(OWN)), None)
+        if late is not None:
             raise ValueError(
                 f"{late} is the launcher's: it stands before the program and its settings"
             )
         check_on_disk(folder_key(program), folder_given(program))
         check_config_dir(config_dir(program))
         group = local_processes(known.nprocs, os.environ)
-        check_places(program, group.world)
+        check_no_process_ids(program, group.world)
         rules = restart_policy(known, program)
         if rules.max_restarts and SWEEPS & set(program):
             raise ValueError(
@@ -83,13 +103,15 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+    # The folder is chosen here, so that every restart writes to the same one.
     if group.first == 0 and not SHOWS_ONLY & set(program) and folder_given(program) is None:
-        # of every restart, too
         program = program + in_folder(fresh_folder(project_name(program), program), program)
+
     try:
         code = supervise(training_command(program), group.environments, logs_of(program), rules)
+    # No memory for another process, or no temporary folder.
     except OSError as error:
-        # no memory for another process, no temporary folder
         print(
             f"error: the launcher cannot go on, and has ended its processes: {error}",
             file=sys.stderr,
@@ -99,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The launcher's own flags, and as `program` the words that follow them."""
     about = (
         "Starts the processes of a run on this machine and watches them; the first one has the "
         "screen."
@@ -124,10 +147,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
-    """Who is started here, by what the environment says of other machines. Raises ValueError."""
+    """The processes to start here, by --nprocs and by the variables that name other machines.
+
+    Raises ValueError if they contradict each other.
+    """
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
-    # Slurm and xpk number machines: each has one launcher
+
+    # Slurm and xpk number the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
         if node.coordinator is None:
@@ -136,8 +163,11 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
         return LocalProcesses(
             nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port
         )
+
+    # All processes of the run are on this machine.
     if environ["WORLD_SIZE"].strip() == str(nprocs):
-        if (rank := environ.get("RANK", "0").strip()).strip("0"):
+        rank = environ.get("RANK", "0").strip()
+        if rank.strip("0"):
             raise ValueError(
                 f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this "
                 "machine, and RANK=0 "
@@ -146,6 +176,8 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
         return LocalProcesses(
             nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
         )
+
+    # Several machines, with the variables of torchrun.
     place = find_place(LaunchConfig(), {name: environ[name] for name in TORCH if name in environ})
     if place.process_id + nprocs > place.num_processes:
         raise ValueError(
@@ -162,8 +194,12 @@ TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
-    """What the flags say, else what the settings of the run do. Raises ValueError."""
-    restarts, stall = known.max_restarts, known.stall_timeout
+    """When to give up and restart: by the launcher's flags, else by the settings of the run.
+
+    Raises ValueError.
+    """
+    restarts = known.max_restarts
+    stall = known.stall_timeout
     settings = settings_of_launch(program) if None in (restarts, stall) else {}
     if restarts is None:
         restarts = _number("max_restarts", settings, int, "a whole number, 0 or more")
@@ -177,6 +213,7 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
 
 
 def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
+    """The setting launch.NAME as a number. meant: what it must be, for the error."""
     value = settings.get(name, getattr(LaunchConfig, name))
     if "${" in str(value):
         raise ValueError(f"launch.{name}={value}: the launcher cannot fill that in; {REMEDY}")
@@ -189,10 +226,13 @@ def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
     return number
 
 
-def check_places(program: list[str], world: int) -> None:
-    """Raises ValueError where settings say who the processes are: all that are started here would
-    be the same one."""
-    if removed := next((word for word in program if re.match(r"~launch\b", word)), None):
+def check_no_process_ids(program: list[str], world: int) -> None:
+    """Raises ValueError if settings say which process this is: all here would be the same one.
+
+    world: the number of processes of the run. launch.coordinator=auto is allowed for one process.
+    """
+    removed = next((word for word in program if re.match(r"~launch\b", word)), None)
+    if removed is not None:
         raise ValueError(
             f"{removed}: the launcher reads launch, and cannot do without; give it a value instead"
         )
@@ -210,15 +250,17 @@ def check_places(program: list[str], world: int) -> None:
         )
 
 
-# ---- settings, as far as they can be read without Hydra
+# ---- settings, read without Hydra
 
 
 REMEDY = "--max-restarts=N and --stall-timeout=SECONDS tell the launcher"
 
 
 def settings_of_launch(program: list[str]) -> dict:
-    """launch.* as the files and the command line of the run have it. Raises ValueError where only
-    Hydra can tell."""
+    """The settings launch.* by the files and the command line of the run.
+
+    Raises ValueError where only Hydra could say what they are.
+    """
     folders = conf_folders(program)
     main = _yaml(folders[0] / "config.yaml")
     chosen = [
@@ -226,30 +268,35 @@ def settings_of_launch(program: list[str]) -> dict:
         for entry in main.get("defaults") or []
         if isinstance(entry, dict) and "launch" in entry
     ]
-    option = str(said("launch", program) or next(iter(chosen), "default"))
+    option = str(setting_given("launch", program) or next(iter(chosen), "default"))
+
+    # Another option that sets launch.* would be overlooked.
     for file in _other_options(program, folders):
         if re.search(r"(?m)^[^#\n]*\blaunch[\w.]*:", file.read_text(errors="replace")):
             raise ValueError(
                 f"{file} has settings of launch, which the launcher does not read there; {REMEDY}"
             )
+
+    # config.yaml comes after the option that it names, and the command line last.
     own = main.get("launch")
-    return (
-        _of_option(option, folders)
-        | (own if isinstance(own, dict) else {})
-        | _of_command_line(program)
-    )
+    settings = _of_option(option, folders)
+    if isinstance(own, dict):
+        settings |= own
+    return settings | _of_command_line(program)
 
 
 def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
     """The files of the options that are chosen as group=option, of all groups but launch."""
-    chosen = [re.fullmatch(r"\+?(\w[\w/]*)=(['\"]?)([\w./-]{1,100})\2", word) for word in program]
-    files = [f / m[1] / f"{m[3]}.yaml" for m in chosen if m and m[1] != "launch" for f in folders]
+    files = []
+    for word in program:
+        match = re.fullmatch(r"\+?(\w[\w/]*)=(['\"]?)([\w./-]{1,100})\2", word)
+        if match and match[1] != "launch":
+            files += [folder / match[1] / f"{match[3]}.yaml" for folder in folders]
     return [file for file in files if file.is_file()]
 
 
 def conf_folders(program: list[str]) -> list[Path]:
-    """Where Hydra looks, in its order: what conf/ has comes before an option of that name
-    elsewhere."""
+    """The folders in which Hydra looks for options, in its order: conf/ comes first."""
     parser = argparse.ArgumentParser(add_help=False)
     for flags in (
         ("--config-dir", "-cd"),
@@ -261,35 +308,42 @@ def conf_folders(program: list[str]) -> list[Path]:
     known, _ = parser.parse_known_args(program)
     if known.config_name or known.config_path:
         raise ValueError(f"--config-name and --config-path are not read by the launcher; {REMEDY}")
-    places = re.split(r"[\s,]+", (said("hydra.searchpath", program) or "").strip("[] "))
-    more = [
-        known.config_dir,
-        *(_unquoted(place).removeprefix("file://") for place in places if "pkg:" not in place),
-    ]
+    search_path = (setting_given("hydra.searchpath", program) or "").strip("[] ")
+    more = [known.config_dir]
+    for entry in re.split(r"[\s,]+", search_path):
+        if "pkg:" not in entry:
+            more.append(_unquoted(entry).removeprefix("file://"))
     return [conf_dir(), *(Path(folder) for folder in more if folder)]
 
 
 def conf_dir() -> Path:
-    """conf/ of the checkout that this package stands in, or the copy inside an installed
-    package."""
+    """The folder conf/ of this checkout, or the copy of it in an installed package."""
     checkout = PACKAGE.parent / "conf"
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
 
 def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict:
-    """What conf/launch/OPTION.yaml says, and the options that it begins with. Raises ValueError."""
+    """The settings in conf/launch/OPTION.yaml, and in the options that its defaults list names.
+
+    within: the options that name this one; an option that names itself would never end. Raises
+    ValueError.
+    """
     name = option.removesuffix(".yaml")
     if name in within or len(name) > 100:
         raise ValueError(f"launch={option} cannot be read; {REMEDY}")
-    file = next(
-        (f for folder in folders if (f := folder / "launch" / f"{name}.yaml").is_file()), None
-    )
+    files = [folder / "launch" / f"{name}.yaml" for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         where = " or ".join(str(folder / "launch") for folder in folders)
         raise ValueError(f"launch={option}: there is no {name}.yaml in {where}; {REMEDY}")
+
+    # Later entries of the defaults list override earlier ones; _self_ is the file itself.
     own = _yaml(file)
-    order, values = own.pop("defaults", None) or [], {}
-    for entry in order if "_self_" in order else [*order, "_self_"]:
+    order = own.pop("defaults", None) or []
+    if "_self_" not in order:
+        order = [*order, "_self_"]
+    values = {}
+    for entry in order:
         if not isinstance(entry, str):
             raise ValueError(f"{file}: the launcher does not read {entry} in defaults; {REMEDY}")
         values |= own if entry == "_self_" else _of_option(entry, folders, (*within, name))
@@ -297,6 +351,7 @@ def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -
 
 
 def _yaml(file: Path) -> dict:
+    """What a YAML file holds. Raises ValueError."""
     import yaml
 
     try:
@@ -306,22 +361,25 @@ def _yaml(file: Path) -> dict:
 
 
 def _of_command_line(program: list[str]) -> dict[str, str]:
-    names = {match[1] for word in program if (match := re.match(r"\+{0,2}launch\.(\w+)=", word))}
-    return {name: said(f"launch.{name}", program) for name in names}
+    """The settings launch.* that the command line gives."""
+    matches = [re.match(r"\+{0,2}launch\.(\w+)=", word) for word in program]
+    names = {match[1] for match in matches if match}
+    return {name: setting_given(f"launch.{name}", program) for name in names}
 
 
-def said(key: str, words: list[str]) -> str | None:
-    """What a command line says of a setting, written in any of Hydra's ways: key=, +key= or ++key=,
-    with quotes."""
-    found = [
-        match[1]
-        for word in words
-        if (match := re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL))
-    ]
+def setting_given(key: str, words: list[str]) -> str | None:
+    """The value of a setting on a command line, without quotes; None if it is not given.
+
+    key: a regular expression for its name. Hydra's ways to write it are key=, +key= and ++key=. The
+    last one counts.
+    """
+    matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
+    found = [match[1] for match in matches if match]
     return _unquoted(found[-1]) if found else None
 
 
 def _unquoted(text: str) -> str:
+    """A value without quotes or backslashes, as Hydra reads it."""
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace(f"\\{text[0]}", text[0])
@@ -329,46 +387,50 @@ def _unquoted(text: str) -> str:
 
 
 def training_command(program: list[str]) -> list[str]:
+    """The command that each process runs; without a file it is `tunix-lite train`."""
     is_file = bool(program) and program[0].endswith(".py")
-    return [sys.executable, *([] if is_file else ["-m", "tunix_lite", "train"]), *program]
+    module = [] if is_file else ["-m", "tunix_lite", "train"]
+    return [sys.executable, *module, *program]
 
 
 def free_port() -> int:
+    """A port of this machine that no program listens at."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
 
 
-# ---- one folder for all
+# ---- one folder for all processes
 
 
 def folder_given(words: list[str]) -> str | None:
-    """The folder that a command line says a run, or a sweep, writes to."""
-    return said(FOLDER_KEYS, words)
+    """The folder of the run, or of the sweep, that a command line gives; None if it gives none."""
+    return setting_given(FOLDER_KEYS, words)
 
 
 def folder_key(words: list[str]) -> str:
-    """The setting, as it is written last on this command line, that says so."""
-    keys = [match[1] for word in words if (match := re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word))]
+    """The setting that gives it: hydra.run.dir or hydra.sweep.dir, the last one on the line."""
+    matches = [re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word) for word in words]
+    keys = [match[1] for match in matches if match]
     return keys[-1] if keys else "hydra.run.dir"
 
 
 def config_dir(words: list[str]) -> str | None:
-    """The folder of the user's own options that a command line names."""
+    """The folder of the user's own options that --config-dir gives; None if it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", nargs="?")
     return parser.parse_known_args(words)[0].config_dir
 
 
 def check_config_dir(folder: str | None) -> None:
-    """Raises ValueError unless this is a folder; None is none."""
+    """Raises ValueError if --config-dir names no folder. None: it is not given."""
     check_on_disk("--config-dir", folder)
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"--config-dir={folder}: there is no such folder")
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:
-    """What a command line lacks to write there."""
+    """The words to add to a command line, so that its run or sweep writes to `folder`."""
     key = "sweep" if SWEEPS & set(words) else "run"
     if not re.fullmatch(r"[\w./:@+~$-]+", folder):
         folder = "'" + folder.replace("'", "\\'") + "'"
@@ -376,20 +438,22 @@ def in_folder(folder: str, words: list[str]) -> list[str]:
 
 
 def fresh_folder(project: str, words: list[str]) -> str:
-    """Where a run, or a sweep, that starts now writes to by itself, as conf/config.yaml says."""
+    """The folder that conf/config.yaml gives a run, or a sweep, that starts now."""
     sweep = "-sweep" if SWEEPS & set(words) else ""
     return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{sweep}"
 
 
 def project_name(words: list[str]) -> str:
-    # the run itself says what is wrong with the file
+    """The setting project_name, by the command line or conf/config.yaml."""
+    # If the file cannot be read, the run itself will say why.
     with contextlib.suppress(ValueError):
-        return said("project_name", words) or str(_yaml(conf_dir() / "config.yaml")["project_name"])
+        given = setting_given("project_name", words)
+        return given or str(_yaml(conf_dir() / "config.yaml")["project_name"])
     return "tunix_lite"
 
 
 def logs_of(program: list[str]) -> Path:
-    """Where what the processes say is kept: with the run, as far as its folder is known."""
+    """The folder for the output of the processes: in the run's folder, if that is known."""
     folder = folder_given(program)
     return Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
 

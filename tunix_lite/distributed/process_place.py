@@ -1,29 +1,35 @@
-"""Which of the processes of a run this one is, from its settings or the variables of what started
-it."""
+"""Which of the processes of a run this one is: from its settings, or its launcher's variables."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# what torchrun takes where nobody says another
+# The default port of torchrun.
 TORCH_PORT = "29500"
-# what MaxText does
+# The default port of MaxText on xpk.
 JAX_PORT = "1234"
+# The value of launch.coordinator with which jax finds the other processes itself.
 ASK_JAX = "auto"
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the processes of a run find each other, and what their launcher watches; as one process,
-    nothing."""
+    """How the processes of a run find each other, and what their launcher watches.
 
-    # host:port of process 0; null: from the variables of what started us; auto: ask jax
+    A run of one process needs none of it.
+    """
+
+    # host:port of process 0; null: from the variables of the launcher; auto: ask jax
     coordinator: str | None = None
-    num_processes: int | None = None  # with coordinator: of the whole run
-    process_id: int | None = None  # with coordinator: of this one, from 0
-    timeout: int = 300  # seconds that processes wait for each other at the start
-    heartbeat_timeout: int = 100  # seconds of silence after which jax gives a process up
-    # devices of the whole run, or it does not start; null: as many as there are
+    # with coordinator: the number of processes of the whole run
+    num_processes: int | None = None
+    # with coordinator: the number of this process, from 0
+    process_id: int | None = None
+    # seconds that processes wait for each other at the start
+    timeout: int = 300
+    # seconds of silence after which jax gives a process up
+    heartbeat_timeout: int = 100
+    # the devices that the whole run must have, or it does not start; null: as many as there are
     expect_devices: int | None = None
     # let tp cross from one machine to another, over a network that is much slower
     tp_across_nodes: bool = False
@@ -34,31 +40,43 @@ class LaunchConfig:
 
     def __post_init__(self):
         for name in ("num_processes", "timeout", "heartbeat_timeout", "expect_devices"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         for name in ("process_id", "stall_timeout", "max_restarts"):
-            if (value := getattr(self, name)) is not None and value < 0:
+            value = getattr(self, name)
+            if value is not None and value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Which of the processes of a run this one is."""
+    """Which of the processes of a run this one is.
 
+    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4, "MASTER_ADDR and MASTER_PORT")`, the second
+    process on the second of two machines with four processes each.
+    """
+
+    # the id of this process, from 0, and how many the run has
     process_id: int = 0
     num_processes: int = 1
-    coordinator: str | None = None  # host:port of process 0; None: alone, or jax knows
-    local_id: int = 0  # among those of this machine
+    # host:port of process 0; None: this is the only process, or jax knows the address
+    coordinator: str | None = None
+    # the number of this process among those of its machine, from 0, and how many these are
+    local_id: int = 0
     num_local: int = 1
-    source: str = "nothing"  # what said so, as people would look for it
-    asks_jax: bool = False  # jax's own detection says the rest
+    # the settings or variables that this comes from, for messages
+    source: str = "nothing"
+    # whether jax's own detection must find the rest
+    asks_jax: bool = False
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
-    """Our place, from settings, torchrun's variables, xpk's, Slurm's, or those that jax knows;
-    without any, alone.
+    """The place of this process in its run.
 
-    Raises ValueError naming the setting or variable that cannot be, and what would be right.
+    From the settings, or else the variables of torchrun, of xpk, of Slurm, or those that jax
+    detects, in this order; without any of them the process is alone. Raises ValueError that names
+    the setting or variable that is wrong, and what would be right.
     """
     places = (
         _of_settings(launch),
@@ -72,6 +90,7 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace
 
 
 def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
+    """By launch.coordinator, launch.num_processes and launch.process_id."""
     if launch.coordinator == ASK_JAX:
         return ProcessPlace(source="launch.coordinator=auto", asks_jax=True)
     given = {
@@ -80,7 +99,8 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     }
     if all(value is None for value in given.values()) or launch.num_processes == 1:
         return None if launch.num_processes is None else ProcessPlace(source="launch.num_processes")
-    if missing := [name for name, value in given.items() if value is None]:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
         raise ValueError(
             f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
             "launch.process_id=0 "
@@ -96,12 +116,15 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
+    """By WORLD_SIZE, RANK, MASTER_ADDR and their like, which our own launcher sets, too."""
+    # Scripts often export WORLD_SIZE under srun, where Slurm counts the processes.
     if "WORLD_SIZE" not in environ or ("RANK" not in environ and "SLURM_PROCID" in environ):
-        # under srun a script often exports WORLD_SIZE, and Slurm counts the processes
         return None
-    if (count := _number("WORLD_SIZE", environ)) == 1:
+    count = _number("WORLD_SIZE", environ)
+    if count == 1:
         return ProcessPlace(source="WORLD_SIZE=1")
-    if missing := [name for name in ("MASTER_ADDR", "RANK") if not environ.get(name)]:
+    missing = [name for name in ("MASTER_ADDR", "RANK") if not environ.get(name)]
+    if missing:
         means = {
             "MASTER_ADDR": "the address of process 0",
             "RANK": "the number of this process, from 0",
@@ -109,37 +132,42 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
         raise ValueError(f"WORLD_SIZE={count}, but {missing[0]} is not set: it is {means}")
     rank = _number("RANK", environ)
     _check_rank("RANK", rank, "WORLD_SIZE", count)
-    port, source = (
-        _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT)),
-        "MASTER_ADDR and MASTER_PORT",
-    )
-    # torchrun itself listens on its port
+
+    # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
+    port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
+    source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
-        port, source = (
-            port % 65535 + 1,
-            "MASTER_ADDR and MASTER_PORT + 1, torchrun having the port itself",
-        )
-    local = _number("LOCAL_RANK", environ, 0), _number("LOCAL_WORLD_SIZE", environ, 1)
-    _check_rank("LOCAL_RANK", local[0], "LOCAL_WORLD_SIZE", local[1])
-    return ProcessPlace(rank, count, f"{environ['MASTER_ADDR']}:{port}", *local, source)
+        port = port % 65535 + 1
+        source = "MASTER_ADDR and MASTER_PORT + 1, torchrun having the port itself"
+
+    local_id = _number("LOCAL_RANK", environ, 0)
+    num_local = _number("LOCAL_WORLD_SIZE", environ, 1)
+    _check_rank("LOCAL_RANK", local_id, "LOCAL_WORLD_SIZE", num_local)
+    address = f"{environ['MASTER_ADDR']}:{port}"
+    return ProcessPlace(rank, count, address, local_id, num_local, source)
 
 
 def _of_xpk(environ: Mapping[str, str]) -> ProcessPlace | None:
+    """By the variables that xpk and Kubernetes jobs set, as MaxText reads them."""
     name = next(
         (n for n in ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_ADDRESS") if environ.get(n)), None
     )
     counter = next((n for n in ("NNODES", "JAX_PROCESS_COUNT") if environ.get(n)), None)
+    # On TPUs xpk sets only the address, and jax finds the rest itself.
     if name is None or counter is None:
-        # on TPUs xpk says no more than the address, and jax knows the rest
         return None
+
+    # On GPUs xpk counts nodes; elsewhere jobs, and processes in each of them.
     count = _number(counter, environ)
     if counter == "NNODES":
-        said, rank = "NODE_RANK", _number("NODE_RANK", environ)
+        rank_name = "NODE_RANK"
+        rank = _number("NODE_RANK", environ)
     else:
-        said = "JOB_INDEX * PROCESSES_IN_JOB + JOB_COMPLETION_INDEX"
+        rank_name = "JOB_INDEX * PROCESSES_IN_JOB + JOB_COMPLETION_INDEX"
         rank = _number("JOB_INDEX", environ, 0) * _number("PROCESSES_IN_JOB", environ, 1)
         rank += _number("JOB_COMPLETION_INDEX", environ)
-    _check_rank(said, rank, counter, count)
+    _check_rank(rank_name, rank, counter, count)
+
     address = environ[name]
     if not re.search(r"[^:]:\d+$", address):
         address = f"{address}:{environ.get('JAX_COORDINATOR_PORT', JAX_PORT)}"
@@ -151,17 +179,21 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """Inside srun. jax detects it too, but then gives each process one GPU, though it be alone on
-    its node."""
+    """By the variables of srun.
+
+    jax reads them too, but it then gives each process one GPU, even one that is alone on its node.
+    """
     if any(name not in environ for name in SLURM):
         return None
-    count, rank = _number("SLURM_NTASKS", environ), _number("SLURM_PROCID", environ)
+    count = _number("SLURM_NTASKS", environ)
+    rank = _number("SLURM_PROCID", environ)
     _check_rank("SLURM_PROCID", rank, "SLURM_NTASKS", count)
+
+    # Without MASTER_PORT all processes derive one port from the id of the job.
     host = environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"])
-    port = _port(
-        "MASTER_PORT",
-        environ.get("MASTER_PORT", str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)),
-    )
+    port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)
+    port = _port("MASTER_PORT", environ.get("MASTER_PORT", port_of_job))
+
     per_node = tasks_per_node(
         environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
     )
@@ -173,8 +205,10 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def first_node(text: str) -> str:
-    """Of Slurm's list: gpu[003-007,012] begins with gpu003, and rack[1-2]n[1-4] with rack1n1.
-    Raises ValueError."""
+    """The first node of Slurm's list: gpu003 of gpu[003-007,012], rack1n1 of rack[1-2]n[1-4].
+
+    Raises ValueError for a text that is no such list.
+    """
     first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", text)
     if first is None:
         raise ValueError(
@@ -186,16 +220,15 @@ def first_node(text: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Of Slurm: 2(x3),1 is 2, 2, 2, 1."""
-    return [
-        int(n)
-        for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        for _ in range(int(times or 1))
-    ]
+    """The processes on each node, of Slurm's list: `2(x3),1` is [2, 2, 2, 1]."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
 
 
 def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """What jax detects by itself, where it says by variables that there are several processes."""
+    """By variables that jax itself detects: Open MPI, and TPU slices of several hosts."""
     if "OMPI_MCA_orte_hnp_uri" in environ and _number("OMPI_COMM_WORLD_SIZE", environ, 1) > 1:
         return ProcessPlace(source="Open MPI", asks_jax=True)
     workers = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
@@ -208,6 +241,7 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
+    """A variable as a whole number. Raises ValueError if it is none, or not set without default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -219,6 +253,7 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
 
 
 def _port(name: str, text: str) -> int:
+    """A text as the number of a port. name: where it is from. Raises ValueError."""
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
@@ -228,6 +263,7 @@ def _port(name: str, text: str) -> int:
 
 
 def _host_and_port(name: str, text: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT. name: where the text is from. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise ValueError(f"{name}={text!r}: it is HOST:PORT, for example 192.168.1.10:{TORCH_PORT}")
@@ -235,6 +271,7 @@ def _host_and_port(name: str, text: str) -> tuple[str, int]:
 
 
 def _check_rank(name: str, rank: int, counter: str, count: int) -> None:
+    """Raises ValueError unless 0 <= rank < count. The texts name the variables."""
     if not 0 <= rank < count:
         raise ValueError(
             f"{name}={rank}, but {counter}={count}: processes count from 0 to {count - 1}"

@@ -1,9 +1,8 @@
-"""When a run is to end before its last step: a signal asked for it, or its time is up. All
-processes end together.
+"""Ends a run before its last step, on all processes at once: after a signal, or when time is up.
 
-A run stops between two rollouts, where its state is that of a whole step. While a rollout is
-sampled and judged that state does not change, so nothing is lost but the rollout if it stops there;
-only an update must be waited for.
+A run stops between two rollouts, where its state is that of a whole step. The state does not change
+while a rollout is sampled and graded, so a run can stop there too, and loses only that rollout. An
+update must be waited for.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,49 +20,50 @@ from jax.experimental import multihost_utils
 from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-# what ends jobs and closes terminals sends them, at times both
+# Signals that a scheduler or a closed terminal sends, sometimes both.
 OF_MACHINES = ("SIGTERM", "SIGHUP")
-# seconds
+# Seconds in which a second signal may be the first one, sent once more.
 ECHO = 2.0
-# what cannot be ended
-UPDATE, COMPILATION = "update", "compilation"
-# seconds of sampling after which several processes ask each other, at most a tenth of the grace
+# What a signal cannot interrupt.
+UPDATE = "update"
+COMPILATION = "compilation"
+# Seconds of sampling between two questions among processes; at most a tenth of the grace period.
 PERIOD = 2.0
 
-_OURS = time.time()
+_PROCESS_START = time.time()
 
 
 def job_start_time(environ: Mapping[str, str]) -> float:
-    """When, in seconds since 1970: as a launcher or a job script says, else when this process did.
-    Raises ValueError.
+    """When the job started, in seconds since 1970: TUNIX_LITE_STARTED, or this process's start.
 
-    So max_minutes counts what went before: attempts that failed, meeting, waiting for the folder,
-    compiling.
+    training.max_minutes counts from here, so it includes failed attempts, the meeting of the
+    processes, waiting for the folder and compiling. Raises ValueError if the variable is no number.
     """
-    said = environ.get(STARTED) or _OURS
+    text = environ.get(STARTED) or _PROCESS_START
     try:
-        return float(said)
+        return float(text)
     except ValueError:
         raise ValueError(
-            f"{STARTED}={said} is no number of seconds since 1970, as `date +%s` says it"
+            f"{STARTED}={text} is no number of seconds since 1970, as `date +%s` says it"
         ) from None
 
 
 class StopRun(BaseException):
-    """The run ends here, on all of its processes: between two whole steps, with nothing changed
-    since the last one.
+    """Ends the run on all of its processes, while the state is still that of the last whole step.
 
-    Not an Exception: no `except` of an algorithm or a reward is meant for it.
+    A BaseException, so that no `except Exception` of an algorithm or a reward catches it.
     """
 
 
 class Stopping:
-    """Inside `with`, the first signal is kept for `reason` and `look`; the second is a
-    KeyboardInterrupt, at once.
+    """Handles signals and the time limit of a run, inside `with`.
 
-    Signals are SIGTERM, Ctrl-C and SIGHUP; one that is ignored when we come, as nohup does with
-    SIGHUP, stays ignored. Outside of the main thread, where Python has no signals, only the time
-    counts.
+    The first signal is remembered, until `reason`, `check_between_chunks` or `check_before_update`
+    acts on it. A second one raises KeyboardInterrupt at once.
+
+    Signals are SIGTERM, SIGINT (Ctrl-C) and SIGHUP. A signal that is ignored before, as nohup does
+    with SIGHUP, stays ignored. Outside of the main thread Python has no signals, and only the time
+    limit counts.
     """
 
     def __init__(
@@ -72,49 +73,58 @@ class Stopping:
         passed: float = 0.0,
         grace: float = 30.0,
     ):
-        """passed: the seconds of max_minutes that are gone already; grace:
-        training.grace_seconds."""
-        self._until = (
-            None if max_minutes is None else time.monotonic() + 60 * max_minutes - max(passed, 0.0)
-        )
-        self._said, self._say, self._before = None, say, {}
-        # when the first signal came
-        self._heard = 0.0
-        # of a step, in seconds; when we were last asked
-        self._longest, self._looked = 0.0, None
-        # nothing has changed since the last step at which a run can be resumed
+        """max_minutes: the time limit; None: there is none. say: prints a line about a signal.
+        passed: seconds of max_minutes that are over already. grace: training.grace_seconds.
+        """
+        # Set by the loop: whether the state is that of a whole step, so that the run may stop now.
         self.may_stop = False
-        # there is a step to keep that was not there when the run began
+        # Set by the loop: whether there is a step to save that this run has made.
         self.has_learned = False
-        # what cannot be ended, how often it comes, since when
+
+        # the time limit
+        self._deadline = None
+        if max_minutes is not None:
+            self._deadline = time.monotonic() + 60 * max_minutes - max(passed, 0.0)
+        # seconds of the longest step so far, and the time at which `reason` was last called
+        self._longest = 0.0
+        self._last_reason: float | None = None
+
+        # signals: the name of the first one, when it came, and the handlers before ours
+        self._said: str | None = None
+        self._heard = 0.0
+        self._handlers_before: dict[int, Any] = {}
+        self._watcher: tuple[int, threading.Thread, int] | None = None
+        self._say = say
+        self._grace = grace
+
+        # what cannot be interrupted now: (UPDATE or COMPILATION, how many follow, its start)
         self._under_way: tuple[str, int, float] | None = None
-        # of the longest one so far
+        # seconds of the longest update so far
         self._update_seconds = 0.0
-        self._period, self._grace = min(PERIOD, grace / 10), grace
-        # since we last asked; between two times; when that was
-        self._chunks, self._every, self._asked = (
-            0,
-            1,
-            None,
-        )
-        self._watch: tuple[int, threading.Thread, int] | None = None
+
+        # Processes ask each other every `_every` chunks. `_chunks` were sampled since `_asked`.
+        self._period = min(PERIOD, grace / 10)
+        self._every = 1
+        self._chunks = 0
+        self._asked: float | None = None
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
-            self._begin_to_watch()
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._handlers_before[number] = signal.signal(number, self._on_signal)
+            self._start_watcher()
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        if self._watch is not None:
-            writing, thread, before = self._watch
-            signal.set_wakeup_fd(before)
+        if self._watcher is not None:
+            writing, thread, fd_before = self._watcher
+            signal.set_wakeup_fd(fd_before)
             os.close(writing)
             thread.join()
-            self._watch = None
+            self._watcher = None
 
     # ---- signals
 
@@ -123,55 +133,65 @@ class Stopping:
             if self._is_echo(number):
                 return
             raise KeyboardInterrupt
-        self._said, self._heard = signal.Signals(number).name, time.monotonic()
+        self._said = signal.Signals(number).name
+        self._heard = time.monotonic()
 
     def _is_echo(self, number: int) -> bool:
-        """Whether a second signal is the first one once more: a scheduler signals every process of
-        a job, and the launcher hands its signal on. Two Ctrl-C come from a person; a launcher that
-        means it kills instead."""
-        name, machines = signal.Signals(number).name, OF_MACHINES
-        from_a_machine = name in machines or HEARTBEAT in os.environ
-        is_same = name == self._said or (name in machines and self._said in machines)
+        """Whether a second signal is the first one, sent once more.
+
+        A scheduler signals every process of a job, and the launcher sends its own signal on to its
+        processes, so one signal may arrive twice. Two Ctrl-C without a launcher come from a person.
+        """
+        name = signal.Signals(number).name
+        from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
+        is_same = name == self._said or (name in OF_MACHINES and self._said in OF_MACHINES)
         return from_a_machine and is_same and time.monotonic() < self._heard + ECHO
 
-    def _begin_to_watch(self) -> None:
-        """A thread that says what a signal will do: the handler itself waits while compiled code
-        runs, for minutes."""
+    def _start_watcher(self) -> None:
+        """Starts a thread that says at once what a signal will do.
+
+        Python runs the handler of a signal only when compiled code returns, which may take minutes.
+        Until then the signal is only a byte in a pipe (`signal.set_wakeup_fd`), which the thread
+        reads.
+        """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        numbers = set(self._before)
+        fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        numbers = set(self._handlers_before)
 
         def watch() -> None:
             with open(reading, "rb", buffering=0) as signals:
                 while came := signals.read(1):
                     if came[0] in numbers:
-                        # the run itself will find that disk full
+                        # On a full disk the log cannot be written; the run itself reports that.
                         with contextlib.suppress(OSError):
                             self._say(self._promise(signal.Signals(came[0]).name))
                         break
-                # until it is closed
+                # Read on until the pipe is closed, or it would fill up.
                 while signals.read(64):
                     pass
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
-        self._watch = writing, thread, before
+        self._watcher = (writing, thread, fd_before)
 
     def _promise(self, name: str) -> str:
-        """What happens now that this signal has come."""
+        """The line that says what happens after the first signal, of this name."""
         once_more = "; once more stops at once"
-        kept = (
-            "with a checkpoint"
-            if self.has_learned
-            else "and no step has been made that could be saved"
-        )
+        kept = "and no step has been made that could be saved"
+        if self.has_learned:
+            kept = "with a checkpoint"
+
+        # A rollout is sampled or graded, or nothing is learned yet.
         if self._under_way is None:
             when = "" if self.may_stop or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
+
         what, times, since = self._under_way
         if what == COMPILATION:
             return f"{name}: stopping after the {what} under way, {kept}{once_more}"
+
+        # Updates take about as long as the longest one so far.
         left = since + times * self._update_seconds - time.monotonic()
         if left > self._grace:
             return (
@@ -186,10 +206,12 @@ class Stopping:
 
     @contextlib.contextmanager
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
-        """Inside runs what cannot be ended, an UPDATE or a COMPILATION; `times`: that often, until
-        the run can stop."""
+        """A context around what a signal cannot interrupt: an UPDATE or a COMPILATION.
+
+        times: how many of them follow one another, this one included, before the run may stop.
+        """
         began = time.monotonic()
-        self._under_way = what, times, began
+        self._under_way = (what, times, began)
         try:
             yield
             if what == UPDATE:
@@ -197,37 +219,45 @@ class Stopping:
         finally:
             self._under_way = None
 
-    # ---- whoever can stop asks
+    # ---- questions of the loop, the sampler and the graders
 
     def is_requested(self) -> bool:
-        """Whether this process need not wait for what the state does not depend on; the others may
-        not know yet."""
+        """Whether this process was asked to stop and may. Other processes may not know it yet."""
         return self.may_stop and self._said is not None
 
     def check_between_chunks(self) -> None:
-        """Between two chunks of a rollout: raises StopRun, at the same chunk on all processes,
-        if one was asked to stop.
+        """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
 
-        Alone, that costs nothing. Several processes ask each other now and then, after a number of
-        chunks that all of them know, since all know how long the chunks have taken on the slowest.
+        Call it between two chunks of a rollout, equally often on all processes. Several processes
+        ask each other only every few chunks, about `PERIOD` seconds apart. All agree on the number
+        of chunks, because it follows from the time that the slowest process took.
         """
         if not self.may_stop:
             return
         if jax.process_count() == 1:
             return self.stop_if(self.is_requested())
+
+        # Is it time to ask?
         now = time.monotonic()
         self._asked = now if self._asked is None else self._asked
         self._chunks += 1
         if self._chunks < self._every:
             return
-        mine = np.array([self._said is not None, (now - self._asked) / self._chunks], np.float32)
-        someone, seconds = np.max(multihost_utils.process_allgather(mine), axis=0)
-        self._every = int(np.clip(self._period / max(float(seconds), 1e-6), 1, 2 * self._every))
-        self._chunks, self._asked = 0, time.monotonic()
-        self.stop_if(bool(someone))
+
+        # Ask: was one of us signalled, and how long does a chunk take on the slowest?
+        own = np.array([self._said is not None, (now - self._asked) / self._chunks], np.float32)
+        is_signalled, seconds = np.max(multihost_utils.process_allgather(own), axis=0)
+        chunks_a_period = self._period / max(float(seconds), 1e-6)
+        self._every = int(np.clip(chunks_a_period, 1, 2 * self._every))
+        self._chunks = 0
+        self._asked = time.monotonic()
+        self.stop_if(bool(is_signalled))
 
     def check_before_update(self) -> None:
-        """Before the state changes: raises StopRun, on all processes, if one was asked to stop."""
+        """Raises StopRun on all processes if one of them was asked to stop.
+
+        Call it on all processes, before an update changes the state.
+        """
         if self.may_stop:
             asked = self._said is not None
             if jax.process_count() > 1:
@@ -240,16 +270,23 @@ class Stopping:
             raise StopRun
 
     def reason(self) -> str | None:
-        """Why to end after this step, the same on all processes; None: go on. Ask once a step.
+        """Why the run must end after this step: "SIGTERM", "training.max_minutes" ...; None: go on.
 
-        Time is up when another step as long as the longest so far would not end in time. The first
-        one does not count: it loads and compiles.
+        Call it once a step, on all processes; all get the same answer. Time is up if another step,
+        as long as the longest so far, would end too late. The first step does not count, because it
+        loads and compiles.
         """
         now = time.monotonic()
-        self._longest, self._looked = max(self._longest, now - (self._looked or now)), now
-        is_late = self._until is not None and now + self._longest > self._until
-        names = [number.name for number in SIGNALS]
-        own = 1 + names.index(self._said) if self._said else 1 + len(names) if is_late else 0
+        if self._last_reason is not None:
+            self._longest = max(self._longest, now - self._last_reason)
+        self._last_reason = now
+        is_late = self._deadline is not None and now + self._longest > self._deadline
+
+        # Processes exchange the index of their reason; the highest one counts.
+        reasons = (None, *[number.name for number in SIGNALS], "training.max_minutes")
+        own = reasons.index(self._said)
+        if own == 0 and is_late:
+            own = len(reasons) - 1
         if jax.process_count() > 1:
             own = int(np.max(multihost_utils.process_allgather(np.int32(own))))
-        return (None, *names, "training.max_minutes")[own]
+        return reasons[own]

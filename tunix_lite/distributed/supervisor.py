@@ -1,9 +1,9 @@
-"""Watches the processes of a run on this machine: one ends badly or stalls, and the others are
-ended and it is named.
+"""Starts and watches the processes of a run on this machine.
 
-The first process has the screen; what the others say goes to files. The first signal is handed on,
-and they stop by themselves, with a checkpoint; the second ends them. Both ways they are watched
-until the last one is gone.
+If one of them fails or stalls, the supervisor ends the others and names the one that was first. The
+first process has the screen; the output of the others goes to files. The supervisor sends the first
+signal on to all processes, which then stop by themselves, with a checkpoint. A second signal ends
+them. It always waits until the last process is gone.
 """
 
 import contextlib
@@ -24,48 +24,62 @@ from pathlib import Path
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
 
-# seconds
+# Seconds between two looks at the processes.
 POLL = 0.05
+# Lines of a failed process's output that are shown.
 LAST_LINES = 20
-# an exit code that another try would not change
+# The exit code of wrong settings: a restart would not help.
 WRONG_SETTINGS = 2
-# as timeout(1) says it
+# The exit code after a stall, the one of timeout(1).
 STALLED = 124
+# Signals that are sent on to the processes.
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# exit codes: it had nothing to save
+# Exit codes of a process that such a signal ended at once, before it had anything to save.
 BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
-# bytes of what a process said that are looked at when it has ended
+# Bytes at the end of a process's output that are searched after it has ended.
 KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a run is given up, and when it is tried again."""
+    """When the supervisor gives an attempt up, and how often it tries again.
 
-    # seconds without a heartbeat, after the first; None: for ever
+    Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
+    """
+
+    # seconds without a heartbeat, after the first one, until the run counts as stalled; None: never
     stall_timeout: float | None = None
+    # how often a failed run is started again
     max_restarts: int = 0
-    grace: float = 5.0  # seconds between asking a process to end and ending it
+    # seconds between SIGTERM and SIGKILL
+    grace: float = 5.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run: in words, if that needs any, and as an exit code."""
+    """What ended a run.
 
+    Example: `Failure("process 1 ended with exit code 1\\n...", 1)`.
+    """
+
+    # what to print; empty if a process has printed it already
     text: str
+    # the exit code of the launcher
     code: int
 
 
 def supervise(
     command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: RestartPolicy
 ) -> int:
-    """Runs `command` once in each environment, again if that fails and the rules allow it. The exit
-    code of it all.
+    """Runs `command` in one process for each environment, and returns the exit code of the run.
 
-    Raises OSError if a process cannot be started; then none is left.
+    environments: called for each attempt, so that each has a free port of its own. logs: the folder
+    for the output of the processes. rules: when to give up, and how often to try again. Raises
+    OSError if a process cannot be started; then all others have been ended.
     """
+    # Folders that we make, the innermost first: `leave_nothing` removes them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-    # of a whole job where its script says so
+    # training.max_minutes counts from here, over all attempts, unless a job script says otherwise.
     started = os.environ.get(STARTED) or str(time.time())
     with (
         Signals() as signals,
@@ -73,21 +87,22 @@ def supervise(
         guarded(Path(beats)) as guard,
     ):
         for restarts in range(rules.max_restarts + 1):
-            processes, kept = [], writable(logs)
+            processes = []
+            kept = writable(logs)
             try:
+                # Start all processes of this attempt, and watch them.
                 for environment in environments():
-                    environment = (
-                        environment
-                        | ({RESTARTS: str(restarts)} if restarts else {})
-                        | {STARTED: started}
-                    )
-                    processes.append(
-                        Process(command, environment, len(processes), kept, Path(beats))
-                    )
-                    guard(processes[-1].pid)
+                    own = environment | {STARTED: started}
+                    if restarts:
+                        own[RESTARTS] = str(restarts)
+                    process = Process(command, own, len(processes), kept, Path(beats))
+                    processes.append(process)
+                    guard(process.pid)
                 failure = watch(processes, rules, signals)
             finally:
                 end(processes, 0.0)
+
+            # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
             if failure is not None and failure.text:
                 say(failure.text)
             if failure is None or signals.count or failure.code == WRONG_SETTINGS:
@@ -100,8 +115,10 @@ def supervise(
 
 
 def watch(processes: list["Process"], rules: RestartPolicy, signals: "Signals") -> Failure | None:
-    """Until all have ended well (None), or one has not and the others are ended. A signal goes to
-    all of them."""
+    """Waits until all processes have ended. None: all succeeded.
+
+    If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
+    """
     while not signals.count:
         codes = [process.look() for process in processes]
         if None not in codes:
@@ -115,32 +132,35 @@ def watch(processes: list["Process"], rules: RestartPolicy, signals: "Signals") 
 def _stopping(
     processes: list["Process"], rules: RestartPolicy, signals: "Signals"
 ) -> Failure | None:
-    """After a signal: they stop by themselves. Where one does not end well, the others have `grace`
-    seconds more.
+    """After the first signal: sends it on, and waits while the processes stop by themselves.
 
-    They are not asked a second time: that would stop them in the middle of saving.
+    If one fails, the others have `rules.grace` seconds more. A second signal ends all at once. The
+    first one is not sent twice: that would stop the processes in the middle of saving.
     """
-    asked, until = 1, math.inf
+    deadline = math.inf
     for process in processes:
         process.send(signals.last)
     while (
         None in [process.look() for process in processes]
-        and signals.count == asked
-        and time.monotonic() < until
+        and signals.count == 1
+        and time.monotonic() < deadline
     ):
-        if until == math.inf and any(process.code for process in processes):
-            until = time.monotonic() + rules.grace
-        if until == math.inf and (failure := _stalled(processes, rules.stall_timeout)):
+        if deadline == math.inf and any(process.code for process in processes):
+            deadline = time.monotonic() + rules.grace
+        if deadline == math.inf and (failure := _stalled(processes, rules.stall_timeout)):
             return _others_ended(failure, processes, rules.grace, signals)
         time.sleep(POLL)
+
+    # Who failed? A process that the signal ended at once takes others with it: they lost a peer.
     left = [process for process in processes if process.code is None]
     failed = [process for process in processes if process.code and process.code not in BY_SIGNAL]
-    # the others may have lost it
     if any(process.code in BY_SIGNAL for process in processes):
         failed = [process for process in failed if not process.is_victim()]
     failure = _named(failed)
+
+    # End those that still run, and say what happened.
     end(left, 0.0)
-    too_late = _ended(left, rules.grace) if left and signals.count == asked else ""
+    too_late = _ended(left, rules.grace) if left and signals.count == 1 else ""
     if failure is not None:
         return Failure(f"{failure.text}\n{too_late}", failure.code) if failure.text else failure
     if not left and not any(process.code for process in processes):
@@ -155,6 +175,7 @@ def _stopping(
 def _others_ended(
     failure: Failure, processes: list["Process"], grace: float, signals: "Signals"
 ) -> Failure:
+    """Ends the other processes after a failure, and adds to its text how long that took."""
     began = time.monotonic()
     end(processes, grace, signals)
     if len(processes) == 1 or not failure.text:
@@ -170,35 +191,41 @@ def _ended(left: list["Process"], grace: float) -> str:
 
 
 def end(processes: list["Process"], grace: float, signals: "Signals | None" = None) -> None:
-    """Asks those that still run to end, and ends them when their time is up, or a signal says it
-    should be at once."""
-    until, asked = time.monotonic() + grace, signals.count if signals else 0
+    """Ends all processes that still run: SIGTERM, then SIGKILL after `grace` seconds.
+
+    A new signal to us, counted in `signals`, ends the waiting. grace=0: SIGKILL at once.
+    """
+    deadline = time.monotonic() + grace
+    signals_before = signals.count if signals else 0
     if grace > 0:
         for process in processes:
             process.send(signal.SIGTERM)
     while (
         None in [p.look() for p in processes]
-        and time.monotonic() < until
-        and (not signals or signals.count == asked)
+        and time.monotonic() < deadline
+        and (not signals or signals.count == signals_before)
     ):
         time.sleep(POLL)
     for process in processes:
         process.kill()
 
 
-# ---- who it was
+# ---- which process is to blame
 
 
 def _named(processes: list["Process"]) -> Failure | None:
-    """Of those that ended badly, the one that the others probably ended because of."""
+    """The failure of the process that probably failed first; None if none has failed.
+
+    A process that reports a lost peer, or that jax aborted, comes after all others.
+    """
     failed = [p for p in processes if p.code not in (None, 0)]
     if not failed:
         return None
     culprit = min(
         failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index)
     )
+    # Process 0 has printed on the screen what is wrong with the settings.
     if culprit.index == 0 and culprit.code == WRONG_SETTINGS:
-        # it has said so on the screen
         return Failure("", WRONG_SETTINGS)
     text = f"{culprit} {how(culprit.code)}"
     if culprit.lost_a_peer():
@@ -209,6 +236,7 @@ def _named(processes: list["Process"]) -> Failure | None:
 
 
 def how(code: int) -> str:
+    """How a process ended, from its exit code as subprocess has it: -9 is SIGKILL."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -220,17 +248,24 @@ def how(code: int) -> str:
 
 
 def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
-    """All wait for one, so all are silent: it is one that is stopped, else one that has not
-    finished the step that others have, else the one that has been silent the longest. Before the
-    first step only a stopped one counts."""
+    """The failure of a run whose processes have all been silent for `limit` seconds; None: not so.
+
+    All processes wait for one, so all are silent. To blame is one that is stopped (SIGSTOP), else
+    one that has not made its first step, else the one that has been silent the longest. Before the
+    first step of all only a stopped process counts.
+    """
     running = [p for p in processes if p.code is None]
     if limit is None or not running:
         return None
+
+    # Seconds since the last heartbeat of each (None: before the first), and since it was stopped.
     silent = {p: p.silence() for p in running}
-    stopped = {p: seconds for p in running if (seconds := p.stopped_for()) is not None}
+    stopped_for = {p: p.stopped_for() for p in running}
+    stopped = {p: seconds for p, seconds in stopped_for.items() if seconds is not None}
     seconds = [s for s in silent.values() if s is not None]
     if max(stopped.values(), default=0) < limit and (not seconds or min(seconds) < limit):
         return None
+
     culprit = max(stopped or silent, key=lambda p: math.inf if silent[p] is None else silent[p])
     state = "is stopped, as by SIGSTOP," if stopped else "stalled"
     lasted = silent[culprit] if silent[culprit] is not None else stopped.get(culprit)
@@ -246,37 +281,56 @@ def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
 
 
 class Process:
-    """One of them, its output, and its heartbeat."""
+    """A process of the run: started, read, and asked whether it is alive."""
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        index: int,
+        logs: Path | None,
+        beats: Path,
     ):
-        self.index, self.rank, self.code, self.ended = (
-            index,
-            int(environment["RANK"]),
-            None,
-            math.inf,
-        )
-        self._beat, self._stopped = beats / f"p{self.rank}", None
+        """Starts it. index: among the processes of this machine; 0 has the screen.
+
+        environment: variables beside our own. logs: the folder of its log; None: the log is not
+        kept. beats: the folder of the heartbeat files. Raises OSError.
+        """
+        self.index = index
+        self.rank = int(environment["RANK"])
+        # the exit code, None while it runs; and when we saw that it had ended
+        self.code: int | None = None
+        self.ended = math.inf
+
+        # the file that the process writes when it is alive, and since when it is stopped
+        self._beat = beats / f"p{self.rank}"
         self._beat.unlink(missing_ok=True)
+        self._stopped: float | None = None
+
+        # Its log, to which earlier attempts have written; this one begins at `_began`.
         self._is_kept = logs is not None
         self._log = (beats if logs is None else logs) / f"p{self.rank}.log"
         self._file = self._log.open("ab", buffering=0)
-        self._began, self._trace, self._heard = self._file.tell(), Trace(), b""
+        self._began = self._file.tell()
+
+        # what process 0 has written to standard error, of which C++ traces are not shown
+        self._trace = Trace()
+        self._received = b""
+
         environment = (
             os.environ | environment | {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         )
-        output = (
-            {"stderr": subprocess.PIPE}
-            if index == 0
-            else {"stdout": self._file, "stderr": subprocess.STDOUT}
+        output = {"stdout": self._file, "stderr": subprocess.STDOUT}
+        if index == 0:
+            output = {"stderr": subprocess.PIPE}
+        self._started = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_us,
+            **output,
         )
-        output |= {
-            "stdin": subprocess.DEVNULL,
-            "start_new_session": True,
-            "preexec_fn": _end_with_us,
-        }
-        self._started = subprocess.Popen(command, env=environment, **output)
         if self._started.stderr is not None:
             os.set_blocking(self._started.stderr.fileno(), False)
 
@@ -285,24 +339,26 @@ class Process:
 
     @property
     def pid(self) -> int:
+        """Its id in the operating system."""
         return self._started.pid
 
     def look(self) -> int | None:
-        """Its exit code, if it has ended; shows what it has said on its standard error since."""
-        # before its last words are read
+        """Its exit code, None while it runs. Shows what it has written to standard error."""
+        # Ask for the exit code first: what it wrote before its end is then all there to read.
         self.code = self._started.poll()
         if self.code is not None:
             self.ended = min(self.ended, time.monotonic())
         if self._started.stderr is not None:
-            while said := self._started.stderr.read(1 << 16):
-                self._heard = (self._heard + said)[-KEPT:]
-                self._keep(said)
-                show(self._trace.without(said))
+            while output := self._started.stderr.read(1 << 16):
+                self._received = (self._received + output)[-KEPT:]
+                self._write_log(output)
+                show(self._trace.without(output))
         return self.code
 
-    def _keep(self, said: bytes) -> None:
+    def _write_log(self, output: bytes) -> None:
+        """Appends to its log. The first time that this fails, a line says so."""
         try:
-            self._file.write(said)
+            self._file.write(output)
         except OSError as error:
             if self._is_kept:
                 say(
@@ -312,11 +368,12 @@ class Process:
             self._is_kept = False
 
     def send(self, number: int) -> None:
+        """Sends it a signal, if it still runs."""
         if self._started.poll() is None:
             self._started.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it and whatever it has started itself."""
+        """Kills it, and all processes that it has started in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._started.pid, signal.SIGKILL)
         self._started.wait()
@@ -329,31 +386,32 @@ class Process:
         self._started.stderr = None
 
     def last_lines(self) -> str:
-        """The end of what it said in this attempt, as far as it is not on the screen."""
-        lines = (
-            Trace()
-            .without(self._said().rstrip(b"\n") + b"\n")
-            .decode(errors="replace")
-            .splitlines()
-        )
-        # it says so on every new connection
-        said = [line for line in lines if not line.startswith("[Gloo] Rank")]
+        """The last lines of its output in this attempt; of process 0, where they are."""
         if self.index == 0:
             return "its last words are above" + (f", and in {self._log}" if self._is_kept else "")
+        output = Trace().without(self._output().rstrip(b"\n") + b"\n")
+        # Gloo prints a greeting for every new connection.
+        lines = [
+            line
+            for line in output.decode(errors="replace").splitlines()
+            if not line.startswith("[Gloo] Rank")
+        ]
         where = "its last lines" + (f", of {self._log}:" if self._is_kept else ":")
-        return "\n".join([where, *(f"  {line}" for line in said[-LAST_LINES:])])
+        return "\n".join([where, *(f"  {line}" for line in lines[-LAST_LINES:])])
 
     def is_victim(self) -> bool:
-        """Whether it ended as those do that another one has left."""
+        """Whether it ended as a process does that has lost another one."""
         return self.code == -signal.SIGABRT or self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
-        said = self._said()
-        return LOST_A_PEER.encode() in said or b"The following tasks are unhealthy" in said
+        """Whether its output says that it has lost another process of the run."""
+        output = self._output()
+        return LOST_A_PEER.encode() in output or b"The following tasks are unhealthy" in output
 
-    def _said(self) -> bytes:
+    def _output(self) -> bytes:
+        """The end of its output in this attempt, at most KEPT bytes."""
         if self.index == 0:
-            return self._heard
+            return self._received
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(max(self._began, self._log.stat().st_size - KEPT))
             return log.read()
@@ -366,25 +424,34 @@ class Process:
         return None
 
     def doing(self) -> str:
-        said = self._beat.read_text().strip() if self._beat.exists() else ""
-        return f" ({said})" if said else ""
+        """What it does by its last heartbeat, such as " (step 3)"; empty if it says nothing."""
+        text = self._beat.read_text().strip() if self._beat.exists() else ""
+        return f" ({text})" if text else ""
 
     def stopped_for(self) -> float | None:
-        """Seconds since it was first seen stopped, each time that it is asked; None: it is not."""
-        self._stopped = (self._stopped or time.monotonic()) if self._is_stopped() else None
-        return None if self._stopped is None else time.monotonic() - self._stopped
+        """Seconds since we first saw it stopped, as by SIGSTOP; None: it is not stopped.
+
+        Call it regularly: it counts from the call that first finds the process stopped.
+        """
+        if not self._is_stopped():
+            self._stopped = None
+            return None
+        self._stopped = self._stopped or time.monotonic()
+        return time.monotonic() - self._stopped
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self._started.pid}/stat").read_text().rpartition(")")[2].split()[
-                0
-            ] in ("T", "t")
+            stat = Path(f"/proc/{self._started.pid}/stat").read_text()
+            # The state is the first word after the command's name, which stands in brackets.
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
 
 class Trace:
-    """Takes the C++ trace out of what a process says when another one is gone: it is in the log,
-    not on the screen."""
+    """Removes the C++ stack traces that jax prints when a process is lost, from a stream of output.
+
+    The traces are still in the log.
+    """
 
     BEGINS = re.compile(
         rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_\w+|client|distributed_runtime\w*)\.(cc|h):"
@@ -394,13 +461,17 @@ class Trace:
     )
 
     def __init__(self):
-        self._inside, self.rest = False, b""
+        self._inside = False
+        # half a line that may belong to a trace
+        self.rest = b""
 
-    def without(self, said: bytes) -> bytes:
-        *lines, rest = (self.rest + said).splitlines(keepends=True) or [b""]
-        # half a line of a trace waits
+    def without(self, output: bytes) -> bytes:
+        """The next piece of output, without the lines of traces."""
+        *lines, rest = (self.rest + output).splitlines(keepends=True) or [b""]
+        # The last line is held back if it is not whole and may belong to a trace.
         if rest.endswith(b"\n") or not re.match(rb"[EF]\d|[ \d*TRa]", rest):
-            lines, rest = [*lines, rest], b""
+            lines.append(rest)
+            rest = b""
         self.rest = rest
         return b"".join(line for line in lines if not self._is_of_a_trace(line))
 
@@ -410,23 +481,28 @@ class Trace:
 
 
 class Signals:
-    """Inside `with`, how often we were asked to stop, and by what."""
+    """Counts the signals to the launcher, inside `with`."""
 
     def __init__(self):
-        self.count, self.last, self._before = 0, signal.SIGTERM, {}
+        # how many came, and the number of the last one
+        self.count = 0
+        self.last = signal.SIGTERM
+        self._handlers_before = {}
 
     def __enter__(self) -> "Signals":
-        # nohup ignores one
-        heard = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._asked) for number in heard}
+        for number in HANDED_ON:
+            # nohup has SIGHUP ignored, and so do we.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers_before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
-    def _asked(self, number: int, _) -> None:
-        self.count, self.last = self.count + 1, number
+    def _on_signal(self, number: int, _) -> None:
+        self.count += 1
+        self.last = number
 
 
 # the guard is started with Python's own paths alone, and finds the package by its third argument
@@ -438,14 +514,15 @@ START_GUARD = (
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
-    """Inside, should we be killed, whatever has this folder in its environment is gone soon after
-    (Linux): guard.py.
+    """A context in which distributed/guard.py ends the run if we are killed (on Linux only).
 
-    Gives a function that is told of each process that was started.
+    folder: our temporary folder, which all processes of the run have in their environment. Yields a
+    function: call it with the id of each process that was started.
     """
     if not sys.platform.startswith("linux"):
         yield lambda _: None
         return
+    # The guard reads a pipe. When we are gone, the pipe closes.
     reading, writing = os.pipe()
     call = [
         sys.executable,
@@ -461,28 +538,27 @@ def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
     guard = subprocess.Popen(call, pass_fds=(reading,), cwd="/", **nothing)
     os.close(reading)
 
-    def say_to_it(text: str) -> None:
-        # somebody ended it
+    def send_to_guard(text: str) -> None:
+        # Somebody may have ended the guard.
         with contextlib.suppress(OSError):
             os.write(writing, text.encode())
 
     try:
-        yield lambda pid: say_to_it(f"{pid}\n")
+        yield lambda pid: send_to_guard(f"{pid}\n")
     finally:
-        say_to_it(".")
+        send_to_guard(".")
         os.close(writing)
         guard.wait()
 
 
 def _end_with_us() -> None:
-    """In a process that has just begun: should the launcher be killed, it is asked to end, too
-    (Linux)."""
+    """Runs in a new process: the kernel will send it SIGTERM if the launcher is killed (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def writable(logs: Path) -> Path | None:
-    """The folder of the logs, made; None where nothing can be written there, which it says."""
+    """Makes the folder of the logs. None, with a line that says so, if it cannot be written."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=logs):
@@ -493,25 +569,26 @@ def writable(logs: Path) -> Path | None:
 
 
 def leave_nothing(logs: Path, made: list[Path]) -> None:
-    """Removes the folders, the innermost first, that were made for a run, if that never began."""
-    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= {
-        ".hydra",
-        LOCK,
-        logs.name,
-    }:
+    """Removes the folders that were made for a run that never began, if nothing else is in them.
+
+    made: the folders, the innermost first; the first one is `logs`.
+    """
+    unused = {".hydra", LOCK, logs.name}
+    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= unused:
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
-            # it holds something else
+            # rmdir fails where something else is in the folder.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 def say(text: str) -> None:
+    """Prints lines of the launcher's own."""
     show("".join(f"launch: {line}\n" for line in text.splitlines()).encode())
 
 
-def show(said: bytes) -> None:
-    # the screen may be a file on a full disk, or gone
+def show(output: bytes) -> None:
+    """Writes to the screen. It may be a file on a full disk, or gone: then nothing is written."""
     with contextlib.suppress(OSError):
-        sys.stderr.buffer.write(said)
+        sys.stderr.buffer.write(output)
         sys.stderr.buffer.flush()

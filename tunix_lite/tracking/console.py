@@ -1,8 +1,8 @@
-"""What a run says: a panel at the start, a live line on a terminal or a plain line a step in a
-pipe, and samples.
+"""What a run prints: a panel at the start, a line for each step, and samples.
 
-Everything said also goes to train.log as plain text. Model output is never read as markup, and what
-in it would act on a terminal is escaped.
+On a terminal the line of the step is updated in place; in a pipe each step has a line of its own.
+All of it also goes to train.log as plain text. Text of the model is never read as markup, and its
+control characters are escaped.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 import rich.console
 import rich.live
@@ -23,26 +24,54 @@ import rich.text
 from tunix_lite.plain_text import SHOWN, visible
 from tunix_lite.types import Metrics
 
+# The metrics in the line of a step, in this order, and how each is written.
+LINE_METRICS = {
+    "train/loss": "loss {:.4f}",
+    "reward/mean": "reward {:.3f}",
+    "completions/correct": "right {:.0%}",
+    "eval/accuracy": "held-out accuracy {:.1%}",
+    "completions/mean_length": "length {:.1f}",
+    "completions/truncated": "cut {:.0%}",
+    "train/kl": "kl {:.4f}",
+    "train/entropy": "entropy {:.3f}",
+    "train/grad_norm": "grad {:.2f}",
+    "train/learning_rate": "lr {:.1e}",
+    "time/step": "{:.2f} s/step",
+}
+
 
 class Console:
-    """The voice of one run."""
+    """The screen and train.log of one run."""
 
     def __init__(
-        self, log_file: Path, max_steps: int, every: int = 1, stream=None, quiet: bool = False
+        self,
+        log_file: Path,
+        max_steps: int,
+        every: int = 1,
+        stream: TextIO | None = None,
+        quiet: bool = False,
     ):
-        """quiet: says nothing on the screen, as of several processes all but the first."""
-        stream = open(os.devnull, "w") if quiet else stream  # noqa: SIM115
+        """log_file: lines are appended to it. every: steps between two lines in a pipe. stream: the
+        screen; None: standard output. quiet: print nothing; of several processes only the first
+        prints. Raises OSError.
+        """
+        if quiet:
+            stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
         self._log = log_file.open("a", encoding="utf-8")
-        self._live = None
-        self._max_steps, self._every = max_steps, every
-        self._began, self._first_step = None, 0
+        self._live: rich.live.Live | None = None
+        self._max_steps = max_steps
+        self._every = every
+        # the clock at the end of the first step, and that step
+        self._began: float | None = None
+        self._first_step = 0
 
     # ---- the start
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """The start-up panel: what runs, on what, how much at a time, and where it writes."""
-        title, rows = visible(title), [(name, visible(text)) for name, text in rows]
+        """Prints the start-up panel. rows: (name, text) of each line."""
+        title = visible(title)
+        rows = [(name, visible(text)) for name, text in rows]
         if self._terminal.is_terminal:
             table = rich.table.Table.grid(padding=(0, 2))
             for name, text in rows:
@@ -56,13 +85,15 @@ class Console:
         self._write(title, *(f"  {name:<11}{text}" for name, text in rows))
 
     def say(self, text: str, style: str = "") -> None:
-        """One line, now."""
+        """Prints one line. style: of rich, such as "bold red"."""
         self._print(text, style)
         self._write(text)
 
     def busy(self, text: str) -> None:
-        """What is being done that takes a while and says nothing itself: loading, compiling,
-        saving."""
+        """Prints what is done now, if it takes long: loading, compiling, saving.
+
+        On a terminal the next line replaces it.
+        """
         if self._terminal.is_terminal:
             self._show(text)
         else:
@@ -72,10 +103,13 @@ class Console:
     # ---- every step
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Prints the line of a step, and writes it to the log. A `Tracker`."""
         line = self.line(step, metrics)
-        # the first step compiles: the pace begins after it
+        # The first step compiles, so the pace is measured from its end.
         if self._began is None and "time/step" in metrics:
-            self._began, self._first_step = time.perf_counter(), step
+            self._began = time.perf_counter()
+            self._first_step = step
+
         self._write(line)
         if self._terminal.is_terminal:
             self._show(line)
@@ -85,32 +119,21 @@ class Console:
             self._print(line)
 
     def line(self, step: int, metrics: Metrics) -> str:
-        """`step 12/120 10% | reward 0.41 | ...`, of what there is."""
+        """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are."""
         parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
         if self._began is not None and step > self._first_step:
             pace = (time.perf_counter() - self._began) / (step - self._first_step)
             parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
-        for key, text in (
-            ("train/loss", "loss {:.4f}"),
-            ("reward/mean", "reward {:.3f}"),
-            ("completions/correct", "right {:.0%}"),
-            ("eval/accuracy", "held-out accuracy {:.1%}"),
-            ("completions/mean_length", "length {:.1f}"),
-            ("completions/truncated", "cut {:.0%}"),
-            ("train/kl", "kl {:.4f}"),
-            ("train/entropy", "entropy {:.3f}"),
-            ("train/grad_norm", "grad {:.2f}"),
-            ("train/learning_rate", "lr {:.1e}"),
-            ("time/step", "{:.2f} s/step"),
-        ):
+        for key, text in LINE_METRICS.items():
             if key in metrics:
                 parts.append(text.format(metrics[key]))
         return " | ".join(parts)
 
     def samples(self, step: int, rows: list[dict]) -> None:
-        """Completions with the extracted answer marked right or wrong."""
+        """Prints completions, each with its extracted answer, marked right or wrong."""
         for row in rows:
-            mark, style = ("right", "green") if row["correct"] else ("wrong", "red")
+            mark = "right" if row["correct"] else "wrong"
+            style = "green" if row["correct"] else "red"
             answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
             text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
             line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
@@ -118,10 +141,11 @@ class Console:
             self._write(line)
 
     def close(self) -> None:
+        """Ends the live line, and closes the log."""
         self._hide()
         self._log.close()
 
-    # ---- how
+    # ---- the screen and the log
 
     def _print(self, text: str, style: str = "") -> None:
         text = visible(text)
@@ -131,10 +155,10 @@ class Console:
             print(text, file=self._terminal.file, flush=True)
 
     def _show(self, text: str) -> None:
+        """Replaces the live line at the bottom of the terminal."""
         text = visible(text)
-        shown = rich.text.Text(
-            text, no_wrap=True, overflow="ellipsis", style="dim" if text.endswith("…") else ""
-        )
+        style = "dim" if text.endswith("…") else ""
+        shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style=style)
         if self._live is None:
             self._live = rich.live.Live(
                 console=self._terminal, refresh_per_second=4, transient=True
@@ -157,70 +181,78 @@ def _cut(text: str) -> str:
 
 
 class Terminal(rich.console.Console):
-    """As wide as the terminal that it writes to: standard output may be another file."""
+    """A rich console that takes its width from the terminal that it really writes to.
+
+    rich itself asks standard output, which may be another file.
+    """
 
     @property
     def size(self) -> rich.console.ConsoleDimensions:
-        # no terminal
+        # An error: it is no terminal.
         with contextlib.suppress(OSError, ValueError):
             found = os.get_terminal_size(self.file.fileno())
-            # a terminal may not know
+            # Zeros: the terminal does not know its size.
             if all(found):
                 return rich.console.ConsoleDimensions(*found)
         return super().size
 
 
-# nobody reads the pipe; the terminal was closed
+# Errors of a pipe that nobody reads, and of a terminal that was closed.
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class Screen:
-    """A stream that may go away, as with `| head` or a closed terminal: what is written afterwards
-    is dropped.
+    """A text stream whose reader may go away, as with `| head` or a closed terminal.
 
-    What its encoding does not have, as where a terminal is set to ASCII, is escaped.
+    Text that is written afterwards is dropped. Characters that the stream's encoding does not have,
+    as on an ASCII terminal, are escaped.
     """
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
+        """Writes the text, if the reader is there."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         self._or_drop(lambda: self._stream.write(text))
 
     def flush(self) -> None:
+        """Flushes the stream, if the reader is there."""
         self._or_drop(self._stream.flush)
 
     def _or_drop(self, action: Callable[[], object]) -> None:
+        """Runs the action. If the reader is gone, all text goes to /dev/null from now on."""
         try:
             action()
         except OSError as error:
             if error.errno not in GONE:
                 raise
             with contextlib.suppress(OSError, ValueError):
-                to_nowhere(self._stream.fileno())
+                redirect_to_null(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
-def to_nowhere(gone: int) -> None:
-    """This file, and standard error if it is the same terminal, become nowhere: or Python would
-    fail at its end."""
-    was, nowhere = os.fstat(gone), os.open(os.devnull, os.O_WRONLY)
+def redirect_to_null(gone: int) -> None:
+    """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal.
+
+    Otherwise Python would fail at its end, when it flushes them.
+    """
+    before = os.fstat(gone)
+    null = os.open(os.devnull, os.O_WRONLY)
     for file in {gone, sys.__stderr__.fileno()}:
         now = os.fstat(file)
-        if file == gone or (
-            stat.S_ISCHR(was.st_mode) and (now.st_dev, now.st_ino) == (was.st_dev, was.st_ino)
-        ):
-            os.dup2(nowhere, file)
-    os.close(nowhere)
+        is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+        if file == gone or (stat.S_ISCHR(before.st_mode) and is_same):
+            os.dup2(null, file)
+    os.close(null)
 
 
 def minutes(seconds: float) -> str:
-    """`48s`, `2m05s`, `3h12m`."""
+    """A duration as `48s`, `2m05s` or `3h12m`."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"

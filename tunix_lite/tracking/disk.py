@@ -1,24 +1,24 @@
-"""A disk that is full, cannot be written or is gone: what people should read of it, whoever noticed
-it."""
+"""Errors of the disk that a run writes to, as messages that say what to do."""
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
 class DiskError(OSError):
-    """A run could not go on writing. The message says where, why, after which step, and what goes
-    on from there."""
+    """A run could not write. The message says where, why, after which step, and how to resume."""
 
 
+# Errors that are always of the disk, in whatever file.
 ANYWHERE = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the disk is read-only",
 }
 GONE = "the folder is gone or cannot be reached"
+# Errors that are of the disk only if the file is in the folder of the run.
 IN_THE_FOLDER = {
     errno.ENOENT: GONE,
     errno.ENOTDIR: GONE,
@@ -32,23 +32,27 @@ IN_THE_FOLDER = {
 
 
 @contextlib.contextmanager
-def disk_errors_explained(folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]):
-    """Inside, an error of the disk that a run in `folder` writes to becomes a DiskError.
+def disk_errors_explained(
+    folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]
+) -> Iterator[None]:
+    """A context that raises errors of the run's disk as DiskError; other errors pass through.
 
-    `when`: "after step 5"; `whole`: the steps of the whole checkpoints, in order, as far as they
-    can be seen.
+    folder: of the run. when: how far the run is, "after step 5". whole: the steps of its whole
+    checkpoints, in order; it may raise OSError. Both are called only after an error.
     """
     try:
         yield
     except Exception as error:
-        if (what := trouble(error, folder)) is None:
+        what = trouble(error, folder)
+        if what is None:
             raise
-        raise DiskError(f"{what}. The run ended {when()}; {_from_where(folder, whole)}") from error
+        raise DiskError(f"{what}. The run ended {when()}; {_resume_hint(folder, whole)}") from error
 
 
-def _from_where(folder: Path, whole: Callable[[], list[int]]) -> str:
-    """What the same command finds, by what is in the folder now."""
-    again, steps = f"the same command with hydra.run.dir={folder} goes on from", []
+def _resume_hint(folder: Path, whole: Callable[[], list[int]]) -> str:
+    """What the same command will find, by what is in the folder now."""
+    again = f"the same command with hydra.run.dir={folder} goes on from"
+    steps = []
     with contextlib.suppress(OSError):
         steps = whole()
     if steps and not (folder / "fingerprint.json").is_file():
@@ -63,25 +67,31 @@ def _from_where(folder: Path, whole: Callable[[], list[int]]) -> str:
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:
-    """`the disk is full: /runs/7/metrics.jsonl`, if that is behind an error of a run in this
-    folder; else None."""
-    for e in _behind(error):
-        if isinstance(e, OSError) and not isinstance(e, DiskError):
-            # an open file does not say its name
-            file = folder if e.filename is None else Path(os.fsdecode(e.filename))
-            is_ours = file.absolute().is_relative_to(folder.absolute())
-            if why := ANYWHERE.get(e.errno) or (IN_THE_FOLDER.get(e.errno) if is_ours else None):
-                return f"{why}: {file}"
+    """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`.
+
+    None if the error and its causes have nothing to do with the disk of the run in `folder`.
+    """
+    for cause in _causes(error):
+        if not isinstance(cause, OSError) or isinstance(cause, DiskError):
+            continue
+        # An error of a file that was open before has no file name.
+        file = folder if cause.filename is None else Path(os.fsdecode(cause.filename))
+        why = ANYWHERE.get(cause.errno)
+        if file.absolute().is_relative_to(folder.absolute()):
+            why = why or IN_THE_FOLDER.get(cause.errno)
+        if why:
+            return f"{why}: {file}"
     return None
 
 
 def reason(error: OSError) -> str:
-    """In few words, why a file could not be written."""
+    """Why a file could not be written, in few words."""
     words = ANYWHERE | IN_THE_FOLDER
     return words.get(error.errno) or error.strerror or str(error)
 
 
-def _behind(error: BaseException | None):
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that caused it, one after the other."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

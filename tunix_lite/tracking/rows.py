@@ -1,5 +1,4 @@
-"""metrics.jsonl read back: every step of a run once and in order, or what is wrong with the file,
-by its line."""
+"""Reads metrics.jsonl back, and checks that it holds every step of a run once and in order."""
 
 import itertools
 import sys
@@ -8,17 +7,19 @@ from pathlib import Path
 
 from tunix_lite.files.untrusted import parse_object, read_lines
 
+# A step must be below this: it must fit into 64 bits.
 MOST_STEPS = 2**63
+# The largest number that a float can hold.
 LARGEST = sys.float_info.max
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
-    """(number from 1, the line, its row) of each line; None: it is no object with a step. No file:
-    no lines.
+    """Each line of the file as (its number from 1, its bytes, its row).
 
-    One line is held at a time, and of a long one only the beginning. Lines end with \\n alone:
-    other characters that end lines elsewhere may stand inside of a JSON text. Raises ValueError if
-    the file cannot be read.
+    The row is None if the line is not the metrics of a step: no JSON object, or without a step. If
+    there is no file there are no lines. One line is held in memory at a time, and only the first
+    MOST_LINE bytes of it. Lines end with \\n alone, because JSON texts may hold other characters
+    that end lines elsewhere. Raises ValueError if the file cannot be read.
     """
     if not file.is_file():
         return
@@ -27,23 +28,25 @@ def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
 
 
 def _row(line: bytes) -> dict | None:
+    """The metrics of a step in a line; None if it holds something else."""
+    # ValueError: the line is no UTF-8, or no JSON object.
     try:
         row = parse_object(line.decode("utf-8"), "the line")
     except ValueError:
-        # bytes that are no UTF-8, too
         return None
     return row if type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS else None
 
 
-def is_number(value) -> bool:
-    """Whether a value of a JSON file is a number that a float can hold: neither NaN, nor one of 400
-    digits."""
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a number that a float can hold, and not NaN or infinite."""
     return type(value) in (int, float) and -LARGEST <= value <= LARGEST
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
-    """Of the steps up to `last` what can be read, as `read_rows` gives it, in order; of no step
-    two."""
+    """The rows of steps up to `last`, as `read_rows` gives them, in increasing order of steps.
+
+    Lines that cannot be read are left out, and rows whose step is not above the one before.
+    """
     before = -1
     for number, line, row in read_rows(file):
         if row is not None and before < row["step"] <= last:
@@ -52,7 +55,7 @@ def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
 
 
 def drops_rows(file: Path, last: int) -> bool:
-    """Whether there stands something before the row of `last` that `rows_until` leaves out."""
+    """Whether `rows_until(file, last)` leaves out a line that is before its last one."""
     kept = {number for number, _, _ in rows_until(file, last)}
     end = max(kept, default=0)
     return any(
@@ -61,40 +64,46 @@ def drops_rows(file: Path, last: int) -> bool:
 
 
 def check_rows(file: Path, last: int, began: int | None) -> None:
-    """Raises ValueError, with the line, unless the file has each step from the run's first to
-    `last` once, in order.
+    """Raises ValueError unless the file holds each step of the run up to `last` once, in order.
 
-    began: the step that the run began from, whose evaluation may stand there, too; None: not known.
-    What follows the row of `last` does not count: a run that was killed wrote it after its last
-    checkpoint, perhaps by half.
+    last: the step of the newest checkpoint. began: the step that the run began from, which may have
+    a row, too, with its evaluation; None: not known. Lines after the row of `last` do not count: a
+    run that was killed wrote them after its last checkpoint, and the last one may be cut off.
     """
+    # the number of the last line that counts
     end = max(
         (number for number, _, row in read_rows(file) if row is not None and row["step"] <= last),
         default=0,
     )
+
+    # Each step must follow the one before.
     before = None
     for number, line, row in itertools.islice(read_rows(file), end):
-        if row is None and line.strip():
-            raise ValueError(f"line {number} of {file} is not the metrics of a step")
-        if row is not None:
-            step = row["step"]
-            first = (0, step) if began is None else (0, 1) if began == 0 else (began + 1,)
-            if before is None and step not in first:
-                raise ValueError(
-                    f"{file} begins with step {step}, and the run with step {began + 1}"
-                )
-            if before is not None and step != before + 1:
-                raise ValueError(
-                    f"line {number} of {file} is of step {step}, and the one before it of step "
-                    f"{before}"
-                )
-            before = step
+        if row is None:
+            if line.strip():
+                raise ValueError(f"line {number} of {file} is not the metrics of a step")
+            continue
+        step = row["step"]
+        if before is None and not _may_be_first(step, began):
+            raise ValueError(f"{file} begins with step {step}, and the run with step {began + 1}")
+        if before is not None and step != before + 1:
+            raise ValueError(
+                f"line {number} of {file} is of step {step}, and the one before it of step {before}"
+            )
+        before = step
+
+    # The last one must be that of the checkpoint.
     if before != last and last != (began or 0):
-        there = (
-            "is not there"
-            if not file.is_file()
-            else "holds no step"
-            if before is None
-            else f"ends with {before}"
-        )
+        there = f"ends with {before}"
+        if before is None:
+            there = "holds no step" if file.is_file() else "is not there"
         raise ValueError(f"{file} {there}, and the newest checkpoint is of step {last}")
+
+
+def _may_be_first(step: int, began: int | None) -> bool:
+    """Whether the metrics of a run that began from step `began` may begin with this step."""
+    if began is None:
+        return True
+    if began == 0:
+        return step in (0, 1)
+    return step == began + 1

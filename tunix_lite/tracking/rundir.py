@@ -1,4 +1,4 @@
-"""The folder of a run: what stands in it, and the status that says how the run ended."""
+"""The folder of a run: the names of its files, and status.json, which says how the run ended."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,59 +19,77 @@ from tunix_lite.tracking.rows import is_number, rows_until
 
 @dataclass(frozen=True)
 class RunDir:
-    """outputs/<project_name>/<date>/<time>/ and the names of what is in it.
+    """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files.
 
-    Of several processes each has a log of its own; everything else is written by the first, and by
-    no other.
+    Each process writes a log of its own. All other files are written by process 0 alone.
+
+    Example: `RunDir(Path("outputs/latest")).metrics` is outputs/latest/metrics.jsonl.
     """
 
-    # the model's settings: what generate, chat and export read
+    # the file with the settings of the model, which generate, chat and export read
     MODEL = "model.json"
 
+    # the folder
     path: Path
+    # the id of this process
     process: int = 0
 
     @property
     def is_first(self) -> bool:
+        """Whether this is process 0, which writes the files."""
         return self.process == 0
 
     @property
     def log(self) -> Path:
+        """train.log, or that of another process than the first."""
         return self.path / ("train.log" if self.is_first else f"train.p{self.process}.log")
 
     @property
     def metrics(self) -> Path:
+        """The metrics of all steps: tracking/rows.py."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints: checkpoint.py."""
         return self.path / "checkpoints"
 
     @property
     def status(self) -> Path:
+        """How far the run is and how it ended: `Status`."""
         return self.path / "status.json"
 
     @property
     def fingerprint(self) -> Path:
+        """The settings that made the checkpoints: runs/fingerprint.py."""
         return self.path / "fingerprint.json"
 
     @property
     def reference(self) -> Path:
+        """Which weights the reference policy has: runs/reference.py."""
         return self.path / "reference.json"
 
     @property
     def kept_reference(self) -> Path:
+        """The folder of the reference policy's weights, where the run keeps them."""
         return self.path / "reference"
 
     def skipped(self, step: int) -> Path:
+        """The file with the batch of an update that was not finite: `write_skipped`."""
         return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
-        """Raises ValueError if the folder could not be made or written, or what must be a file in
-        it is a folder."""
-        there = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        """Raises ValueError if a run could not write here.
+
+        That is, if the folder cannot be made or written, if it has a folder where a run has a file,
+        or a file where a run has a folder. Writes a temporary file of 64 KiB.
+        """
+        parents = (self.path.absolute(), *self.path.absolute().parents)
+        there = next(path for path in parents if path.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
+
+        # What must be a file in it.
         for file in (
             self.log,
             self.metrics,
@@ -84,22 +103,27 @@ class RunDir:
                     f"{file} is a folder, and the run keeps a file of that name: move the folder "
                     "away"
                 )
-            # whoever reads it waits
+            # Reading a pipe would wait for ever.
             if file.is_fifo() or file.is_socket():
                 raise ValueError(
                     f"{file} is not a file, and the run keeps a file of that name: move it away"
                 )
+
+        # What must be a folder in it.
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
                 raise ValueError(
                     f"{folder} is a file, and the run keeps a folder of that name: move the file "
                     "away"
                 )
-        for folder in (there, *(p for p in (self.checkpoints,) if p.is_dir())):
+
+        # Permissions say nothing about a full disk, so try to write.
+        folders = [there]
+        if self.checkpoints.is_dir():
+            folders.append(self.checkpoints)
+        for folder in folders:
             try:
-                with tempfile.TemporaryFile(
-                    dir=folder
-                ) as file:  # asking for permission says nothing of a full disk
+                with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(64 * 1024))
                     file.flush()
                     os.fsync(file.fileno())
@@ -111,58 +135,70 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def point_latest_here(self) -> None:
-        """Points `outputs/latest` here, if this lies under a folder named outputs: once there is a
-        checkpoint.
+        """Points the link outputs/latest here, if this folder is below one that is named outputs.
 
-        So that whoever names it finds one, though another run has begun since.
+        A run calls it after its first checkpoint, so that outputs/latest always has one.
         """
-        # of outputs/latest, the folder that it points to
+        # The run may have been given outputs/latest itself as its folder.
         whole = self.path.resolve()
-        outputs = next((p for p in whole.parents if p.name == "outputs"), None)
+        outputs = next((parent for parent in whole.parents if parent.name == "outputs"), None)
         if outputs is not None and self.is_first:
+            # A new link replaces the old one at once, so that there always is one.
             fresh = outputs / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(whole.relative_to(outputs), target_is_directory=True)
             fresh.replace(outputs / "latest")
 
     def write_model(self, settings: dict) -> None:
-        """model.json: what `read_model` gives back."""
+        """Writes model.json, which `read_model` reads. settings: `model` and `seed`."""
         self.write_json(self.path / self.MODEL, settings)
 
     def write_json(self, file: Path, values: dict) -> None:
-        """Replaces the file as a whole: a reader never sees half of it."""
+        """Writes a JSON file, which replaces the old one at once: a reader never sees half of it.
+
+        Processes other than the first write nothing. Raises OSError.
+        """
         if self.is_first:
             fresh = file.with_suffix(".json.tmp")
             fresh.write_text(json.dumps(values, indent=2) + "\n")
             fresh.replace(file)
 
     def read_model(self) -> dict:
-        """The `model` settings of the run and its seed. Raises ValueError if there are none."""
+        """The settings of the run's model and its seed, {"model": {...}, "seed": 0}.
+
+        Raises ValueError if this is not the folder of a run, or if model.json is damaged.
+        """
         file = self.path / self.MODEL
         if not file.is_file():
             raise ValueError(f"{self.path} is not the folder of a run: it has no {self.MODEL}")
-        said = read_object(file)
+        found = read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
-            if type(said.get(key)) is not kind:
+            value = found.get(key)
+            if type(value) is not kind:
                 raise ValueError(
-                    f"{file}: {key} is {shown(said.get(key))}; this is not the {self.MODEL} of a "
-                    "run"
+                    f"{file}: {key} is {shown(value)}; this is not the {self.MODEL} of a run"
                 )
-        return {"model": said["model"], "seed": said["seed"]}
+        return {"model": found["model"], "seed": found["seed"]}
 
     def accuracies(self, until: int) -> dict:
-        """`eval` of status.json by the lines of metrics.jsonl up to this step; {} if they hold no
-        accuracy."""
-        seen = [
-            {"accuracy": row["eval/accuracy"]}
-            for _, _, row in rows_until(self.metrics, until)
-            if _is_seen(row)
-        ]
-        return {"first": seen[0], "last": seen[-1]} if seen else {}
+        """The first and last held-out accuracy in metrics.jsonl up to step `until`.
 
-    def write_skipped(self, step: int, arrays: dict) -> Path:
-        """skipped/step_000010.npz: the batch of an update that was not finite, [B, T] each, by
-        name."""
+        As `eval` of status.json has them, {"first": {"accuracy": 0.2}, "last": {"accuracy": 0.4}};
+        {} if there are none.
+        """
+        found = []
+        for _, _, row in rows_until(self.metrics, until):
+            accuracy = row.get("eval/accuracy")
+            if is_number(accuracy):
+                found.append({"accuracy": accuracy})
+        return {"first": found[0], "last": found[-1]} if found else {}
+
+    def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
+        """Writes skipped/step_000010.npz: the batch of an update that was not finite.
+
+        arrays: the fields of the batch by name, [B, T] each. Returns the file. `tunix-lite replay`
+        reads it.
+        """
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
@@ -173,66 +209,89 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict]) -> None:
-        """samples/step_000010.jsonl: one completion a line. JSON escapes controls; halves of
-        characters are ours."""
+        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line."""
         if not self.is_first:
             return
-        (self.path / "samples").mkdir(exist_ok=True)
-        file = self.path / "samples" / f"step_{step:06d}.jsonl"
-        rows = [
-            {k: encodable(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows
-        ]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folder = self.path / "samples"
+        folder.mkdir(exist_ok=True)
+
+        # JSON escapes control characters, but not the half characters that a model may produce.
+        lines = []
+        for row in rows:
+            clean = {
+                name: encodable(value) if isinstance(value, str) else value
+                for name, value in row.items()
+            }
+            lines.append(json.dumps(clean) + "\n")
+        (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
 
 
 class Status:
-    """status.json: how far the run is, how good it was at first and last, and how it ended.
+    """status.json: how far the run is, its first and last held-out accuracy, and how it ended.
 
-    Written with each evaluation and each checkpoint, so that a run that is killed loses nothing of
-    it that counts.
+    It is written with each evaluation and each checkpoint, so a run that is killed keeps both.
     """
 
     def __init__(self, run_dir: RunDir, about: dict | None = None):
-        """`about` does not change during the run: seed, mesh, versions. What an earlier part of the
-        run said stays."""
-        self._run_dir, self.about, self._began = run_dir, about or {}, time.perf_counter()
-        self.steps, self.started = 0, False
+        """about: what does not change during the run, such as seed, mesh and versions.
+
+        Reads the status.json of an earlier part of the run, if there is one.
+        """
+        self._run_dir = run_dir
+        self.about = about or {}
+        self._began = time.perf_counter()
+        # updates done, and whether the loop has begun
+        self.steps = 0
+        self.started = False
+        # {"first": {"accuracy": ...}, "last": {"accuracy": ...}}, or {}
+        self.eval: dict = {}
         self.eval, self._seconds_before, self._began_from, _ = read_status(run_dir.status)
-        # what made it end before its last step, with a checkpoint
+        # the reason why it ended before its last step, with a checkpoint, such as "SIGTERM"
         self.stopped: str | None = None
 
     @property
     def seconds(self) -> float:
-        """Spent on the run, its earlier parts included."""
+        """Seconds spent on the run, its earlier parts included."""
         return self._seconds_before + time.perf_counter() - self._began
 
     def progress(self) -> str:
-        """How far the run is, as the end of a sentence."""
+        """How far the run is, as the end of a sentence: `after step 5`."""
         return f"after step {self.steps}" if self.started else "before its first step"
 
     def start(self, step: int, begins: bool = False) -> None:
-        """The run goes on from `step`; from 0 it forgets what an earlier one said, else what was
-        seen after `step`.
+        """Writes that the run starts, or resumes, at `step`.
 
-        begins: it takes that step from another run's folder, or from nowhere.
+        begins: its checkpoint is from another run's folder, so this run begins here. At step 0 the
+        accuracies and seconds of an earlier run are dropped; else the accuracies after `step`.
         """
-        self.steps, self.started = step, True
-        self._began_from = step if begins or step == 0 else self._began_from
+        self.steps = step
+        self.started = True
+        if begins or step == 0:
+            self._began_from = step
         if step == 0:
-            self.eval, self._seconds_before = {}, 0.0
-        elif seen := self._run_dir.accuracies(step):
-            self.eval = seen | {"first": self.eval.get("first", seen["first"])}
+            self.eval = {}
+            self._seconds_before = 0.0
+        else:
+            found = self._run_dir.accuracies(step)
+            if found:
+                self.eval = found | {"first": self.eval.get("first", found["first"])}
         self.write("running")
 
     def record_accuracy(self, accuracy: float) -> None:
-        """A held-out accuracy: the first stays the first."""
+        """Remembers a held-out accuracy as the last one, and the very first also as the first."""
         self.eval.setdefault("first", {"accuracy": accuracy})
         self.eval["last"] = {"accuracy": accuracy}
 
-    def write(self, word: str, **more) -> None:
-        more |= {"stopped": self.stopped} if self.stopped else {}
+    def write(self, word: str, **more: Any) -> None:
+        """Writes status.json. word: running, completed, stopped, failed or interrupted.
+
+        more: further entries, such as error="...". Raises OSError.
+        """
+        if self.stopped:
+            more["stopped"] = self.stopped
         more = {
-            name: visible(text) if isinstance(text, str) else text for name, text in more.items()
+            name: visible(value) if isinstance(value, str) else value
+            for name, value in more.items()
         }
         status = {
             "status": word,
@@ -240,66 +299,68 @@ class Status:
             "seconds": round(self.seconds, 1),
             "eval": self.eval,
         }
-        began = {} if self._began_from is None else {"began_from": self._began_from}
-        self._run_dir.write_json(self._run_dir.status, {**status, **began, **more, **self.about})
+        if self._began_from is not None:
+            status["began_from"] = self._began_from
+        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
 
     def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
         """The lines that end the output of a run, each with its style for the console.
 
         resume_hint: the setting with which the same command resumes, `hydra.run.dir=FOLDER`.
         """
-        said = []
+        lines = []
         if self.eval:
-            first, last = (self.eval[k]["accuracy"] for k in ("first", "last"))
-            said.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
-        said.append(
-            (
-                f"{self.steps} steps in {minutes(self.seconds)}; everything is in "
-                f"{self._run_dir.path}",
-                "",
-            )
+            first = self.eval["first"]["accuracy"]
+            last = self.eval["last"]["accuracy"]
+            lines.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
+        duration = minutes(self.seconds)
+        lines.append(
+            (f"{self.steps} steps in {duration}; everything is in {self._run_dir.path}", "")
         )
         if self.stopped:
             what = (
                 f"with {resume_hint} goes on" if self.steps else "begins anew, as no step was made"
             )
-            said.append((f"stopped by {self.stopped}; the same command {what}", ""))
-        return said
+            lines.append((f"stopped by {self.stopped}; the same command {what}", ""))
+        return lines
 
 
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
-    """(eval, seconds, the step that the run began from or None where nobody says, what is wrong) of
-    a status.json.
+    """Reads a status.json: (eval, seconds, began_from, what is wrong with it).
 
-    No file: no run was here. What cannot be read is left out, and said in the last of them: the run
-    itself does not depend on it.
+    began_from is the step that the run began from; None: not known. What cannot be read is replaced
+    by {}, 0.0 or None and named in the last text, because a run does not depend on it. If there is
+    no file, no run was here.
     """
     if not os.path.lexists(file):
         return {}, 0.0, None, ""
+    # A full disk may have left half a file.
     try:
-        said = read_object(file)
+        status = read_object(file)
     except ValueError as error:
-        # a full disk left half a file
         return {}, 0.0, None, str(error)
-    seen, seconds, began = said.get("eval", {}), said.get("seconds", 0.0), said.get("began_from")
+
     wrong = []
-    names = {"first", "last"}
-    if (
-        not isinstance(seen, dict)
-        or set(seen) not in (set(), names)
-        or not all(map(_has_accuracy, seen.values()))
-    ):
-        wrong, seen = [*wrong, "eval"], {}
+    accuracies = status.get("eval", {})
+    if not _is_eval(accuracies):
+        wrong.append("eval")
+        accuracies = {}
+    seconds = status.get("seconds", 0.0)
     if not is_number(seconds) or seconds < 0:
-        wrong, seconds = [*wrong, "seconds"], 0.0
+        wrong.append("seconds")
+        seconds = 0.0
+    began = status.get("began_from")
     if began is not None and (type(began) is not int or began < 0):
-        wrong, began = [*wrong, "began_from"], None
-    return seen, seconds, began, f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
+        wrong.append("began_from")
+        began = None
+    problem = f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
+    return accuracies, seconds, began, problem
 
 
-def _has_accuracy(value) -> bool:
-    return isinstance(value, dict) and is_number(value.get("accuracy"))
-
-
-def _is_seen(row: dict) -> bool:
-    return is_number(row.get("eval/accuracy"))
+def _is_eval(value: object) -> bool:
+    """Whether a value of status.json is {} or has a first and a last accuracy."""
+    if not isinstance(value, dict) or set(value) not in (set(), {"first", "last"}):
+        return False
+    return all(
+        isinstance(found, dict) and is_number(found.get("accuracy")) for found in value.values()
+    )

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go. A tracker is anything with `log(step, metrics)` and `close()`."""
+"""Where metrics are written: metrics.jsonl, TensorBoard, or a tracker of the user's own."""
 
 import itertools
 import json
@@ -14,25 +14,32 @@ from tunix_lite.types import Metrics
 
 
 class Tracker(Protocol):
-    """The whole interface. `step` is the number of updates done; metrics are plain numbers by
-    "part/name"."""
+    """What a class must have to take metrics; it needs no base class.
 
-    def log(self, step: int, metrics: Metrics) -> None: ...
+    Example: `tracker.log(12, {"train/loss": 0.31, "reward/mean": 0.5})`.
+    """
 
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None:
+        """step: the number of updates done. metrics: plain numbers by "part/name"."""
+        ...
+
+    def close(self) -> None:
+        """Called once, at the end of the run, also after an error."""
+        ...
 
 
 class JsonLines:
-    """metrics.jsonl: one object a step. Without its time/, perf/ and memory/ keys it is the same
-    for the same seed."""
+    """Writes metrics.jsonl, one JSON object a step.
+
+    Without its time/, perf/ and memory/ keys it is the same, byte for byte, for one seed.
+    """
 
     def __init__(self, file: Path, resume_at: int | None = None):
-        """`resume_at`: steps after it, written by a run that died before its next checkpoint, are
-        cut off.
+        """resume_at: the step of the checkpoint that the run resumes from; None: begin a new file.
 
-        Where something before them would be left out, as lines that cannot be read (prepare refuses
-        them, unless the user wants to go on), the file stays as it is under another name,
-        `damaged_copy`.
+        Later steps in the file, from a run that died before its next checkpoint, are cut off. If an
+        earlier line would be lost, because it cannot be read, the file is first copied to
+        `damaged_copy(file)`; set-up refuses such a file unless the user forces it. Raises OSError.
         """
         if resume_at is not None and file.is_file():
             if drops_rows(file, resume_at):
@@ -44,45 +51,49 @@ class JsonLines:
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Numbers that are not finite become null, which is all that JSON has for them."""
-        said = {
-            name: None if _is_not_finite(value) else value
-            for name, value in sorted(metrics.items())
-        }
-        self._file.write(json.dumps({"step": step, **said}, allow_nan=False) + "\n")
+        """Writes the row of a step. NaN and infinity become null: JSON has no such numbers."""
+        row = {"step": step}
+        for name, value in sorted(metrics.items()):
+            row[name] = None if _is_not_finite(value) else value
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
-def _is_not_finite(value) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def damaged_copy(file: Path) -> Path:
-    """metrics.damaged-1.jsonl, or the next number that is free."""
+    """A free name for a copy of the file: metrics.damaged-1.jsonl, or the next number."""
     names = (file.with_name(f"{file.stem}.damaged-{n}{file.suffix}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 class TensorBoard:
-    """Event files in the run's folder, for `tensorboard --logdir outputs/`.
+    """Writes event files into the run's folder, for `tensorboard --logdir outputs/`.
 
-    Written here and now: SummaryWriter does it in a thread, and once a full disk has ended that
-    thread, its next log waits forever.
+    It writes in the calling thread. tensorboardX's SummaryWriter writes in a thread of its own, and
+    once a full disk has ended that thread, its next log waits for ever.
     """
 
+    # Seconds between two flushes.
     FLUSH_SECONDS = 30
 
     def __init__(self, folder: Path, resume_at: int | None = None):
-        """`resume_at`: what earlier event files say of later steps is no longer shown."""
-        # here, because it imports torch where there is one: over a second
+        """resume_at: TensorBoard no longer shows later steps of earlier event files."""
+        # Imported here, because it imports torch if there is one, which takes over a second.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
 
-        self._event, self._scalar, self._flushed = Event, scalar, 0.0
+        self._event = Event
+        self._scalar = scalar
+        # the clock at the last flush
+        self._flushed = 0.0
         self._file = EventsWriter(str(folder / "events"))
         if resume_at is not None:
             self._file.write_event(
@@ -90,6 +101,7 @@ class TensorBoard:
             )
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Writes the metrics of a step, one event for each number."""
         for name, value in metrics.items():
             if isinstance(value, numbers.Real):
                 self._file.write_event(
