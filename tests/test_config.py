@@ -286,6 +286,12 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
     assert compose(["sharding=sequence_parallel"]).sharding.train == RULES | {"residual_seq": "tp"}
 
 
+def test_the_two_tables_of_rules_are_written_once_and_changed_apart():
+    changed = compose(["sharding=data_parallel", "sharding.rollout.heads=null"]).sharding
+    assert changed.rollout == RULES | {"heads": None}
+    assert changed.train == RULES | {"embed": None, "embed_blocks": None}
+
+
 @pytest.mark.parametrize("old, new", RENAMED.items())
 def test_a_target_of_an_earlier_version_is_what_it_is_called_today(old, new, capsys):
     module, _, name = new.rpartition(".")
@@ -315,6 +321,20 @@ def test_a_run_of_before_the_renaming_is_the_same_run(tmp_path):
     file = tmp_path / "fingerprint.json"
     file.write_text(text)
     assert check_same_run(json.loads(json.dumps(ours)), read_fingerprint(file), tmp_path, force=False) == ""
+
+
+def test_a_setting_that_an_earlier_version_did_not_have_is_compared_with_its_default(tmp_path):
+    ours = json.loads(json.dumps({"model": {}, "task": plain(compose([]).task)}))
+    theirs = json.loads(json.dumps(ours))
+    for reward in theirs["task"]["rewards"].values():
+        del reward["group"]
+    assert check_same_run(ours, theirs, tmp_path, force=False) == ""
+    ours["task"]["rewards"]["correct"]["group"] = True
+    with pytest.raises(ValueError, match=r"task.rewards.correct.group: True here, None there"):
+        check_same_run(ours, theirs, tmp_path, force=False)
+    del theirs["task"]["rewards"]["correct"]["fn"]  # it has no default: something else was meant
+    with pytest.raises(ValueError, match=r"task.rewards.correct.fn: "):
+        check_same_run(ours, theirs, tmp_path, force=False)
 
 
 ADDRESSED = [

@@ -33,10 +33,10 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, scored_batch_shapes
+from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, abstract, scored_batch_shapes
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout import engine
+from tunix_lite.rollout import engine, memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
@@ -204,6 +204,15 @@ def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
     whole = 2 * MATRICES  # of a tp shard
     assert estimate.rollout(case)["weights to sample"] == 2 * whole + 4 * SCALES
     assert estimate.rollout(replace(case, sampling_weights="sharded"))["weights to sample"] == 2 * MATRICES + 4 * SCALES
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.lora.rank=4", "model.lora.base=int8"]], ids=["full", "int8 base"])
+def test_the_declared_weights_to_sample_with_are_the_arrays_at_hand(cfg, overrides):
+    """A run asks its arrays how many bytes they take gathered, a plan the table that declares them."""
+    set_mesh(2, 2)
+    case = case_of(cfg, ["training.mixed_precision=bf16", *overrides])
+    acting = abstract(case).acting(case)
+    assert memory.gathered_bytes(acting, cfg, case.dtype) == estimate.sampling_copy(case, is_gathered=True)
 
 
 def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):

@@ -65,7 +65,7 @@ class Rollout:
     completion_mask: Any  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
     logprobs: Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
     finish: Any  # [B] int8, index into FINISH
-    full_logprobs: Any  # [B, T] float32 under softmax(scores / temperature), nothing cut off
+    full_logprobs: Any  # [B, T] float32 under softmax(logits / temperature), nothing cut off
     # [B, 2] from the start of the rollout until the first tokens, and until the end
     seconds: Any = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took

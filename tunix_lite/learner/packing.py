@@ -1,21 +1,21 @@
-"""Where the tokens of a batch stand while a model trains on them, so that padding is not computed.
+"""Bin packing: where the tokens of a batch stand in rows, so that padding is not computed.
 
-A batch is [B, T]: left-padded prompts, then right-padded completions. A layout sets its sequences
+A batch is [B, T]: left-padded prompts, then right-padded completions. Packed, its sequences stand
 side by side in rows [R, W]; M is the most tokens of a row that count. A loss is a weighted sum over
-tokens, so every layout has the same. Neighbours that start with the same prompt may share it: it
-stands once, in the lead of the row, and their completions are branches in its lanes. What stands in
-a lane sees the lead and that lane, never another lane, so attention costs no more than without
-sharing.
+tokens, so it is the same however they stand. Neighbours that start with the same prompt may share
+it: the prompt stands once, in the prefix of the row, and their completions stand in its lanes. What
+stands in a lane sees the prefix and that lane, never another lane, so attention costs no more than
+without sharing.
 
 Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row
-with a lead of 3 columns and two lanes of 3:
+with a prefix of 3 columns and two lanes of 3:
 
-  tokens       5 6 3|7 8 4|9 . .
-  segment_ids  1 1 2|1 1 2|1 0 0    a token sees only its segment,
-  completion   0 0 0|1 1 1|2 0 0    of that branch 0 and its own branch,
-  positions    0 1 0|2 3 1|2 0 0    of those what stands at its position or before
-  scored       3 4 5 6              the columns of 7 8 4 9
-  previous     1 3 2 1              the columns whose hidden states predict them: 7 and 9 follow 6
+  tokens          5 6 3|7 8 4|9 . .
+  segment_ids     1 1 2|1 1 2|1 0 0    a token sees only its segment,
+  completion_ids  0 0 0|1 1 1|2 0 0    of that the prompt, 0, and its own completion,
+  positions       0 1 0|2 3 1|2 0 0    of those what stands at its position or before
+  scored          3 4 5 6              the columns of 7 8 4 9
+  previous        1 3 2 1              the columns whose hidden states predict them: 7, 9 follow 6
 """
 
 import itertools
@@ -28,10 +28,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """What a packed row has room for, in columns: shared prompts in its lead, then `lanes` lanes of
-    `lane` each."""
+    """What a packed row has room for, in columns: shared prompts in its prefix, then lanes.
 
-    lane_columns: int
+    Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
+    """
+
+    lane_columns: int  # of each lane
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
@@ -64,14 +66,14 @@ class Packed:
     shape: tuple[int, int]  # (B, T)
     num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
 
-    def place(self, x_BT, fill=0) -> np.ndarray:
+    def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
         """[B, T] -> [R, W], `fill` where nothing stands. A shared prompt has the values of its
         first sequence."""
         x_RW = np.asarray(x_BT).reshape(-1)[self.source]
         x_RW[self.source < 0] = fill
         return x_RW
 
-    def back(self, x_RW) -> np.ndarray:
+    def back(self, x_RW: np.ndarray) -> np.ndarray:
         """[R, W] -> [B, T]: the values at the tokens that count, 0 elsewhere."""
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros(self.shape, x_RW.dtype)
@@ -81,45 +83,56 @@ class Packed:
         return x_BT
 
 
-def unpacked(token_mask_BT, counts_BT) -> Packed:
+def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
     """The rows are the sequences where they stand; the real tokens of each must be contiguous.
 
-    ValueError where a token counts that nothing predicts.
+    counts_BT: bool, which tokens count. Raises ValueError where a token counts that nothing
+    predicts.
     """
-    token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
+    token_mask_BT = np.asarray(token_mask_BT, bool)
+    counts_BT = np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
     T = counts_BT.shape[1]
+    previous_BT = np.broadcast_to(np.arange(T) - 1, counts_BT.shape)
     return Packed(
         source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
         segment_ids=token_mask_BT.astype(np.int32),
         positions=np.maximum(token_mask_BT.cumsum(axis=1, dtype=np.int32) - 1, 0),
         completion_ids=None,
-        **_scored(counts_BT, np.broadcast_to(np.arange(T) - 1, counts_BT.shape), RowShape(T)),
+        **_scored(counts_BT, previous_BT, RowShape(T)),
         shape=counts_BT.shape,
         num_parts=1,
     )
 
 
 def packed(
-    tokens_BT, token_mask_BT, counts_BT, shape: RowShape, rows_per_part, num_parts, shards
+    tokens_BT: np.ndarray,
+    token_mask_BT: np.ndarray,
+    counts_BT: np.ndarray,
+    shape: RowShape,
+    rows_per_part: int,
+    num_parts: int,
+    shards: int,
 ) -> Packed:
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
     last.
 
     Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see
     is dropped: what follows the last such token of a sequence, and a sequence without any. With a
-    lead, neighbours with the same prompt share it: what stands before the last `lane` columns, as
-    far as none of it counts. ValueError where a sequence does not fit into a row, where rows run
-    out (`rows_needed_at_most` and `shared_rows_at_most` say how many do), and as in `unpacked`.
+    prefix, neighbours with the same prompt share it: what stands before the last `lane_columns`
+    columns, as far as none of it counts. Raises ValueError where a sequence does not fit into a
+    row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how many it takes),
+    and as `unpacked` does.
     """
-    token_mask_BT, counts_BT = np.asarray(token_mask_BT, bool), np.asarray(counts_BT, bool)
+    token_mask_BT = np.asarray(token_mask_BT, bool)
+    counts_BT = np.asarray(counts_BT, bool)
+
+    # what stands in one row together, and where
     sequences = _sequences(token_mask_BT, counts_BT, shape)
-    units = [
-        unit
-        for group in _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
-        for unit in group
-    ]
-    row_of_unit, lanes_of_unit = _placed(units, shape)
+    groups = _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
+    units = [unit for group in groups for unit in group]
+    row_of_unit, lanes_of_unit = _first_fit_rows(units, shape)
+
     # tokens of each used row
     fills = np.bincount(row_of_unit, [unit.tokens for unit in units])
     num_rows = shards * num_parts * rows_per_part
@@ -128,11 +141,14 @@ def packed(
             f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only "
             f"{num_rows}"
         )
-    row_of_unit = _dealt(fills, rows_per_part, num_parts, shards)[row_of_unit]
-    arrays, previous_RW = _laid_out(units, row_of_unit, lanes_of_unit, num_rows, shape)
+    row_of_unit = _spread_rows(fills, rows_per_part, num_parts, shards)[row_of_unit]
+
+    arrays, previous_RW = _fill_rows(units, row_of_unit, lanes_of_unit, num_rows, shape)
+    if not shape.prefix_columns:
+        arrays["completion_ids"] = None
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
     return Packed(
-        **arrays | ({} if shape.prefix_columns else {"completion_ids": None}),
+        **arrays,
         **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
         num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
@@ -163,26 +179,27 @@ class _Sequence(NamedTuple):
     """What is kept of one sequence, as places in the flattened batch."""
 
     start: int  # its first real token
-    lead: int  # tokens of its prompt, which it could share, if the row has a lead
+    prefix: int  # tokens of its prompt, which it could share, if the row has a prefix
     stop: int  # one past its last token that counts
 
 
 class _Unit(NamedTuple):
-    """What stands in one row together: a shared lead, and the rest of each sequence that has it."""
+    """What stands in one row together: a shared prompt, and the rest of its sequences."""
 
-    lead: int  # tokens
+    prefix: int  # tokens
     sequences: list[_Sequence]
 
     @property
     def lengths(self) -> list[int]:
-        return [one.stop - one.start - self.lead for one in self.sequences]
+        """Tokens of each rest."""
+        return [one.stop - one.start - self.prefix for one in self.sequences]
 
     @property
     def tokens(self) -> int:
-        return self.lead + sum(self.lengths)
+        return self.prefix + sum(self.lengths)
 
 
-def _check_predicted(token_mask_BT, counts_BT):
+def _check_predicted(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> None:
     predicted_BT = token_mask_BT.copy()
     predicted_BT[:, 1:] &= token_mask_BT[:, :-1]
     predicted_BT[:, :1] = False
@@ -195,163 +212,198 @@ def _check_predicted(token_mask_BT, counts_BT):
         )
 
 
-def _sequences(token_mask_BT, counts_BT, shape: RowShape) -> list[_Sequence]:
+def _sequences(
+    token_mask_BT: np.ndarray, counts_BT: np.ndarray, shape: RowShape
+) -> list[_Sequence]:
     """The sequences that count anything, in the order of the batch."""
     _check_predicted(token_mask_BT, counts_BT)
-    sequences, T = [], counts_BT.shape[1]
-    spans = (
-        token_mask_BT.argmax(axis=1),
-        counts_BT.argmax(axis=1),
-        T - counts_BT[:, ::-1].argmax(axis=1),
-    )
+    T = counts_BT.shape[1]
+    start_B = token_mask_BT.argmax(axis=1)
+    first_B = counts_BT.argmax(axis=1)
+    stop_B = T - counts_BT[:, ::-1].argmax(axis=1)
+    sequences = []
     for b in np.flatnonzero(counts_BT.any(axis=1)).tolist():
-        start, first, stop = (int(place_B[b]) for place_B in spans)
+        start = int(start_B[b])
+        stop = int(stop_B[b])
         if not token_mask_BT[b, start:stop].all():
             raise ValueError(
                 f"sequence {b} has padding between its tokens; it may only stand at the two ends"
             )
+
         # No further than the prompt's columns: where the first of a completion's tokens do not
         # count, it ends there.
-        lead = max(0, min(first, T - shape.lane_columns, start + shape.prefix_columns) - start)
-        if (own := stop - start - lead) > shape.lane_columns:
-            room = f"{shape.lane_columns} in a lane" + (
-                f" after {shape.prefix_columns} that are shared" if shape.prefix_columns else ""
-            )
+        end = min(int(first_B[b]), T - shape.lane_columns, start + shape.prefix_columns)
+        prefix = max(0, end - start)
+        rest = stop - start - prefix
+        if rest > shape.lane_columns:
+            room = f"{shape.lane_columns} in a lane"
+            if shape.prefix_columns:
+                room += f" after {shape.prefix_columns} that are shared"
             raise ValueError(
-                f"sequence {b} takes {own} tokens of {stop - start} for itself; a row has room for "
-                f"{room}"
+                f"sequence {b} takes {rest} tokens of {stop - start} for itself; a row has room "
+                f"for {room}"
             )
-        sequences.append(_Sequence(b * T + start, lead, b * T + stop))
+        sequences.append(_Sequence(b * T + start, prefix, b * T + stop))
     return sequences
 
 
-def _groups(tokens, sequences, shape: RowShape) -> Iterator[list[_Unit]]:
+def _groups(
+    tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape
+) -> Iterator[list[_Unit]]:
     """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a
-    lead, each alone."""
+    prefix, each alone."""
     if not shape.prefix_columns:
         yield from ([_Unit(0, [one])] for one in sequences)
         return
-    for _, run in itertools.groupby(
-        sequences, lambda one: tokens[one.start : one.start + one.lead].tobytes()
-    ):
-        yield _divided(list(run), shape)
+
+    def prompt_of(one: _Sequence) -> bytes:
+        return tokens[one.start : one.start + one.prefix].tobytes()
+
+    for _, neighbours in itertools.groupby(sequences, prompt_of):
+        yield _divide_group(list(neighbours), shape)
 
 
-def _divided(run, shape: RowShape) -> list[_Unit]:
-    lead = run[0].lead
-    lanes = _first_fit(_Unit(lead, run).lengths, np.zeros(0, int), shape.lane_columns)
+def _divide_group(sequences: list[_Sequence], shape: RowShape) -> list[_Unit]:
+    """Sequences with one prompt as units that fit into an empty row each."""
+    prefix = sequences[0].prefix
+    lengths = _Unit(prefix, sequences).lengths
+    lanes = _first_fit(lengths, np.zeros(0, int), shape.lane_columns)
     rows = lanes // shape.num_lanes
     return [
-        _Unit(lead, [run[i] for i in np.flatnonzero(rows == row)]) for row in range(rows.max() + 1)
+        _Unit(prefix, [sequences[i] for i in np.flatnonzero(rows == row)])
+        for row in range(rows.max() + 1)
     ]
 
 
-def _first_fit(lengths, room: np.ndarray, new: int | None = None) -> np.ndarray | None:
-    """Where each goes: from the longest on, to the first place with room for it, or to a new one
+def _first_fit(lengths: list[int], room: np.ndarray, new: int | None = None) -> np.ndarray | None:
+    """The place of each length: from the longest on, the first place with room for it, or a new one
     with room for `new`.
 
-    None if there is no room and nothing new. `room` is left as it was.
+    None if there is no room and no new place. `room` is left as it was.
     """
-    places, room = np.zeros(len(lengths), int), room.tolist()
+    places = np.zeros(len(lengths), int)
+    left = room.tolist()
     for i in np.argsort(-np.asarray(lengths, int), kind="stable").tolist():
-        place = next((p for p, left in enumerate(room) if left >= lengths[i]), len(room))
-        if place == len(room):
+        place = next((p for p, free in enumerate(left) if free >= lengths[i]), len(left))
+        if place == len(left):
             if new is None:
                 return None
-            room.append(new)
-        room[place] -= lengths[i]
+            left.append(new)
+        left[place] -= lengths[i]
         places[i] = place
     return places
 
 
-def _placed(units, shape: RowShape) -> tuple[np.ndarray, list]:
+def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, list[np.ndarray]]:
     """The row of each unit, first fit from the largest on, and the lane of each of its
     sequences."""
-    rows, lanes = np.zeros(len(units), int), [None] * len(units)
-    leads = np.full(len(units), shape.prefix_columns)
+    rows = np.zeros(len(units), int)
+    lanes: list = [None] * len(units)
+    # columns that are free in each row: of its prefix, and of each lane
+    prefixes = np.full(len(units), shape.prefix_columns)
     room = np.full((len(units), shape.num_lanes), shape.lane_columns)
     for i in np.argsort([-unit.tokens for unit in units], kind="stable").tolist():
-        unit, lengths = units[i], units[i].lengths
+        unit = units[i]
+        lengths = unit.lengths
         candidates = (
-            (leads >= unit.lead)
+            (prefixes >= unit.prefix)
             & (room.max(axis=1) >= max(lengths))
             & (room.sum(axis=1) >= sum(lengths))
         )
-        tried = (
-            (row, _first_fit(lengths, room[row])) for row in np.flatnonzero(candidates).tolist()
-        )
-        # an empty row always does
-        row, lanes[i] = next((row, found) for row, found in tried if found is not None)
-        rows[i], leads[row] = row, leads[row] - unit.lead
+
+        # the first row in which every sequence finds a lane; an empty row always does
+        for row in np.flatnonzero(candidates).tolist():
+            lanes[i] = _first_fit(lengths, room[row])
+            if lanes[i] is not None:
+                break
+        rows[i] = row
+        prefixes[row] -= unit.prefix
         np.subtract.at(room[row], lanes[i], lengths)
     return rows, lanes
 
 
-def _dealt(fills, rows_per_part, num_parts, shards) -> np.ndarray:
-    """Where each used row stands: the fullest are dealt first, across the shards of a part, then to
-    the next part.
+def _spread_rows(fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int) -> np.ndarray:
+    """Where each used row stands: the fullest first, dealt across the shards of a part, then to the
+    next part.
 
     Every other pass goes the other way round, or the first shard and the first part would always
-    get the fuller row.
+    get the fuller row. fills: tokens of each used row.
     """
-    # as many for each shard, its first ones
+    # each shard gets as many, its first rows
     slot, shard = np.divmod(np.arange(len(fills)), shards)
     part, nth = np.divmod(slot, rows_per_part)
-    turn = np.lexsort(
-        (np.where((nth + part) % 2, -shard, shard), np.where(nth % 2, -part, part), nth)
-    )
+    by_shard = np.where((nth + part) % 2, -shard, shard)
+    by_part = np.where(nth % 2, -part, part)
+    turn = np.lexsort((by_shard, by_part, nth))
     rows = np.zeros(len(fills), int)
     rows[np.argsort(-fills, kind="stable")] = (shard * num_parts * rows_per_part + slot)[turn]
     return rows
 
 
-def _laid_out(
-    units, row_of_unit, lanes_of_unit, num_rows, shape: RowShape
-) -> tuple[dict, np.ndarray]:
-    """The [R, W] arrays of a layout, and the column that predicts each: the one before, or the last
-    of its lead."""
-    names, width = ("source", "segment_ids", "positions", "completion_ids"), shape.width
-    arrays = {
-        name: np.full(num_rows * width, -1 if name == "source" else 0, np.int32) for name in names
-    }
+def _fill_rows(
+    units: list[_Unit],
+    row_of_unit: np.ndarray,
+    lanes_of_unit: list[np.ndarray],
+    num_rows: int,
+    shape: RowShape,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The [R, W] arrays of Packed, and the column that predicts each: the one before, or the last
+    of its prompt."""
+    width = shape.width
+    source = np.full(num_rows * width, -1, np.int32)
+    segment_ids = np.zeros(num_rows * width, np.int32)
+    positions = np.zeros(num_rows * width, np.int32)
+    completion_ids = np.zeros(num_rows * width, np.int32)
     previous = np.tile(np.arange(width) - 1, num_rows)
+    count = np.arange(width, dtype=np.int32)
+
+    # where the next token of each row goes: in its prefix, then in each of its lanes
     starts = shape.prefix_columns + shape.lane_columns * np.arange(-1, shape.num_lanes)
-    # of the lead, then of the lanes
     starts[0] = 0
     ends = np.arange(0, num_rows * width, width)[:, None] + starts
-    count, segments = np.arange(width, dtype=np.int32), [0] * num_rows
+
+    segments = [0] * num_rows
     for unit, row, lanes in zip(units, row_of_unit.tolist(), lanes_of_unit):
         segments[row] += 1
-        rest = (
-            (one.start + unit.lead, n, 1 + lane)
-            for one, n, lane in zip(unit.sequences, unit.lengths, lanes)
-        )
-        for branch, (source, length, lane) in enumerate(
-            [(unit.sequences[0].start, unit.lead, 0), *rest]
-        ):
-            here, position = (
-                slice(ends[row, lane], ends[row, lane] + length),
-                unit.lead if branch else 0,
-            )
-            values = (count[:length] + source, segments[row], count[:length] + position, branch)
-            for name, value in zip(names, values):
-                arrays[name][here] = value
-            if branch and unit.lead:
-                previous[here.start] = (ends[row, 0] - 1) % width
+        # the shared prompt, then the rest of each sequence: place in the batch, tokens, lane
+        pieces = [(unit.sequences[0].start, unit.prefix, 0)]
+        for one, length, lane in zip(unit.sequences, unit.lengths, lanes):
+            pieces.append((one.start + unit.prefix, length, 1 + lane))
+        for number, (start, length, lane) in enumerate(pieces):
+            first = ends[row, lane]
+            here = slice(first, first + length)
+            source[here] = count[:length] + start
+            segment_ids[here] = segments[row]
+            positions[here] = count[:length] + (unit.prefix if number else 0)
+            completion_ids[here] = number
+            # the first token of a rest follows the last one of the prompt
+            if number and unit.prefix:
+                previous[first] = (ends[row, 0] - 1) % width
             ends[row, lane] += length
-    return {
-        name: array.reshape(num_rows, width) for name, array in arrays.items()
-    }, previous.reshape(num_rows, width)
+
+    arrays = {
+        "source": source,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "completion_ids": completion_ids,
+    }
+    in_rows = {name: array.reshape(num_rows, width) for name, array in arrays.items()}
+    return in_rows, previous.reshape(num_rows, width)
 
 
-def _scored(counts_RW, previous_RW, shape: RowShape) -> dict:
-    """The [R, M] arrays of a layout; the fullest row says what M is."""
-    (R, W), counted = counts_RW.shape, np.flatnonzero(counts_RW)
+def _scored(
+    counts_RW: np.ndarray, previous_RW: np.ndarray, shape: RowShape
+) -> dict[str, np.ndarray]:
+    """The [R, M] arrays of Packed; the fullest row says what M is."""
+    R, W = counts_RW.shape
+    counted = np.flatnonzero(counts_RW)
     counted_R = np.bincount(counted // W, minlength=R)
     M = shape.num_scored(int(counted_R.max(initial=0)))
     is_scored = np.arange(M) < counted_R[:, None]
-    arrays = {"scored": np.zeros((R, M), np.int32), "previous": np.zeros((R, M), np.int32)}
+
     # both go row by row, in order
-    arrays["scored"][is_scored] = counted % W
-    arrays["previous"][is_scored] = previous_RW.reshape(-1)[counted]
-    return arrays | {"is_scored": is_scored}
+    scored = np.zeros((R, M), np.int32)
+    scored[is_scored] = counted % W
+    previous = np.zeros((R, M), np.int32)
+    previous[is_scored] = previous_RW.reshape(-1)[counted]
+    return {"scored": scored, "previous": previous, "is_scored": is_scored}
