@@ -323,6 +323,20 @@ def test_a_run_of_before_the_renaming_is_the_same_run(tmp_path):
     assert check_same_run(json.loads(json.dumps(ours)), read_fingerprint(file), tmp_path, force=False) == ""
 
 
+def test_a_setting_that_an_earlier_version_did_not_have_is_compared_with_its_default(tmp_path):
+    ours = json.loads(json.dumps({"model": {}, "task": plain(compose([]).task)}))
+    theirs = json.loads(json.dumps(ours))
+    for reward in theirs["task"]["rewards"].values():
+        del reward["group"]
+    assert check_same_run(ours, theirs, tmp_path, force=False) == ""
+    ours["task"]["rewards"]["correct"]["group"] = True
+    with pytest.raises(ValueError, match=r"task.rewards.correct.group: True here, None there"):
+        check_same_run(ours, theirs, tmp_path, force=False)
+    del theirs["task"]["rewards"]["correct"]["fn"]  # it has no default: something else was meant
+    with pytest.raises(ValueError, match=r"task.rewards.correct.fn: "):
+        check_same_run(ours, theirs, tmp_path, force=False)
+
+
 ADDRESSED = [
     ("commands.train", "hydra.run.dir=gs://bucket/run", "hydra.run.dir=gs://bucket/run"),
     ("commands.train", "--multirun seed=0,1 hydra.sweep.dir=s3://bucket/run", "hydra.sweep.dir=s3://bucket/run"),

@@ -302,6 +302,8 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     overrides = [f"prompts={tmp_path}/asked.jsonl", "num_generations=2", f"out={tmp_path}/said.jsonl"]
     run_command(generate_command, overrides, monkeypatch)
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    keys = "prompt generation text tokens logprobs whole_logprobs finish_reason seconds"
+    assert all(list(row) == keys.split() for row in said), "users read these files: their keys stay"
     assert [row["prompt"] for row in said] == [QUESTIONS[0]] * 2 + [lines[1]["messages"]] * 2
     assert all(row["text"] and len(row["tokens"]) == len(row["logprobs"]) <= 8 for row in said)
     with pytest.raises(SystemExit):

@@ -99,7 +99,7 @@ def _show(completions: list[Completion], prompts: list[Prompt], out: Path | None
     dropped = len(prompts) - len({completion.prompt for completion in completions})
     if dropped:
         print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
-    rows = [{**asdict(found), "prompt": prompts[found.prompt]} for found in completions]
+    rows = [_row(completion, prompts[completion.prompt]) for completion in completions]
 
     if out is not None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -113,6 +113,15 @@ def _show(completions: list[Completion], prompts: list[Prompt], out: Path | None
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         cut = " [cut]" if row["finish_reason"] == "length" else ""
         print(escape_for_terminal(f"> {question}\n{row['text']}{cut}\n"))
+
+
+def _row(completion: Completion, prompt: Prompt) -> dict:
+    """A line of the file: the fields of a completion, and its prompt instead of the prompt's index.
+
+    Files keep the key `whole_logprobs` of earlier versions for the field `full_logprobs`.
+    """
+    row = asdict(completion) | {"prompt": prompt}
+    return {"whole_logprobs" if key == "full_logprobs" else key: row[key] for key in row}
 
 
 def escape_for_terminal(text: str) -> str:

@@ -73,8 +73,10 @@ def cache_shapes(
     heads = cfg.num_kv_heads * head_copies(cfg, tp)
     cache = []
     for kind in cfg.kinds:
-        shape = (rows, heads, num_columns(cfg, kind, length))
-        values = jax.ShapeDtypeStruct((*shape, cfg.head_dim), jnp.int8 if int8 else dtype)
+        columns = num_columns(cfg, kind, length)
+        shape = (rows, heads, columns)
+        stored_dtype = jnp.int8 if int8 else dtype
+        values = jax.ShapeDtypeStruct((*shape, cfg.head_dim), stored_dtype)
         scales = jax.ShapeDtypeStruct(shape, jnp.float32) if int8 else None
         cache.append(KV(values, values, scales, scales))
     return cache
@@ -93,7 +95,11 @@ def empty_cache(
     rows_axis: the logical axis of its rows, "batch" or "prompts".
     """
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
-    return jax.tree.map(lambda x: constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis), shapes)
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
+
+    return jax.tree.map(zeros, shapes)
 
 
 def columns_in_use(tokens: int, length: int) -> int:
@@ -110,10 +116,12 @@ def resize_columns(kv: KV, columns: int) -> KV:
     """The cache with so many columns. Columns are added or dropped at the end, so no sequence may
     have wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
+    padding = [(0, 0), (0, 0), (0, more), (0, 0)]
 
     def resize(x: jax.Array) -> jax.Array:
-        padding = [(0, 0), (0, 0), (0, more), (0, 0)]
-        return constrain_kv(jnp.pad(x[:, :, :columns], padding[: x.ndim]))
+        # Scales have no last dim.
+        left = x[:, :, :columns]
+        return constrain_kv(jnp.pad(left, padding[: x.ndim]))
 
     return jax.tree.map(resize, kv)
 
@@ -168,7 +176,9 @@ def write_token(
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_B, :, columns_B]
-        return constrain_kv(here.set(x[:, :, 0], unique_indices=True, mode="promise_in_bounds"))
+        token = x[:, :, 0]
+        updated = here.set(token, unique_indices=True, mode="promise_in_bounds")
+        return constrain_kv(updated)
 
     return jax.tree.map(put, kv, new)
 
@@ -182,6 +192,7 @@ def as_ring(
     tokens of a longer one."""
     if kv.k.shape[2] <= columns:
         return kv
+    # Columns that hold no token yet may hold anything: nothing attends to them.
     index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
     return jax.tree.map(lambda x: take_columns(x, index_BC), kv)
 
@@ -207,9 +218,11 @@ def in_position_order(
     """A ring and its mask with the columns from the oldest position to the newest, which is the
     order in which the trainer sums over them."""
     columns = kv.k.shape[2]
+    # The column after the newest token holds the oldest one.
     index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
     in_order = jax.tree.map(lambda x: take_columns(x, index_BC), kv)
-    return in_order, jnp.take_along_axis(mask_B1C, index_BC[:, None], axis=2)
+    index_B1C = index_BC[:, None]
+    return in_order, jnp.take_along_axis(mask_B1C, index_B1C, axis=2)
 
 
 def attended_columns(
@@ -241,7 +254,8 @@ def store_rows(
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
         rows = constrain_kv(rows, rows_axis)
-        return constrain_kv(jax.lax.dynamic_update_slice(all_rows, rows, start), rows_axis)
+        updated = jax.lax.dynamic_update_slice(all_rows, rows, start)
+        return constrain_kv(updated, rows_axis)
 
     return jax.tree.map(put, prompts, new)
 
@@ -255,10 +269,13 @@ def load_rows(
     """The cache in which each row that is new begins with row rows_B of the prompt cache."""
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:
+        # Only the columns that prompts can have are written.
         width = beginnings.shape[2]
         is_new = is_new_B.reshape(-1, *[1] * (beginnings.ndim - 1))
-        merged = jnp.where(is_new, jnp.take(beginnings, rows_B, axis=0), all_columns[:, :, :width])
-        return constrain_kv(jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2))
+        new = jnp.take(beginnings, rows_B, axis=0)
+        merged = jnp.where(is_new, new, all_columns[:, :, :width])
+        updated = jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2)
+        return constrain_kv(updated)
 
     return jax.tree.map(put, kv, prompts)
 

@@ -1,11 +1,13 @@
-"""What the numbers of a run depend on, kept beside its checkpoints: whoever goes on from one must
-mean the same run.
+"""What the numbers of a run depend on, kept beside its checkpoints: a run goes on only from a
+checkpoint of the same run.
 
-Not in it is what never changes an answer: the mesh, micro-batches, packing, remat, slots, and how
+What never changes an answer is not in it: the mesh, micro-batches, packing, remat, slots, and how
 long and how often.
 """
 
+import dataclasses
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,16 +32,16 @@ LONGEST = 400
 
 def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
-    prompts: of an update.
 
-    Settings have only the names of data files, and what stands in them is in `data`.
+    prompts: of an update. Settings have only the names of data files; digests of what the files
+    hold are in `data`.
     """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.weights_digest(model),
         "algorithm": plain(run.algorithm),
-        "task": plain(run.task),
+        "task": _task(run),
         "data": digest_of_data(run.task.source),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
@@ -59,6 +61,15 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
     }
 
 
+def _task(run: RunConfig) -> dict:
+    """The task; `group` of a reward only where it is true: earlier versions had no such setting."""
+    task = plain(run.task)
+    for reward in task["rewards"].values():
+        if not reward["group"]:
+            del reward["group"]
+    return task
+
+
 def _reduced(run: RunConfig) -> dict:
     """Only what differs from the default: earlier versions had no such settings."""
     chosen = {name: getattr(run.training, name) for name in ("reduce_dtype", "tp_reduce_dtype")}
@@ -71,45 +82,41 @@ def read_fingerprint(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
     try:
-        said = read_object(file)
+        found = read_object(file)
     except ValueError as error:
         raise ValueError(f"{error}, {unknown}") from error
-    if "model" not in said:
+    if "model" not in found:
         raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
-    return with_new_names(said)
+    return with_new_names(found)
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
-        name, here, there = f"{where}{escaped(key)}", ours.get(key), theirs.get(key)
+        name = f"{where}{escaped(key)}"
+        here = ours.get(key)
+        there = theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
             yield from differences(here, there, f"{name}.")
         elif here != there:
             yield name, f"{shown(here, LONGEST)} here, {shown(there, LONGEST)} there"
 
 
-def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
+def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with what differs, unless the two are one run; returns what differs and
     may.
 
     Another model cannot be forced: its checkpoint means something else. Other versions of libraries
-    only change digits. Of the data, and of how special tokens in it are read, earlier versions of
-    ours kept nothing: nothing is compared.
+    only change digits. A setting that an earlier version did not have is compared with its default.
+    Of the data, and of how special tokens in it are read, earlier versions kept nothing: nothing is
+    compared.
     """
-    if isinstance(theirs.get("task"), dict) and "special_tokens_in_data" not in theirs["task"]:
-        read = {
-            name: value
-            for name, value in ours.get("task", {}).items()
-            if name != "special_tokens_in_data"
-        }
-        ours = ours | {"task": read}
-    if "data" not in theirs:
-        ours = {name: value for name, value in ours.items() if name != "data"}
-    found = dict(differences(ours, theirs))
+    found = dict(differences(_known_then(ours, theirs), theirs))
     versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
     found.pop("model.lora.dropout", None)
-    if other := {name: text for name, text in found.items() if name.startswith("model.")}:
+
+    other = {name: text for name, text in found.items() if name.startswith("model.")}
+    if other:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
     if found and not force:
         raise ValueError(
@@ -120,6 +127,50 @@ def check_same_run(ours: dict, theirs: dict, folder, force: bool) -> str:
     return _listed(found | versions)
 
 
+def _known_then(ours: dict, theirs: dict) -> dict:
+    """Our fingerprint without what the version that wrote theirs did not keep."""
+    kept = _without_new_defaults(ours, theirs)
+    task = theirs.get("task")
+    if isinstance(task, dict) and "special_tokens_in_data" not in task:
+        kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
+    return kept if "data" in theirs else _without(kept, "data")
+
+
+def _without_new_defaults(ours: dict, theirs: dict) -> dict:
+    """Our settings without those that a class did not have then, where they have their default."""
+    defaults = _defaults(ours.get("_target_")) if theirs.keys() != ours.keys() else {}
+    kept = {}
+    for name, value in ours.items():
+        there = theirs.get(name)
+        is_new_default = name not in theirs and name in defaults and defaults[name] == value
+        if isinstance(value, dict) and isinstance(there, dict):
+            kept[name] = _without_new_defaults(value, there)
+        elif not is_new_default:
+            kept[name] = value
+    return kept
+
+
+def _defaults(path: str | None) -> dict:
+    """The settings of a class, which this run has built, that have a plain default."""
+    if path is None:
+        return {}
+    module, _, name = path.rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    fields = dataclasses.fields(kind)
+    return {
+        field.name: plain(field.default)
+        for field in fields
+        if field.default is not dataclasses.MISSING
+    }
+
+
+def _without(values: dict, left_out: str) -> dict:
+    return {name: value for name, value in values.items() if name != left_out}
+
+
 def _listed(found: dict[str, str]) -> str:
+    """The first few differences, as one text."""
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return "; ".join(f"{name}: {text}" for name, text in [*found.items()][:SHOWN]) + more
