@@ -24,15 +24,15 @@ def draw() -> dict:
         steps, found = sample(params, PROMPTS, jax.random.key(1), 2), {}
         while True:
             try:
-                found |= {answer.prompt * 2 + answer.generation: answer for answer in next(steps)}
+                found |= {completion.prompt * 2 + completion.generation: completion for completion in next(steps)}
             except StopIteration as end:
                 metrics = end.value
                 break
-    answers = [found[row] for row in sorted(found)]
+    completions = [found[row] for row in sorted(found)]
     return {
-        "tokens": [answer.tokens for answer in answers],
-        "reasons": [answer.reason for answer in answers],
-        "logprobs": [answer.logprobs for answer in answers],
+        "tokens": [completion.tokens for completion in completions],
+        "reasons": [completion.reason for completion in completions],
+        "logprobs": [completion.logprobs for completion in completions],
         "took": [metrics["rollout/prefill_tokens"], metrics["rollout/decode_steps"]],
     }
 

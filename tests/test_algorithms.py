@@ -14,6 +14,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO, kl
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
+from tunix_lite.commands.replay import sequence_losses
 from tunix_lite.learner.step import make_train_step
 from tunix_lite.types import Batch, Rollout, TokenScores
 
@@ -187,3 +188,23 @@ def test_scores_are_never_taken_for_log_probabilities(weights):
     """numpy would make one array of both fields, and a loss of twice as many numbers."""
     with pytest.raises(TypeError):
         weights * TokenScores(jnp.ones((2, 3)), jnp.ones((2, 3)))
+
+
+def test_a_batch_is_kept_as_arrays_with_its_streams_and_read_again(batch, tmp_path):
+    kept = batch.replace(ref_logprobs=None, streams={"share": np.asarray(batch.advantages) * 2})
+    np.savez(tmp_path / "batch.npz", **kept.arrays())
+    with np.load(tmp_path / "batch.npz") as arrays:
+        again = Batch.of_arrays(dict(arrays))
+    assert jax.tree.structure(again) == jax.tree.structure(kept)
+    jax.tree.map(np.testing.assert_array_equal, again, kept)
+    losses, found = sequence_losses(SumOfStreams(), again, scores_of(np.asarray(batch.old_logprobs)))
+    np.testing.assert_allclose(losses, (batch.loss_weight * kept.streams["share"]).sum(axis=1), rtol=1e-6)
+    assert found == {}
+    again.streams["share"][2] = np.nan
+    losses, found = sequence_losses(SumOfStreams(), again, scores_of(np.asarray(batch.old_logprobs)))
+    assert found == {2: {"streams.share": int((batch.loss_weight[2] > 0).sum())}} and np.isnan(losses[2])
+
+
+class SumOfStreams:
+    def loss(self, scores, batch):
+        return jnp.sum(batch.loss_weight * batch.streams["share"]), {}

@@ -789,12 +789,12 @@ def test_a_strangers_batch_is_numbers(name, tmp_path, canary, monkeypatch):
     monkeypatch.setattr(replay, "MOST_BYTES", 2**32 - 2)
     BATCHES[name](tmp_path / "skipped" / "step_000002.npz")
     settings = replay.Replay(str(tmp_path), skipped=2)
-    is_refused(lambda: replay.read(RunDir(tmp_path), settings), "step_000002.npz cannot be read (")
+    is_refused(lambda: replay.read_batch(RunDir(tmp_path), settings), "step_000002.npz cannot be read (")
 
 
 def test_a_batch_in_which_nothing_is_wrong_is_read(good):
     """Else every one of those above could be refused for one reason that has nothing to do with it."""
-    batch = replay.read(RunDir(good / "run"), replay.Replay(str(good / "run"), skipped=2))
+    batch = replay.read_batch(RunDir(good / "run"), replay.Replay(str(good / "run"), skipped=2))
     np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
 
 

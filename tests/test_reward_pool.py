@@ -42,9 +42,11 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.models import source
 from tunix_lite.rewards.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
+from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.watch import keep_samples
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
@@ -712,3 +714,11 @@ def test_yaml_says_that_a_reward_is_of_a_group():
     assert reward.group and reward.weight == 0.5 and reward.fn is ranked
     with pytest.raises(ConfigError, match=r"rewards.rank.fn is called with \(completions, example\)"):
         compose(["+task.rewards.rank={fn: {_target_: tunix_lite.rewards.math.final_answer}, group: true}"])
+
+
+def test_the_fingerprint_of_a_run_without_such_rewards_is_that_of_earlier_versions():
+    """Else no run of before could be resumed."""
+    run = compose(["+task.rewards.rank={fn: {_target_: faulty_rewards.ranked}, group: true}"])
+    model = source.locate(run.model)
+    rewards = fingerprint(run, model, 4)["task"]["rewards"]
+    assert {name: reward.get("group") for name, reward in rewards.items()} == {"correct": None, "rank": True}

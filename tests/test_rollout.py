@@ -17,7 +17,8 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout import engine, memory, scheduler
+from tunix_lite.rollout import engine, memory
+from tunix_lite.rollout import scheduler as host_side
 from tunix_lite.rollout.engine import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -141,10 +142,10 @@ GROUP, END = 2, (1,)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
-    """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the shelf's four places twice."""
+    """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the prompt cache's four rows twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "MIN_PROMPT_WIDTH", 6)
-        patch.setattr(scheduler, "TOKENS_PER_PREFILL", 2 * LONG)
+        patch.setattr(host_side, "MIN_PROMPT_WIDTH", 6)
+        patch.setattr(host_side, "TOKENS_PER_PREFILL", 2 * LONG)
         yield
 
 
@@ -163,13 +164,13 @@ def all_of(steps) -> tuple[list[Request], dict]:
     touched = {}
     while True:
         try:
-            touched |= {(answer.prompt, answer.generation): answer for answer in next(steps)}
+            touched |= {(completion.prompt, completion.generation): completion for completion in next(steps)}
         except StopIteration as end:
             return [touched[place] for place in sorted(touched)], end.value
 
 
-def tokens_of(answers) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
+def tokens_of(completions) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +213,14 @@ def score(two_layers, medium):
         )
     )
 
-    def score(prompts, answers):
-        whole = [prompts[answer.prompt] + answer.tokens for answer in answers]
+    def score(prompts, completions):
+        whole = [prompts[completion.prompt] + completion.tokens for completion in completions]
         tokens, mask = np.zeros((rows, LONG + ROOM), np.int32), np.zeros((rows, LONG + ROOM), bool)
         for i, row in enumerate(whole):
             tokens[i, : len(row)], mask[i, : len(row)] = row, True
         scores = np.asarray(forward(medium, tokens, mask), np.float64)
-        starts = [len(prompts[answer.prompt]) - 1 for answer in answers]
-        return [scores[i, start : start + len(a.tokens)] for i, (start, a) in enumerate(zip(starts, answers))]
+        starts = [len(prompts[completion.prompt]) - 1 for completion in completions]
+        return [scores[i, start : start + len(a.tokens)] for i, (start, a) in enumerate(zip(starts, completions))]
 
     return score
 
@@ -229,30 +230,30 @@ def log_softmax(scores):
     return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
 
 
-def check_ends(answers):
-    for answer in answers:
-        assert not set(answer.tokens[:-1]) & set(END)
-        assert (answer.tokens[-1] in END, answer.reason) in ((True, "eos"), (False, "length"))
-        assert answer.reason == "eos" or len(answer.tokens) == ROOM
+def check_ends(completions):
+    for completion in completions:
+        assert not set(completion.tokens[:-1]) & set(END)
+        assert (completion.tokens[-1] in END, completion.reason) in ((True, "eos"), (False, "length"))
+        assert completion.reason == "eos" or len(completion.tokens) == ROOM
 
 
 def test_a_queue_of_ragged_prompts_is_decoded_greedily_as_without_a_cache(greedy, score):
     """Each token is the best one after those before it: by induction that is what cache-free decoding says."""
-    answers, _ = greedy
-    assert len(answers) == len(LENGTHS) * GROUP > 4, "more requests than slots"
-    check_ends(answers)
-    for answer, scores in zip(answers, score(prompts_of(LENGTHS), answers)):
-        assert answer.tokens == scores.argmax(axis=-1).tolist()
-        whole = log_softmax(scores)[np.arange(len(scores)), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs, whole, atol=1e-5)
-    assert len({tuple(tokens) for tokens in tokens_of(answers)}) > 3, "the model says one thing; this shows little"
+    completions, _ = greedy
+    assert len(completions) == len(LENGTHS) * GROUP > 4, "more requests than slots"
+    check_ends(completions)
+    for completion, scores in zip(completions, score(prompts_of(LENGTHS), completions)):
+        assert completion.tokens == scores.argmax(axis=-1).tolist()
+        whole = log_softmax(scores)[np.arange(len(scores)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, whole, atol=1e-5)
+    assert len({tuple(tokens) for tokens in tokens_of(completions)}) > 3, "the model says one thing; this shows little"
 
 
 def test_a_drawn_token_is_a_function_of_key_prompt_generation_and_position_alone(sampled, score):
     """The best of cache-free scores plus Gumbel noise from a key that is folded three times."""
-    answers, _ = sampled
-    check_ends(answers)
-    reasons = [answer.reason for answer in answers]
+    completions, _ = sampled
+    check_ends(completions)
+    reasons = [completion.reason for completion in completions]
     assert {"eos", "length"} == set(reasons), reasons
 
     @jax.jit
@@ -262,25 +263,25 @@ def test_a_drawn_token_is_a_function_of_key_prompt_generation_and_position_alone
             key = jax.random.fold_in(key, number)
         return jax.random.gumbel(key, (32,))
 
-    for answer, scores in zip(answers, score(prompts_of(LENGTHS), answers)):
-        noisy = scores + [noise(answer.prompt, answer.generation, t) for t in range(len(scores))]
-        assert answer.tokens == noisy.argmax(axis=-1).tolist()
-        whole = log_softmax(scores)[np.arange(len(scores)), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs, whole, atol=1e-5)
-        assert answer.logprobs == answer.full_logprobs  # nothing is cut off
+    for completion, scores in zip(completions, score(prompts_of(LENGTHS), completions)):
+        noisy = scores + [noise(completion.prompt, completion.generation, t) for t in range(len(scores))]
+        assert completion.tokens == noisy.argmax(axis=-1).tolist()
+        whole = log_softmax(scores)[np.arange(len(scores)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, whole, atol=1e-5)
+        assert completion.logprobs == completion.full_logprobs  # nothing is cut off
 
 
 def in_order(sample, params, prompts, order) -> list[Request]:
     """The prompts asked in that order; the completions in the order of the prompts."""
-    answers, _ = all_of(sample(params, [prompts[p] for p in order], jax.random.key(5), GROUP, indices=order))
-    return sorted(answers, key=lambda answer: (answer.index, answer.generation))
+    completions, _ = all_of(sample(params, [prompts[p] for p in order], jax.random.key(5), GROUP, indices=order))
+    return sorted(completions, key=lambda completion: (completion.index, completion.generation))
 
 
 @pytest.mark.parametrize("order", [(6, 5, 4, 3, 2, 1, 0), (5, 0, 3, 6, 1, 4, 2)])
 def test_the_order_of_the_queue_changes_no_token_and_no_bit_of_a_logprob(four_slots, medium, sampled, order):
-    answers = in_order(four_slots, medium, prompts_of(LENGTHS), order)
-    assert tokens_of(answers) == tokens_of(sampled[0])
-    for got, expected in zip(answers, sampled[0]):
+    completions = in_order(four_slots, medium, prompts_of(LENGTHS), order)
+    assert tokens_of(completions) == tokens_of(sampled[0])
+    for got, expected in zip(completions, sampled[0]):
         assert (got.logprobs, got.reason) == (expected.logprobs, expected.reason)
 
 
@@ -308,13 +309,13 @@ def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, s
     options = dict(WAYS[way])
     set_mesh(*options.pop("mesh"))
     sample, params, prompts = sampler(two_layers, **options), random_params(two_layers), prompts_of(LENGTHS)
-    answers, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP))
-    assert tokens_of(answers) == tokens_of(sampled[0])
-    for got, expected in zip(answers, sampled[0]):
+    completions, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP))
+    assert tokens_of(completions) == tokens_of(sampled[0])
+    for got, expected in zip(completions, sampled[0]):
         assert got.reason == expected.reason
         np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
-    answers, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP, temperature=0.0))
-    assert tokens_of(answers) == tokens_of(greedy[0])
+    completions, _ = all_of(sample(params, prompts, jax.random.key(5), GROUP, temperature=0.0))
+    assert tokens_of(completions) == tokens_of(greedy[0])
 
 
 def test_a_second_rollout_compiles_nothing(two_layers, four_slots, sampled):
@@ -337,9 +338,9 @@ def widths_of(monkeypatch) -> list[int]:
     """The columns of a global layer in each chunk that is started from now on."""
     widths, start_chunk = [], engine.RolloutScheduler.start_chunk
 
-    def watched(work):
-        start_chunk(work)
-        widths.append(work.slots.cache[-1].k.shape[2])
+    def watched(scheduler):
+        start_chunk(scheduler)
+        widths.append(scheduler.slots.cache[-1].k.shape[2])
 
     monkeypatch.setattr(engine.RolloutScheduler, "start_chunk", watched)
     return widths
@@ -353,9 +354,9 @@ def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy
     set_mesh(*options.pop("mesh"))
     sample, params = sampler(two_layers, **options), random_params(two_layers)
     for expected, temperature in ((sampled, 1.0), (greedy, 0.0)):
-        answers, _ = all_of(sample(params, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature))
-        assert tokens_of(answers) == tokens_of(expected[0])
-        for got, other in zip(answers, expected[0]):
+        completions, _ = all_of(sample(params, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature))
+        assert tokens_of(completions) == tokens_of(expected[0])
+        for got, other in zip(completions, expected[0]):
             np.testing.assert_allclose(got.logprobs, other.logprobs, atol=1e-5)
     assert set(widths) == {16, 32, 46}
 
@@ -371,11 +372,13 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
     sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
     prompts = prompts_of((12, 1, 1, 1, 1, 1))
     limits = [20, 4, 4, 4, 4, 20]
-    answers, _ = all_of(sample(small, prompts, jax.random.key(0), limits=limits))
+    completions, _ = all_of(sample(small, prompts, jax.random.key(0), limits=limits))
     widths = list(widths)
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 256)
     whole, _ = all_of(sampler(one_layer, 2, 2, generation, ())(small, prompts, jax.random.key(0), limits=limits))
-    assert tokens_of(answers) == tokens_of(whole) and [len(answer.tokens) for answer in answers] == limits
+    assert (
+        tokens_of(completions) == tokens_of(whole) and [len(completion.tokens) for completion in completions] == limits
+    )
     assert widths[:3] == [16, 16, 32], "12 + 2, 12 + 4, and 12 + 6 for three chunks of which none has been read"
     assert widths[-1] == 32 and 16 in widths[3:] and max(widths) == 32, "the first has ended, and the last has 1 + 20"
 
@@ -404,16 +407,16 @@ def test_each_prefill_is_of_two_prompts_and_no_wider_than_it_must_be(four_slots,
     """Blocks by width, the widest first: (12, 7), (9, 8), (2, 3), (1): the widths 12, 12, 6, 6."""
     shapes, prefill_blocks = [], engine.RolloutScheduler.prefill_blocks
 
-    def watched(work):
-        prefill = work.programs.prefill
+    def watched(scheduler):
+        prefill = scheduler.programs.prefill
 
-        def recorded(shelf, per_layer_params, tokens, *rest):
+        def recorded(prompt_cache, per_layer_params, tokens, *rest):
             shapes.append(tokens.shape)
-            return prefill(shelf, per_layer_params, tokens, *rest)
+            return prefill(prompt_cache, per_layer_params, tokens, *rest)
 
-        whole, work.programs = work.programs, replace(work.programs, prefill=recorded)
-        prefill_blocks(work)
-        work.programs = whole
+        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, prefill=recorded)
+        prefill_blocks(scheduler)
+        scheduler.programs = whole
 
     monkeypatch.setattr(engine.RolloutScheduler, "prefill_blocks", watched)
     all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP))
@@ -471,8 +474,8 @@ MANY = (3, 1, 2, 5, 4, 1)  # lengths of prompts, all of one width: the queue is 
 )
 def test_slots_are_refilled_as_in_a_schedule_by_hand(two_slots, small, limits, chunks):
     prompts, steps = prompts_of(MANY[: len(limits)]), 2 * chunks
-    answers, metrics = all_of(two_slots(small, prompts, jax.random.key(0), limits=limits))
-    assert [len(answer.tokens) for answer in answers] == list(limits)
+    completions, metrics = all_of(two_slots(small, prompts, jax.random.key(0), limits=limits))
+    assert [len(completion.tokens) for completion in completions] == list(limits)
     assert metrics["rollout/decode_steps"] == steps
     assert metrics["rollout/slot_use"] == pytest.approx(sum(limits) / (2 * steps))
     assert metrics["rollout/prefill_tokens"] == sum(MANY[: len(limits)])
@@ -481,16 +484,16 @@ def test_slots_are_refilled_as_in_a_schedule_by_hand(two_slots, small, limits, c
 def test_limits_and_times_are_those_of_each_completion(two_slots, small):
     limits = [3, 1, 8, 2, 5, 7, 1, 1, 4, 8, 6, 2]
     begins = time.perf_counter()
-    answers, metrics = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2, limits=limits))
+    completions, metrics = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2, limits=limits))
     whole = time.perf_counter() - begins
-    assert [len(answer.tokens) for answer in answers] == limits
-    assert {answer.reason for answer in answers} == {"length"}
-    began, ended = np.array([(answer.began, answer.ended) for answer in answers]).T
+    assert [len(completion.tokens) for completion in completions] == limits
+    assert {completion.reason for completion in completions} == {"length"}
+    began, ended = np.array([(completion.began, completion.ended) for completion in completions]).T
     assert (began > 0).all() and (began <= ended).all() and ended.max() <= metrics["time/rollout"] <= whole
     assert (np.diff(began) >= 0).all(), "the queue is taken in order"
     assert began[2] > began[0] and began[2] >= ended[1], "the third waits for a slot"
     free, _ = all_of(two_slots(small, prompts_of(MANY), jax.random.key(0), 2))
-    assert tokens_of(answers) == [whole.tokens[:limit] for whole, limit in zip(free, limits)]
+    assert tokens_of(completions) == [whole.tokens[:limit] for whole, limit in zip(free, limits)]
 
 
 @pytest.fixture(scope="module")
@@ -521,11 +524,11 @@ def ending(one_layer):
 def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstopped, slots, chunk):
     """Whatever the chunk: tokens that a chunk drew after a stop text are dropped."""
     steps = ending(slots, chunk)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters())
-    answers, _ = all_of(steps)
+    completions, _ = all_of(steps)
     expected = [ended_by_hand(whole.tokens, EITHER, ENDS) for whole in unstopped]
-    assert [(answer.tokens, answer.reason) for answer in answers] == expected
-    for answer, whole in zip(answers, unstopped):
-        np.testing.assert_allclose(answer.logprobs, whole.logprobs[: len(answer.tokens)], atol=1e-5)
+    assert [(completion.tokens, completion.reason) for completion in completions] == expected
+    for completion, whole in zip(completions, unstopped):
+        np.testing.assert_allclose(completion.logprobs, whole.logprobs[: len(completion.tokens)], atol=1e-5)
     by_text = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] not in ENDS.stop_token_ids]
     by_token = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] in ENDS.stop_token_ids]
     assert len(by_text) > 2 and len(by_token) > 1 and {"eos", "length"} < {reason for _, reason in expected}
@@ -547,14 +550,14 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
     are not equally fast would then give unequal arrays to one program."""
     given, refill = [], engine.RolloutScheduler.refill
 
-    def watched(work):
+    def watched(scheduler):
         def recorded(*args):
             given.extend((arg, arg.copy()) for arg in args if isinstance(arg, np.ndarray))
             return whole.refill(*args)
 
-        whole, work.programs = work.programs, replace(work.programs, refill=recorded)
-        refill(work)
-        work.programs = whole
+        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, refill=recorded)
+        refill(scheduler)
+        scheduler.programs = whole
 
     monkeypatch.setattr(engine.RolloutScheduler, "refill", watched)
     all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
@@ -710,11 +713,11 @@ def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
 def test_an_int8_cache_moves_logprobs_by_little(two_layers, medium, score):
     prompts = prompts_of(LENGTHS)
     sample = sampler(two_layers, 4, 4, cache="int8")
-    answers, _ = all_of(sample(medium, prompts, jax.random.key(5), GROUP))
-    check_ends(answers)
+    completions, _ = all_of(sample(medium, prompts, jax.random.key(5), GROUP))
+    check_ends(completions)
     gaps = [
-        np.abs(answer.logprobs - log_softmax(scores)[np.arange(len(scores)), answer.tokens])
-        for answer, scores in zip(answers, score(prompts, answers))
+        np.abs(completion.logprobs - log_softmax(scores)[np.arange(len(scores)), completion.tokens])
+        for completion, scores in zip(completions, score(prompts, completions))
     ]
     first = np.array([gap[0] for gap in gaps])
     rest = np.concatenate([gap[1:] for gap in gaps])
@@ -735,7 +738,7 @@ def test_weights_are_where_settings_or_one_device_say(cfg, params):
     assert memory.choose_weights(params, cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 4, [])[0] == "gathered"
 
 
-def test_weights_are_gathered_if_they_the_cache_and_the_shelf_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
+def test_weights_are_gathered_if_they_the_cache_and_the_prompts_fit_into_nine_tenths_of_what_is_free(cfg, monkeypatch):
     """2 devices over fsdp, float32. A slot's keys and values: 2 * 2 heads * 8 * 4 bytes for each of 5 + 46 + 5 tokens;
     each device has two of the four slots, and of the prompts that wait all four, of 5 + LONG + 5 tokens."""
     set_mesh(2, 1)

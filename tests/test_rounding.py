@@ -163,10 +163,15 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = make_programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
-    slots, shelf = (
+    slots, prompt_cache = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
     )
-    read = (shelf, per_layer_params, jax.ShapeDtypeStruct((4, 10), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
+    read = (
+        prompt_cache,
+        per_layer_params,
+        jax.ShapeDtypeStruct((4, 10), jnp.int32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
     return {
         "scoring": scoring_program(scores, RowLayout("none", 1, 14)).lower(params, batch),
         "decode": programs.decode.lower(slots, per_layer_params, jax.ShapeDtypeStruct((), jnp.float32)),

@@ -16,7 +16,7 @@ import pytest
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.commands.replay import Replay, nearest, read, replay, saw
+from tunix_lite.commands.replay import Replay, nearest, read_batch, replay, saw
 from tunix_lite.config import build
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
@@ -302,7 +302,7 @@ def test_a_replay_takes_the_weights_that_saw_the_batch(tmp_path):
     assert sorted(file.name for file in (tmp_path / "skipped").iterdir())[0] == "step_000003.npz"
     os.truncate(folder.skipped(6), 60)
     with pytest.raises(ConfigError, match=f"skipped=6: {folder.skipped(6)} cannot be read"):
-        read(folder, Replay(str(tmp_path), skipped=6))
+        read_batch(folder, Replay(str(tmp_path), skipped=6))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsys):

@@ -8,7 +8,7 @@ Shape letters, used as suffixes on array names across the package:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -47,6 +47,8 @@ class TokenScores(NamedTuple):
     __array_ufunc__ = None
 
 
+# how the name of a stream begins among the arrays of a batch
+STREAM = "streams."
 # why a completion ended: no room left; end-of-sequence token; as settings say
 FINISH = (
     "length",
@@ -113,6 +115,26 @@ class Batch:
     ref_logprobs: Any = None  # float32, under the reference of the KL term
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by name, `streams.NAME` for a stream; as a file keeps them."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        streams = named.pop("streams")
+        named |= {f"{STREAM}{name}": value for name, value in streams.items()}
+        return {name: np.asarray(value) for name, value in named.items() if value is not None}
+
+    @staticmethod
+    def of_arrays(arrays: dict[str, np.ndarray]) -> "Batch":
+        """The batch of what `arrays` gives. Raises TypeError for another name."""
+        streams = {
+            name.removeprefix(STREAM): value
+            for name, value in arrays.items()
+            if name.startswith(STREAM)
+        }
+        others = {name: value for name, value in arrays.items() if not name.startswith(STREAM)}
+        if "streams" in others:
+            raise TypeError("a batch has no array named streams")
+        return Batch(**others, streams=streams)
 
 
 @flax.struct.dataclass

@@ -20,10 +20,11 @@ from tunix_lite.inference.language_model import LanguageModel, open_model, run_s
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Batch, RowBatch, TokenScores
+from tunix_lite.types import STREAM, Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
+OTHER_WEIGHTS = " (not those that saw them, which are not kept)"
 # of a batch, unpacked
 ARRAYS = (
     "tokens",
@@ -62,36 +63,34 @@ def main() -> None:
 
 def replay(run: RunConfig, settings: Replay) -> None:
     """Prints the loss, and every sequence of the batch in which a number is not finite."""
+    check_loss(run.algorithm)
     folder = RunDir(Path(settings.checkpoint).expanduser())
-    batch, step = read(folder, settings), settings.step
+    batch = read_batch(folder, settings)
+    step = settings.step
     if step is None:
         step = nearest(folder, settings.skipped)
-    others = (
-        ""
-        if saw(folder, settings.skipped, step)
-        else " (not those that saw them, which are not kept)"
-    )
+
+    # the weights that saw the batch, if the run kept them
     seed = run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
         raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
-    check_loss(run.algorithm)
-    scores = scored(model, batch, run.learning_temperature, settings.batch_size)
+    scores = score_batch(model, batch, run.learning_temperature, settings.batch_size)
     losses_B, found = sequence_losses(run.algorithm, batch, scores)
-    finite_B = np.isfinite(losses_B)
+
+    is_finite_B = np.isfinite(losses_B)
+    others = "" if saw(folder, settings.skipped, step) else OTHER_WEIGHTS
     print(
         f"step {settings.skipped}: {len(losses_B)} sequences, with the weights of step "
         f"{step}{others}"
     )
     print(
-        f"loss {losses_B.sum():g}; of the {finite_B.sum()} sequences whose loss is finite "
-        f"{losses_B[finite_B].sum():g}"
+        f"loss {losses_B.sum():g}; of the {is_finite_B.sum()} sequences whose loss is finite "
+        f"{losses_B[is_finite_B].sum():g}"
     )
     for b, names in found.items():
-        what = (
-            ", ".join(f"{name} at {count} of its tokens" for name, count in names.items())
-            or "its loss"
-        )
+        places = [f"{name} at {count} of its tokens" for name, count in names.items()]
+        what = ", ".join(places) or "its loss"
         print(f"sequence {b}: not finite: {what}\n  {_text(model, batch, b)}")
     if not found:
         print(
@@ -100,7 +99,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
         )
 
 
-def read(folder: RunDir, settings: Replay) -> Batch:
+def read_batch(folder: RunDir, settings: Replay) -> Batch:
     """The batch of the update that was skipped. Raises ConfigError."""
     file = folder.skipped(settings.skipped)
     if not file.is_file():
@@ -110,16 +109,18 @@ def read(folder: RunDir, settings: Replay) -> Batch:
         )
     try:
         with zipfile.ZipFile(file) as packed:
-            if (size := sum(entry.file_size for entry in packed.infolist())) > MOST_BYTES:
+            size = sum(entry.file_size for entry in packed.infolist())
+            if size > MOST_BYTES:
                 raise ValueError(
                     f"it holds {size:,} bytes, and {MOST_BYTES:,} are the most that are read"
                 )
         # no pickles: numpy refuses them unless it is asked for them
         with np.load(file) as arrays:
             found = {name: arrays[name] for name in arrays}
-        if unknown := sorted(found.keys() - ARRAYS):
+        unknown = sorted(name for name in found.keys() - ARRAYS if not name.startswith(STREAM))
+        if unknown:
             raise ValueError(f"a batch has no {unknown[0]}")
-        batch = Batch(**found)
+        batch = Batch.of_arrays(found)
         _check_arrays(batch)
         return batch
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
@@ -138,11 +139,8 @@ def _in_words(error: Exception) -> str:
 
 def _check_arrays(batch: Batch) -> None:
     """Raises ValueError unless all arrays are numbers and of one shape, [B, T]."""
-    for name in ARRAYS:
-        value = getattr(batch, name)
-        if value is not None and (
-            value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf"
-        ):
+    for name, value in batch.arrays().items():
+        if value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf":
             raise ValueError(
                 f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are"
             )
@@ -170,7 +168,8 @@ def nearest(folder: RunDir, skipped: int) -> int:
             f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the "
             "batch"
         )
-    same, before = [s for s in steps if saw(folder, skipped, s)], [s for s in steps if s < skipped]
+    same = [step for step in steps if saw(folder, skipped, step)]
+    before = [step for step in steps if step < skipped]
     if not same + before:
         raise ConfigError(
             f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes "
@@ -180,15 +179,18 @@ def nearest(folder: RunDir, skipped: int) -> int:
     return max(same or before)
 
 
-def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: int) -> TokenScores:
+def score_batch(
+    model: LanguageModel, batch: Batch, temperature: float, batch_size: int
+) -> TokenScores:
     """What these weights say of the batch: arrays of the host, [B, T] float32."""
     score = jax.jit(
         partial(sequence_scores, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
     )
-    B, parts = len(batch.tokens), []
+    B = len(batch.tokens)
+    parts = []
     with jax.set_mesh(model.mesh):
         for start in range(0, B, batch_size):
-            # of one size, so that one is compiled
+            # all parts have one size, so that one program is compiled
             rows = np.minimum(np.arange(start, start + batch_size), B - 1)
             found = score(model.params, batch.tokens[rows], batch.token_mask[rows])
             parts.append(jax.device_get(found))
@@ -198,30 +200,35 @@ def scored(model: LanguageModel, batch: Batch, temperature: float, batch_size: i
 def sequence_losses(
     algorithm: Algorithm, batch: Batch, scores: TokenScores
 ) -> tuple[np.ndarray, dict[int, dict[str, int]]]:
-    """The loss of each sequence, and of those that are not finite, by name, where: a loss is a sum
-    over sequences."""
+    """The loss of each sequence, and, by sequence, how often what goes into it is not finite.
+
+    A loss is a sum over sequences, so each has a loss of its own.
+    """
     counts_BT = batch.loss_weight != 0
-    given = {
-        "logprobs": scores.logprobs,
-        # where log-probabilities are not finite, it is no news that entropies are not
-        "entropy": np.where(np.isfinite(scores.logprobs), scores.entropy, 0.0),
-        "loss_weight": batch.loss_weight,
-        "advantages": batch.advantages,
-    }
-    given |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
-    losses, found = [], {}
+    inputs = {"logprobs": scores.logprobs}
+    # where log-probabilities are not finite, it is no news that entropies are not
+    inputs["entropy"] = np.where(np.isfinite(scores.logprobs), scores.entropy, 0.0)
+    inputs |= batch.arrays()
+    losses = []
+    found = {}
     for b in range(len(batch.tokens)):
-        row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), RowBatch(**vars(batch)))
-        of_row = jax.tree.map(lambda x, b=b: jnp.asarray(x[b : b + 1]), scores)
-        losses.append(float(algorithm.loss(of_row, row)[0]))
-        wrong = {
-            name: int((~np.isfinite(x[b]) & counts_BT[b]).sum())
-            for name, x in given.items()
-            if x is not None
-        }
-        if any(wrong.values()) or not np.isfinite(losses[-1]):
+        loss = _loss_of_row(algorithm, batch, scores, b)
+        losses.append(loss)
+
+        # only at tokens that count
+        wrong = {name: int((~np.isfinite(x[b]) & counts_BT[b]).sum()) for name, x in inputs.items()}
+        if any(wrong.values()) or not np.isfinite(loss):
             found[b] = {name: count for name, count in wrong.items() if count}
     return np.array(losses), found
+
+
+def _loss_of_row(algorithm: Algorithm, batch: Batch, scores: TokenScores, b: int) -> float:
+    def row(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x[b : b + 1])
+
+    # the rows are the sequences, so a batch is in rows already
+    in_rows = RowBatch(**vars(jax.tree.map(row, batch)))
+    return float(algorithm.loss(jax.tree.map(row, scores), in_rows)[0])
 
 
 def _text(model: LanguageModel, batch: Batch, b: int) -> str:

@@ -41,7 +41,7 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.weights_digest(model),
         "algorithm": plain(run.algorithm),
-        "task": plain(run.task),
+        "task": _task(run),
         "data": digest_of_data(run.task.source),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
@@ -59,6 +59,15 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
             "python": platform.python_version(),
         },
     }
+
+
+def _task(run: RunConfig) -> dict:
+    """The task; `group` of a reward only where it is true: earlier versions had no such setting."""
+    task = plain(run.task)
+    for reward in task["rewards"].values():
+        if not reward["group"]:
+            del reward["group"]
+    return task
 
 
 def _reduced(run: RunConfig) -> dict:

@@ -7,7 +7,7 @@ The order has a meaning: what a crash in between leaves on the disk is always tr
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -293,9 +293,7 @@ class Watch:
 
     def keep_skipped(self, done: StepDone, metrics: Metrics) -> None:
         """Write the batch of an update that was not made, for who looks for the reason."""
-        batch = done.experience.batch
-        arrays = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
-        arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
+        arrays = done.experience.batch.arrays()
         file = self.session.run_dir.write_skipped(done.step, arrays)
         text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
         self.session.console.say(text, style="red")
