@@ -1,5 +1,4 @@
-"""What a notebook imports: settings, training, a model in the hand, export. examples/notebook.py
-shows it."""
+"""The names for notebooks: settings, training, a loaded model, export. See examples/notebook.py."""
 
 from tunix_lite.commands.program import compose
 from tunix_lite.inference.export import export

@@ -1,5 +1,7 @@
-"""Checkpoints of the TrainState with orbax: saved in the background, kept whole, restored onto any
-mesh."""
+"""Checkpoints of the TrainState with orbax: saved in the background, restored onto any mesh.
+
+Each checkpoint has digests of its files, so that reading it notices every change.
+"""
 
 import contextlib
 import errno
@@ -10,8 +12,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -28,30 +31,29 @@ def _accuracy(metrics: dict) -> float:
     return metrics["accuracy"]
 
 
-# arrays in a message
+# Most arrays that a message names.
 SHOWN = 4
-# kept in ABOUT
-SKIPPED = "skipped_in_a_row"
-# in the folder of a checkpoint
+# A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
 ABOUT = "about.json"
-# orbax writes these when all else is there: nothing of ours
+SKIPPED = "skipped_in_a_row"
+# Files that orbax writes after the digests are made, so they have none.
 LATER = {
     "_CHECKPOINT_METADATA",
     "commit_success.txt",
 }
-# read from disk at a time, by a process: what a host holds of a checkpoint beside what its devices
-# hold
+# The gigabytes that a process reads at a time: host memory beside the arrays on its devices.
 HOST_GB = 4
-# a save may take: all processes wait for the first, which makes the digests of all files
+# Most seconds of a save. All processes wait for the first, which makes the digests of all files.
 SAVE_SECONDS = 3600
 
 
 class Checkpoints:
-    """The checkpoints of one run, `checkpoints/<step>/`: the newest `keep`, and the `keep_best`
-    that did best.
+    """The checkpoints of one run, in folders `checkpoints/<step>/`.
 
-    Looking at them changes nothing, whoever else is writing there; saving clears away what was cut
-    short.
+    Reading changes nothing in the folder, even while another process writes there. Only `save`
+    removes checkpoints: old ones, and those that a killed run left unfinished.
+
+    Example: `Checkpoints("outputs/latest/checkpoints").latest_step()`.
     """
 
     def __init__(
@@ -61,19 +63,28 @@ class Checkpoints:
         keep_best: int = 0,
         when_whole: Callable[[], None] | None = None,
     ):
-        """when_whole: called once, when the first save is on disk."""
+        """keep: the number of newest checkpoints to keep. keep_best: and of those with the highest
+        held-out accuracy. when_whole: called once, when the first save is on disk.
+        """
         self.folder = Path(folder).absolute()
-        self._keep, self._keep_best = keep, keep_best
-        self._opened, self._when_whole, self._is_saved = None, when_whole, False
-        # what will stand in ABOUT of the step that is being saved
+        self._keep = keep
+        self._keep_best = keep_best
+        # orbax's manager, once it is needed
+        self._opened: ocp.CheckpointManager | None = None
+        self._when_whole = when_whole
+        self._is_saved = False
+        # the content of ABOUT for the step that is being saved
         self._saving: dict = {}
+        # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
         self._own = _identity(self.folder) if self.folder.is_dir() else None
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """What saves. Only for the run that has claimed the folder: it deletes what seems
-        unfinished."""
+        """The manager of orbax that saves.
+
+        Only for the run that has locked the folder: it deletes what seems unfinished.
+        """
         if self._opened is None:
             policies = ocp.checkpoint_managers
             best = policies.BestN(
@@ -88,19 +99,19 @@ class Checkpoints:
                     timeout_secs=SAVE_SECONDS,
                     post_finalization_callback=self._before_it_gets_its_name,
                 ),
-                # of a run that was killed while it saved
+                # Remove what a run left that was killed while it saved.
                 cleanup_tmp_directories=True,
             )
-            _say_it_once()
+            _silence_orbax_errors()
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
-        """Of the first process, in the background: all files of the step are written, but not yet
-        called checkpoint.
+        """Adds digests and ABOUT to a checkpoint, when orbax has written all files of its own.
 
-        What orbax wrote into folders that it made in the place of deleted ones never gets the name.
-        Raises OSError.
+        orbax calls it on process 0, in a thread, before it renames the folder to the step. If the
+        run's folder was deleted meanwhile, and made anew by orbax, the checkpoint never gets its
+        name. Raises OSError.
         """
         self._check_there()
         for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
@@ -108,38 +119,41 @@ class Checkpoints:
             digests.write_digests(half, LATER)
 
     @contextlib.contextmanager
-    def _reading(self, handler: ocp.CheckpointHandler):
-        """What reads: a manager that clears nothing away."""
-        _say_it_once()
+    def _reading(self, handler: ocp.CheckpointHandler) -> Iterator[ocp.CheckpointManager]:
+        """A context with a manager of orbax that only reads."""
+        _silence_orbax_errors()
         options = ocp.CheckpointManagerOptions(create=False)
         with ocp.CheckpointManager(self.folder, options=options, item_handlers=handler) as manager:
             yield manager
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, in order, as the folder shows them. Makes no folder. Raises
-        OSError."""
+        """The steps of all checkpoints in the folder, in order; [] if there is no folder.
+
+        Raises OSError.
+        """
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        # a half one has a longer name
+        # An unfinished checkpoint has a longer name than its step.
         return sorted(int(name) for name in names if is_step(name))
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, or None. Makes no folder. Raises OSError."""
+        """The step of the newest checkpoint; None if there is none. Raises OSError."""
         return max(self.steps(), default=None)
 
     def whole_steps(self) -> list[int]:
-        """The steps whose files are all there now, with the sizes that they had. Reads none of
-        them. Raises OSError."""
+        """The steps whose files are all there, with their sizes at the time of the save.
+
+        Does not read the files. Raises OSError.
+        """
         return [step for step in self.steps() if not self._missing(step)]
 
     def _missing(self, step: int) -> str | None:
-        """What a checkpoint lacks, in words; by its digests where it has them. None: nothing is
-        missing."""
+        """What is wrong with the files of a checkpoint, by names and sizes; None: nothing."""
         folder = self.folder / str(step)
         if not folder.is_dir():
             return "it is a file and not a folder"
         if not any(folder.iterdir()):
             return "its folder is empty"
-        # damaged digests: whoever reads the checkpoint says so
+        # ValueError: the digests are damaged, which `_verify` reports.
         with contextlib.suppress(ValueError):
             for name, (size, _) in (digests.read_digests(folder) or {}).items():
                 if not (folder / name).is_file() or (folder / name).stat().st_size != size:
@@ -150,24 +164,25 @@ class Checkpoints:
         return None
 
     def check_whole(self, step: int) -> None:
-        """Raises ValueError, with the remedy, for what is called a checkpoint and cannot be one.
-        Reads no array."""
-        if missing := self._missing(step):
+        """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut off.
+
+        Does not read the files.
+        """
+        missing = self._missing(step)
+        if missing:
             raise ValueError(self._damaged(step, missing))
 
     def has_digests(self, step: int) -> bool:
-        """Whether reading this step notices every change of its files: earlier versions kept
-        none."""
+        """Whether this checkpoint has digests. Early versions of this package made none."""
         return (self.folder / str(step) / digests.NAME).is_file()
 
     def _verify(self, step: int) -> None:
-        """Compares all files of a step with their digests; several processes share the work, and
-        all hear of it.
+        """Compares all files of a step with their digests, if it has digests.
 
-        A checkpoint without digests has nothing to compare with. Raises ValueError, naming step,
-        file and remedy.
+        Each process checks a part of the files, so all processes must call it. Raises ValueError on
+        all of them, with step, file and remedy.
         """
-        folder, found = self.folder / str(step), []
+        folder = self.folder / str(step)
         try:
             check_only_files(folder)
             kept = digests.read_digests(folder) or {}
@@ -177,16 +192,17 @@ class Checkpoints:
             )
         except ValueError as error:
             found = [str(error)]
-        if found := [what for theirs in allgather_values(found) for what in theirs]:
+        found = [problem for problems in allgather_values(found) for problem in problems]
+        if found:
             more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
             raise ValueError(self._damaged(step, found[0] + more))
 
     def save(self, state: TrainState, accuracy: float | None = None, skipped: int = 0) -> None:
-        """Copies the state off the devices and writes it in the background; the state may be
-        donated afterwards.
+        """Starts to save the state. Returns when it is copied to the host; a thread writes it.
 
-        accuracy: held-out, of this very state, if it was measured. skipped: how many updates in a
-        row were not made until now. Raises OSError, of the save before it, too.
+        The state may be donated afterwards. accuracy: its held-out accuracy, if it was measured.
+        skipped: how many updates in a row were skipped up to now. Waits for the save before, and
+        raises OSError if that one has failed, or this one cannot begin.
         """
         step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -194,7 +210,7 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             self._own = _identity(self.folder)
         with self._as_os_error():
-            # which is what reads _saving
+            # The save before still reads self._saving.
             self._manager.wait_until_finished()
             self._check_there()
             self._saving = {"step": step, SKIPPED: skipped}
@@ -203,13 +219,12 @@ class Checkpoints:
         self._is_saved = True
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest checkpoint, with the shapes and shardings of `like`: arrays, or
-        ShapeDtypeStructs with shardings.
+        """Reads the newest checkpoint, after comparing all its files with their digests.
 
-        Every array is made once, where it stays; delete what stands there now before you call. All
-        files are compared with their digests first. Raises ValueError if there is no checkpoint, if
-        it cannot be read or has changed since it was written, or if it holds something else than
-        `like`.
+        like: the shapes, dtypes and shardings to restore, as arrays or ShapeDtypeStructs. Every
+        array is made once, on its devices; free the memory of the old ones before. Raises
+        ValueError if there is no checkpoint, if it cannot be read, has changed since it was
+        written, or does not match `like`.
         """
         step = self.latest_step()
         if step is None:
@@ -221,28 +236,28 @@ class Checkpoints:
         return self._read(step, handler, ocp.args.StandardRestore(abstract), abstract)
 
     def skipped_in_a_row(self, step: int) -> int:
-        """How many updates were not made, one after the other, up to this step. Raises
-        ValueError."""
+        """How many updates in a row were skipped up to this step, as `save` was given it.
+
+        Raises ValueError if the checkpoint is damaged.
+        """
         file = self.folder / str(step) / ABOUT
         try:
             if os.path.lexists(file):
                 return _count(read_object(file).get(SKIPPED))
-            with self._reading(
-                ocp.StandardCheckpointHandler()
-            ) as manager:  # where earlier versions kept it
+            # Early versions of this package kept it in orbax's metadata.
+            with self._reading(ocp.StandardCheckpointHandler()) as manager:
                 return _count((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))
         except Exception as error:
             # orbax raises what it likes
             raise ValueError(self._damaged(step, _reason(error))) from error
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """(step, params) of a checkpoint, the newest if `step` is None, without the optimizer's
-        state.
+        """Reads only the parameters of a checkpoint: (its step, params).
 
-        `like` are ShapeDtypeStructs that say shapes and places. Which file holds which array only
-        orbax knows, so all files are compared with their digests. Raises ValueError if there is no
-        such checkpoint, if it cannot be read or has changed since it was written, or if it holds
-        something else.
+        like: ShapeDtypeStructs with shardings. step: None means the newest. All files are compared
+        with their digests, because only orbax knows which of them hold the parameters. Raises
+        ValueError if there is no such checkpoint, if it cannot be read, has changed since it was
+        written, or does not match `like`.
         """
         steps = self.steps()
         if not steps or step not in (None, *steps):
@@ -261,32 +276,35 @@ class Checkpoints:
         return step, self._read(step, handler, args, wanted, whole=False)["params"]
 
     def _read(self, step: int, handler: ocp.CheckpointHandler, args, wanted, whole: bool = True):
-        """What `args` ask for of this step. Raises ValueError; `wanted`: what it should hold,
-        `whole`: and no more."""
+        """Restores what `args` ask for. Raises ValueError that says what is wrong.
+
+        wanted: the shapes that the checkpoint should hold. whole: whether it may hold nothing else.
+        """
         self._verify(step)
         try:
             with self._reading(handler) as manager:
                 return manager.restore(step, args=args)
+        # No memory, or trouble with the devices: the files are not at fault.
         except (jax.errors.JaxRuntimeError, MemoryError):
-            # says nothing of the files
             raise
+        # orbax raises errors of all kinds.
         except Exception as error:
-            # orbax raises what it likes
             if is_of_a_peer(error):
                 raise
             raise ValueError(self._why_not(step, wanted, whole, error)) from error
 
     def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:
-        """Why a step could not be restored: it holds something else, as its own description says,
-        or it is damaged."""
+        """Why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
-            here, there = _shapes(wanted), _shapes(tree)
+            here = _shapes(wanted)
+            there = _shapes(tree)
         except Exception as unreadable:
             error = unreadable
         else:
             there = there if whole else {name: there[name] for name in here if name in there}
-            if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+            other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+            if other:
                 listed = "; ".join(
                     f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
                     for name in other[:SHOWN]
@@ -299,8 +317,10 @@ class Checkpoints:
         return self._damaged(step, _reason(error))
 
     def _damaged(self, step: int, why: str) -> str:
-        """That a step cannot be used and why, and what to remove: the checkpoint before it is then
-        the newest."""
+        """The message that a step cannot be used, why, and what to remove.
+
+        After that the checkpoint before it is the newest.
+        """
         earlier = [s for s in self.steps() if s < step]
         then = (
             f"to go on from step {earlier[-1]}"
@@ -310,25 +330,28 @@ class Checkpoints:
         return f"step {step} cannot be read ({why}); remove {self.folder / str(step)} {then}"
 
     def check(self) -> None:
-        """Raises OSError if the folder is gone or the last save has failed by now. Does not
-        wait."""
+        """Raises OSError if the folder is gone, or if the last save has failed by now.
+
+        Does not wait for a save that is under way.
+        """
         self._check_there()
         if self._opened is not None and not self._opened.is_saving_in_progress():
-            # Not check_for_errors: it takes the error from the thread that, hearing of none,
-            # deletes old checkpoints.
+            # Not orbax's check_for_errors: it would take the error away from orbax's own thread,
+            # which would then delete old checkpoints.
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the folder of the run, or that of its checkpoints, is gone or is
-        another one."""
+        """Raises OSError if the run's folder, or that of its checkpoints, was replaced."""
         for folder, known in ((self.folder.parent, self._parent), (self.folder, self._own)):
             if known is not None and _identity(folder) != known:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 
     @contextlib.contextmanager
-    def _as_os_error(self):
-        """Raises what went wrong with the disk as the OSError it was; of tensorstore's it is in the
-        text only."""
+    def _as_os_error(self) -> Iterator[None]:
+        """A context that raises errors of the disk as OSError.
+
+        tensorstore raises others, which have the number of the OSError only in their text.
+        """
         try:
             yield
         except Exception as error:
@@ -336,67 +359,69 @@ class Checkpoints:
                 self._check_there()
             except OSError as gone:
                 raise gone from error
-            said = re.search(r"os_error_code='(\d+)'", str(error))
-            if isinstance(error, OSError) or not said:
+            match = re.search(r"os_error_code='(\d+)'", str(error))
+            if isinstance(error, OSError) or not match:
                 raise
-            number = int(said[1])
+            number = int(match[1])
             raise OSError(number, os.strerror(number), str(self.folder)) from error
 
     def wait(self) -> None:
-        """Until everything is on disk. Raises OSError if that cannot be."""
+        """Waits until the last save is on disk. Raises OSError if it has failed."""
         if self._opened is not None:
             with self._as_os_error():
                 self._opened.wait_until_finished()
-            self._say_whole()
+            self._call_when_whole()
 
-    def _say_whole(self) -> None:
+    def _call_when_whole(self) -> None:
+        """Calls `when_whole`, the first time after a save."""
         if self._is_saved and self._when_whole is not None:
-            say, self._when_whole = self._when_whole, None
-            say()
+            when_whole = self._when_whole
+            self._when_whole = None
+            when_whole()
 
     def close(self) -> None:
-        """Waits until everything is on disk. Raises OSError if that cannot be."""
-        opened, self._opened = self._opened, None
+        """Waits until the last save is on disk, and closes orbax. Raises OSError if it failed."""
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             with self._as_os_error():
                 try:
                     opened.wait_until_finished()
                 finally:
                     opened.close()
-            self._say_whole()
+            self._call_when_whole()
 
 
-# ---- small print
+# ---- details
 
 
 def is_step(name: str) -> bool:
-    """Whether this is how the folder of a checkpoint is called: 0, 7, 60; not 007, and no digits
-    but 0 to 9."""
+    """Whether this is the name of a checkpoint's folder: 0, 7, 60; not 007 or other digits."""
     return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
 
 
 def _host_gb(wanted) -> int:
-    """What may be read at a time: HOST_GB, and where one array is larger, it; twice, as saved parts
-    are read whole."""
+    """The gigabytes that orbax may read at a time: HOST_GB, or twice the largest array.
+
+    Twice, because a saved chunk is read as a whole.
+    """
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(wanted))
     return max(HOST_GB, 1 + math.ceil(2 * largest / 1e9))
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what is at the bottom of an error, without the details of tensorstore."""
+    """The first line of the error that caused this one, without the details of tensorstore."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[
-        0
-    ].splitlines()
+    text = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[0]
+    lines = text.splitlines()
     return lines[0][:300] if lines else repr(error)
 
 
-def _shapes(tree) -> dict[str, tuple | str]:
-    """The shape of every array by its path, `params/layers/w`; whether lists or tuples hold them is
-    the same."""
+def _shapes(tree: Any) -> dict[str, tuple | str]:
+    """The shape of every array by its path, `params/layers/w`; lists count as tuples."""
 
-    def is_empty(x) -> bool:
+    def is_empty(x: Any) -> bool:
         return x is None or (isinstance(x, (tuple, list, dict)) and not x)
 
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
@@ -408,44 +433,47 @@ def _shapes(tree) -> dict[str, tuple | str]:
     }
 
 
-def _count(value) -> int:
+def _count(value: object) -> int:
+    """The value of SKIPPED. Raises ValueError if it is no count."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{SKIPPED} is {shown(value)}, and not a count")
     return value
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Tells a folder from one made in its place: orbax makes what it misses, even where nothing is
-    mounted now."""
+    """Device and inode of a folder, which differ after it was deleted and made again.
+
+    orbax makes folders that are missing, even below a mount point where nothing is mounted now.
+    """
     stat = folder.stat()
     return stat.st_dev, stat.st_ino
 
 
 @functools.cache
-def _say_it_once() -> None:
-    """Leaves a save or a read that fails to its exception. Else its threads fill the screen, pages
-    for every array."""
-    # where orbax logs, and where its tasks do that nobody waits for any more
-    for name in (
-        "absl",
-        "asyncio",
-    ):
-        logging.getLogger(name).addFilter(_is_news)
+def _silence_orbax_errors() -> None:
+    """Keeps orbax and tensorstore from printing an error that they also raise.
+
+    Otherwise their threads would fill the screen, with pages for every array.
+    """
+    # orbax logs to absl, and asyncio logs for its tasks that nobody waits for any more.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_not_of_orbax)
     show = sys.unraisablehook
 
-    def show_news(what) -> None:
-        trace = what.exc_traceback
+    def show_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        trace = unraisable.exc_traceback
         code = None if trace is None else trace.tb_frame.f_code
-        # tensorstore tells each of those tasks that it is done, and prints that its event loop is
-        # closed; of a read that fails, the other parts fail with nobody waiting for them
+        # After a read that failed, tensorstore calls tasks whose event loop is closed, and other
+        # parts of the read fail with nobody waiting for them.
         if code is None or (
             code.co_name != "call_soon_threadsafe" and "orbax" not in code.co_filename
         ):
-            show(what)
+            show(unraisable)
 
-    sys.unraisablehook = show_news
+    sys.unraisablehook = show_others
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """A filter of records: drops errors of orbax."""
     is_of_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()
     return record.levelno < logging.ERROR or not is_of_orbax

@@ -1,5 +1,4 @@
-"""`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, what it sends and how fast
-it can be."""
+"""`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, and how fast it is."""
 
 import os
 import shlex
@@ -45,15 +44,15 @@ class PlanConfig:
 
 
 def main() -> None:
-    # compilers of absent devices say that they are absent
+    # The compilers for devices that are not there print warnings about that.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # of attached ones, what a run would have
+    # Of an attached GPU, plan with the memory that a run would have.
     take_gpu_memory()
     program.run_command("plan", PlanConfig, plan)
 
 
 def plan(run: RunConfig, settings: PlanConfig) -> None:
-    """Plans, writes the files, and says it on one screen."""
+    """Makes the plans, writes plan.md and plan.json, and prints a short form of them."""
     found = make_plans(run, settings, sys.argv[1:])
     folder = Path(
         settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
@@ -63,14 +62,20 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
-    """All that was asked for; `words` are the command line, to which what would fit is added.
-    Raises ConfigError."""
+    """Makes a plan for each mesh, the best first.
+
+    words: the command line, which is repeated with what would fit, if no plan fits. Raises
+    ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
+    """
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
-    plans, refused = [], []
     meshes = _meshes(run, settings, machine)
-    # a mesh may take the first ones only
+    # A mesh may take only some of the devices.
     machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])
+
+    # Estimates for all meshes; those that divide nothing are refused.
+    plans = []
+    refused = []
     for sizes in meshes:
         try:
             plans.append(planning.estimated(run, machine, cfg, lora, sizes))
@@ -86,6 +91,8 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
             f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: "
             f"{reasons}"
         )
+
+    # The best ones are compiled, which may change their order.
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
         devices = devices_of(machine)
@@ -96,6 +103,7 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
 
 
 def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict[str, int]]:
+    """The meshes to plan for, as {"fsdp": 4, "tp": 2}."""
     count = machine.num_devices
     if settings.mesh == "all":
         return planning.meshes(count)
@@ -103,11 +111,12 @@ def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict
         try:
             return [resolve_mesh_shape(run.model.mesh_shape, count)]
         except ValueError as error:
-            theirs = f"target {machine.name} has {count} devices"
-            ours = machine.name == "attached"
-            raise ValueError(
-                str(error) if ours else str(error).replace(f"jax sees {count}", theirs)
-            ) from error
+            # The message is about the devices that jax sees; a target has others.
+            text = str(error)
+            if machine.name != "attached":
+                of_target = f"target {machine.name} has {count} devices"
+                text = text.replace(f"jax sees {count}", of_target)
+            raise ValueError(text) from error
 
 
 def _say(text: str) -> None:
@@ -115,19 +124,19 @@ def _say(text: str) -> None:
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, with the command that would fit where none does. Where there is a compiler, it has
-    the last word."""
+    """The plans, and if none fits, with a command that would.
+
+    What is advised is compiled too, unless the plan is analytic.
+    """
     if any(plan.fits is not False for plan in plans.plans):
         return plans
 
-    def look(changed: Plan) -> Plan:
-        return (
-            changed
-            if settings.analytic
-            else planning.with_compiled(changed, devices_of(changed.machine), _say)
-        )
+    def compile_again(changed: Plan) -> Plan:
+        if settings.analytic:
+            return changed
+        return planning.with_compiled(changed, devices_of(changed.machine), _say)
 
-    overrides, found = advice(plans.plans[0], look)
+    overrides, found = advice(plans.plans[0], compile_again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"
@@ -136,11 +145,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         return replace(
             plans, command=command_that_fits(words, overrides), change=f"would fit, with {peak}:"
         )
-    least = (
-        f"the least is {peak}, with {' '.join(overrides)}"
-        if overrides
-        else "nothing makes it smaller"
-    )
+    least = "nothing makes it smaller"
+    if overrides:
+        least = f"the least is {peak}, with {' '.join(overrides)}"
     return replace(
         plans, change=f"nothing that was tried fits, and a larger target is needed: {least}"
     )

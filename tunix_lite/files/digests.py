@@ -1,5 +1,4 @@
-"""Digests of the files in a folder, kept in the folder: whoever reads it later sees whether a bit
-has changed."""
+"""Digests of the files in a folder, kept in digests.json, so that a reader notices every change."""
 
 import hashlib
 import json
@@ -12,28 +11,29 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.plain_text import escaped
 
 NAME = "digests.json"
-# `sha256sum` says the same
+# The command sha256sum prints the same digests.
 ALGORITHM = "sha256"
+# Most threads that read files.
 MOST_THREADS = 8
-# of digests.json: some 200 for each file
+# Most bytes of digests.json, which has some 200 for each file.
 MOST_BYTES = 2**28
 
 
 def write_digests(folder: Path, but: Collection[str] = ()) -> None:
-    """Writes digests.json: size and digest of every other file in the folder, but for these names.
+    """Writes digests.json: size and digest of every file in the folder.
 
-    It is there as a whole or not at all. Takes a quarter of the cores at most, as a run goes on
-    beside it. Raises OSError.
+    but: names of files that are left out. The file is there as a whole or not at all. Uses at most
+    a quarter of the cores, because a run trains meanwhile. Raises OSError.
     """
-    names = sorted(
-        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
-    )
-    names = [name for name in names if name not in {NAME, *but}]
-    with ThreadPoolExecutor(min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 4))) as threads:
+    found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = [name for name in sorted(found) if name not in {NAME, *but}]
+    num_threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 4))
+    with ThreadPoolExecutor(num_threads) as threads:
         digests = list(threads.map(lambda name: _digest(folder / name), names))
-    files = {
-        name: {"bytes": size, ALGORITHM: digest} for name, (size, digest) in zip(names, digests)
-    }
+
+    files = {}
+    for name, (size, digest) in zip(names, digests):
+        files[name] = {"bytes": size, ALGORITHM: digest}
     fresh = folder / f"{NAME}.tmp"
     with fresh.open("w") as file:
         file.write(json.dumps({"files": files}, indent=1) + "\n")
@@ -43,8 +43,10 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
-    """(size, digest) by the name of the file; None where no digests are kept. Raises ValueError if
-    they are damaged."""
+    """Reads digests.json: name of the file -> (bytes, digest). None if there is no such file.
+
+    Raises ValueError if it is damaged.
+    """
     if not os.path.lexists(folder / NAME):
         return None
     try:
@@ -58,17 +60,20 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name leads to a place in the folder, and to no other."""
+    """Whether a name is of a file inside the folder."""
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
 def changed_files(
     folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]
 ) -> list[str]:
-    """What is no longer as it was written, of these files; each in words: `default/d/ab12 has other
-    bytes than ...`."""
+    """The files that have changed since they were written, each with what is wrong with it.
 
-    def look(name: str) -> str | None:
+    kept: of `read_digests`. names: the files to compare. Each entry is a text such as
+    `default/d/ab12 has other bytes than when it was written, ...`.
+    """
+
+    def compare(name: str) -> str | None:
         size, digest = kept[name]
         try:
             there = (folder / name).stat().st_size
@@ -81,15 +86,16 @@ def changed_files(
                 )
         except FileNotFoundError:
             return f"{escaped(name)} is gone"
+        # ValueError: a name that no file can have.
         except (OSError, ValueError) as error:
-            # ValueError: a name that no file can have
             return f"{escaped(name)}: {getattr(error, 'strerror', None) or error}"
 
     with ThreadPoolExecutor(MOST_THREADS) as threads:
-        return [found for found in threads.map(look, names) if found]
+        return [problem for problem in threads.map(compare, names) if problem]
 
 
 def _digest(file: Path) -> tuple[int, str]:
+    """The number of bytes of a file, and their digest."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, ALGORITHM).hexdigest()
         return opened.tell(), digest

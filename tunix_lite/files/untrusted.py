@@ -1,8 +1,7 @@
-"""What somebody else wrote, read as data: files of model folders, of runs and of adapters.
+"""Reads files that somebody else may have written, as data: of models, of runs and of adapters.
 
-They come from anywhere. Read is only what is a file (a pipe would block), up to a size and a depth,
-and as UTF-8. Whatever is wrong with it is one ValueError that begins with the file.
-docs/references/trust.md says what this is for.
+Only ordinary files are read (a pipe would block), as UTF-8, up to a size and a depth. Whatever is
+wrong is a ValueError whose message begins with the file. docs/references/trust.md has the reasons.
 """
 
 import contextlib
@@ -15,14 +14,14 @@ from typing import Any, BinaryIO
 
 from tunix_lite.plain_text import escaped, shown
 
-# of a file: the index of a model of a trillion parameters has 9 MB
+# Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
 MOST_BYTES = 16 * 2**20
-# bytes of a line of metrics.jsonl: a step has a few thousand
+# Most bytes of a line of metrics.jsonl. A step has a few thousand.
 MOST_LINE = 2**20
-# lists and objects in one another
+# Most lists and objects inside one another.
 MOST_DEPTH = 64
 
-# in settings of the user's own it names what to call
+# The key with which a user's own settings name what to import and call.
 TARGET = "_target_"
 
 
@@ -32,27 +31,27 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object in a text. Raises ValueError, beginning with `name`, which says where the
-    text stands."""
+    """The JSON object in a text. name: where the text is from, for the message of a ValueError."""
     try:
-        said = json.loads(text)
+        found = json.loads(text)
     except RecursionError:
         raise ValueError(
             f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
-    if not isinstance(said, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{name} does not hold an object")
-    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(said, MOST_DEPTH):
+    # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
+    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(found, MOST_DEPTH):
         raise ValueError(
             f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
         )
-    return said
+    return found
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
-    """The text in a file. Raises ValueError, beginning with the file."""
+    """The text in a file of at most `most` bytes. Raises ValueError, beginning with the file."""
     with _opened(file) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
@@ -66,10 +65,10 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
-    r"""(line, whether that is all of it) for each line of a file, without the newline that ends it.
+    r"""Yields (line, is_whole) for each line of a file, without its newline.
 
-    Of a line longer than `most` bytes only the first `most` are given. Nothing but \n ends a line.
-    Raises ValueError, beginning with the file.
+    Of a line longer than `most` bytes only the first `most` are given, and is_whole is false. Only
+    \n ends a line. Raises ValueError, beginning with the file.
     """
     with _opened(file) as stream:
         while part := stream.readline(most + 1):
@@ -81,9 +80,9 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """The bytes of an ordinary file. Raises ValueError, beginning with the file."""
+    """Opens an ordinary file for reading. Raises ValueError, beginning with the file."""
     try:
-        # a pipe with nobody at its other end does not block so
+        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
         opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({_reason(error)})") from error
@@ -99,26 +98,28 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def check_only_files(folder: Path) -> None:
-    """Raises ValueError, with the place, if anything below a folder is neither a file nor a folder.
+    """Raises ValueError, with the path, if anything below a folder is neither a file nor a folder.
 
-    Whoever reads a pipe or a device may wait for ever. Links to folders are refused, too, as they
-    may lead anywhere.
+    Reading a pipe or a device may wait for ever. Links to folders are refused too, because they may
+    lead anywhere.
     """
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
-            path = Path(place, name)
+            path = Path(parent, name)
+            # Gone since, or a link to nowhere: reading it will raise an error of its own.
             try:
                 kind = path.stat().st_mode
             except OSError:
-                # gone since, or a link to nowhere: whoever reads it says so
                 continue
             if not stat.S_ISREG(kind) and (path.is_symlink() or not stat.S_ISDIR(kind)):
                 raise ValueError(f"{escaped(str(path.relative_to(folder)))} is not a file")
 
 
 def as_path(name: str | Path) -> Path:
-    """The path that a setting says. Raises ValueError for one that cannot be: no such user, or too
-    long."""
+    """The path that a setting names, with ~ filled in.
+
+    Raises ValueError for one that cannot exist: it names no user, or is too long.
+    """
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -128,12 +129,13 @@ def as_path(name: str | Path) -> Path:
 
 
 def check_settings(values: Any, file: Path, where: str = "") -> None:
-    """Raises ValueError, with the file and the key, if `_target_` stands anywhere in settings that
-    a folder brought.
+    """Raises ValueError, with the file and the key, if settings from a folder hold a `_target_`.
 
-    It names what to import and to call, and a folder names nothing of that kind. A text that acts
-    on a terminal is refused, too: settings stand in messages.
+    `_target_` names what to import and call, which only the user may do. Texts with control
+    characters are refused too, because settings are printed in messages. values: nested plain
+    values. where: the dotted name of `values`.
     """
+    # Walk down without recursion: a file may be nested deeply.
     left = [(where, values)]
     while left:
         place, value = left.pop()
@@ -145,7 +147,8 @@ def check_settings(values: Any, file: Path, where: str = "") -> None:
                         "names nothing to call; "
                         f"remove this key. {TARGET} is for the command line and for conf/"
                     )
-                left.append((f"{place}.{escaped(str(key))}" if place else escaped(str(key)), item))
+                part = escaped(str(key))
+                left.append((f"{place}.{part}" if place else part, item))
         elif isinstance(value, list):
             left += [(f"{place}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, str) and not value.isprintable():
@@ -157,16 +160,14 @@ def _reason(error: Exception) -> str:
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Whether containers stand deeper in one another than `most`, without going down into them by
-    recursion."""
+    """Whether lists and objects are nested deeper than `most`. Goes down level by level."""
     level = [value]
     for _ in range(most):
-        level = [
-            item
-            for outer in level
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, (dict, list))
-        ]
+        inside = []
+        for outer in level:
+            items = outer.values() if isinstance(outer, dict) else outer
+            inside += [item for item in items if isinstance(item, (dict, list))]
+        level = inside
         if not level:
             return False
     return True

@@ -1,8 +1,7 @@
-"""A model out of the house: a folder in Hugging Face layout that transformers and vLLM read, or a
-PEFT adapter.
+"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, or a PEFT adapter.
 
-What is written is read back, and its scores are compared with the model's, before the folder gets
-its name: a folder that exists is whole and says what the model says.
+The export is read back, and its logits are compared with the model's, before the folder gets its
+name. So a folder that exists is whole and holds the same model.
 """
 
 import json
@@ -30,31 +29,37 @@ from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-# marks a folder as ours, so that overwrite=true cannot destroy anything else
+# The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
 PROVENANCE = "tunix_lite.json"
-# how far scores may move, relative to their size, when trained float32 weights are rounded to what
-# is written
+# How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """What `export` has written.
+
+    Example: `export(model, "out").serve` is "vllm serve out".
+    """
 
     folder: Path
-    kind: str  # full, merged or adapter
-    difference: (
-        # of the scores over the vocabulary after reading back, relative to their size
-        float
-    )
-    serve: str  # the command that serves it
+    # full, merged or adapter
+    kind: str
+    # of the logits after reading back, relative to their size
+    difference: float
+    # the command that serves it
+    serve: str
 
 
 def check_export(
     model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool
 ) -> str:
-    """The kind that will be written. Raises ConfigError for what cannot be, before anything is
-    loaded or written."""
+    """Checks what `export` would do, before anything is loaded or written.
+
+    Returns the kind that will be written: full, merged or adapter. Raises ConfigError if the kind
+    or the dtype does not fit the model, or if the folder cannot be written or replaced.
+    """
+    # kind and dtype against the model
     kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
@@ -72,6 +77,8 @@ def check_export(
         raise ConfigError(
             f"dtype={dtype}: adapters are written in float32, as they train; leave it out"
         )
+
+    # the folder, which must be new, empty or our own
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ConfigError(f"out={out}: {there} is a file; give a folder")
@@ -88,12 +95,11 @@ def check_export(
             )
         with error_context(f"out={out}"):
             written = read_object(out / PROVENANCE).get("files")
-        written = (
-            {name for name in written if isinstance(name, str)}
-            if isinstance(written, list)
-            else set()
-        )
-        if others := sorted({p.name for p in out.iterdir()} - written - {PROVENANCE}):
+        if not isinstance(written, list):
+            written = []
+        own = {name for name in written if isinstance(name, str)} | {PROVENANCE}
+        others = sorted({p.name for p in out.iterdir()} - own)
+        if others:
             raise ConfigError(
                 f"out={out} holds {others[0]}, which export did not write, so it is not replaced"
             )
@@ -111,12 +117,14 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Writes the model to the folder `out`, reads it back and compares. Raises ConfigError.
+    """Writes the model to the folder `out`, reads it back and compares it.
 
     kind: full (all weights, of a model without adapters), merged (adapters added to their base),
     adapter (PEFT), or auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32;
-    None: as the original stores each tensor, bf16 for a model born here.
+    None: as the original stores each tensor, bf16 for a model with random weights. overwrite:
+    replace a folder that export wrote before. Raises ConfigError; then nothing is left behind.
     """
+    # What can be wrong is found before anything is written.
     out = Path(out).expanduser().resolve()
     source = model.source
     kind = check_export(source.lora is not None, out, kind, dtype, overwrite)
@@ -144,6 +152,8 @@ def export(
             )
     with error_context("model.family"):
         families.check_flags(source.cfg, source.family)
+
+    # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     partial.chmod(0o755)
@@ -163,13 +173,15 @@ def export(
 
 
 def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float:
-    """config.json, weights and tokenizer; returns the difference after reading back."""
-    cfg, family = model.cfg, model.source.family
+    """Writes config.json, weights and tokenizer. Returns the difference after reading back."""
+    cfg = model.cfg
+    family = model.source.family
     stored = _stored(model, dtype)
     hf.save_params(model.params, cfg, family, folder, stored)
-    coarsest = max(
-        (stored[name] for name in hf.hf_weights(cfg, family)), key=lambda name: TOLERANCE[name]
-    )
+
+    # The coarsest dtype of all tensors stands in config.json, and sets the tolerance.
+    dtypes = [stored[name] for name in hf.hf_weights(cfg, family)]
+    coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
     config = _config(model, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(model, folder)
@@ -179,7 +191,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
 
 
 def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
-    """How each tensor is to be stored."""
+    """The dtype of each tensor in the files, by its Hugging Face name: BF16, F16 or F32."""
     source = model.source
     if dtype is None and source.folder is not None:
         return hf.stored_dtypes(download(source).folder, source.family)
@@ -187,6 +199,7 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
 
 
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
+    """Writes a PEFT adapter and the tokenizer. Returns the difference after reading back."""
     source = model.source
     leaves = {name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)}
     adapters = {"layers": {name: {"a": leaf.a, "b": leaf.b} for name, leaf in leaves.items()}}
@@ -207,23 +220,24 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """How far the scores of `params` are from the model's, relative to their size, over two rows of
-    tokens.
+    """The difference of the logits with `params` and with the model's own, relative to their size.
 
-    Raises ConfigError if that is more than rounding explains.
+    Computed over two rows of random tokens. Raises ConfigError if it is above `tolerance`, more
+    than rounding explains.
     """
     cfg = model.cfg
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, min(32, cfg.max_positions)))
 
     @jax.jit
-    def scores(params):
+    def logits(params: Params) -> jax.Array:
         hidden = decoder.forward(
             params, cfg, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
         )
         return decoder.logits(params, cfg, hidden)
 
-    ours, theirs = scores(model.params), scores(params)
-    difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(ours))
+    own = logits(model.params)
+    other = logits(params)
+    difference = float(jnp.linalg.norm(own - other) / jnp.linalg.norm(own))
     if not difference <= tolerance:
         raise ConfigError(
             f"what was written, read back, gives other scores: they differ by {difference:.2g} of "
@@ -234,18 +248,18 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     return difference
 
 
-# ---- what goes with the weights
+# ---- files beside the weights
 
 
 def _config(model: LanguageModel, dtype: str) -> dict:
-    """The original's config.json as far as it is that of a text model, or one made from the
+    """The content of config.json: the original's if it is of a text model, else one from the
     architecture."""
     source = model.source
     ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
     if source.folder is None:
         return config_json(model.cfg, source.family, dtype=dtype, **ids)
     original = read_object(source.folder / "config.json")
-    # the text part of a model with more
+    # The original is a model with images or the like, of which we have the text part.
     if original["model_type"] != source.family.model_type:
         keep = {
             key: original[key]
@@ -261,6 +275,7 @@ def _config(model: LanguageModel, dtype: str) -> dict:
 
 
 def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
+    """Copies the files of the tokenizer, and copies or writes generation_config.json."""
     source = model.source
     for name in (*tokenizer.FILES, "generation_config.json"):
         if (source.tokenizer.folder / name).is_file():
@@ -274,13 +289,13 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
 
 
 def _base_name(model: LanguageModel) -> str:
-    """What vLLM and PEFT load an adapter onto: the hub name as it was given, else the folder."""
+    """The base that vLLM and PEFT load an adapter onto: a name on the hub, or a folder."""
     named = model.source.name
     return str(model.source.folder or named) if named in ("bundled", "random") else named
 
 
 def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
-    """The model card and where it all comes from; returns the command that serves the model."""
+    """Writes the model card and PROVENANCE. Returns the command that serves the model."""
     lora = model.source.lora or model.was_lora
     kind = "merged" if model.was_lora else kind
     about = {
@@ -312,7 +327,7 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
 
 
 def _run_name(run: Path | None) -> str | None:
-    """The run's folder from `outputs` on: project, date and time, and no path of a machine."""
+    """The run's folder below `outputs`: project, date and time, without the path of a machine."""
     if run is None:
         return None
     parts = run.resolve().parts
@@ -320,36 +335,42 @@ def _run_name(run: Path | None) -> str | None:
 
 
 def _metrics(model: LanguageModel) -> dict:
-    """What the run says of itself: first and last evaluation."""
+    """From the run's status.json: algorithm, seed, steps, parameters, first and last accuracy."""
     if model.run is None or not (model.run / "status.json").is_file():
         return {}
+    # A damaged file is no reason to stop: its content is for the model card alone.
     try:
         status = read_object(model.run / "status.json")
     except ValueError:
-        # damaged, or not ours: what it says is for the model card alone
         return {}
     kinds = {"algorithm": str, "seed": int, "steps": int, "parameters": int}
-    said = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
-    if not said.get("algorithm", "").isidentifier():
-        said.pop("algorithm", None)
-    seen = status.get("eval")
-    seen = seen if isinstance(seen, dict) else {}
-    accuracies = {
-        when: {"accuracy": float(seen[when]["accuracy"])}
-        for when in ("first", "last")
-        if isinstance(seen.get(when), dict) and type(seen[when].get("accuracy")) in (int, float)
-    }
-    return said | ({"eval": accuracies} if accuracies else {})
+    found = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
+    if not found.get("algorithm", "").isidentifier():
+        found.pop("algorithm", None)
+    evaluated = status.get("eval")
+    if not isinstance(evaluated, dict):
+        evaluated = {}
+    accuracies = {}
+    for when in ("first", "last"):
+        entry = evaluated.get(when)
+        if isinstance(entry, dict) and type(entry.get("accuracy")) in (int, float):
+            accuracies[when] = {"accuracy": float(entry["accuracy"])}
+    if accuracies:
+        found["eval"] = accuracies
+    return found
 
 
 def _card(about: dict, served: str, name: str) -> str:
+    """The text of README.md, the model card. about: the content of PROVENANCE."""
+    # The front matter, which the hub reads; a base that is a folder means nothing there.
     is_adapter = about["kind"] == "adapter"
     front = {"library_name": "peft" if is_adapter else "transformers"}
-    # of a folder the hub knows nothing
     if is_hub_name(about["base"]):
         front = {"base_model": about["base"].partition("@")[0]} | front
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())]
     lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
+
+    # What it is, where it comes from, how good it is, and how to serve it.
     what = {
         "full": "All weights",
         "merged": "Adapters merged into their base",
@@ -366,8 +387,9 @@ def _card(about: dict, served: str, name: str) -> str:
         lines += [f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"]
     if about["lora"]:
         lines += ["- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())]
-    if evaluated := about["metrics"].get("eval"):
+    evaluated = about["metrics"].get("eval")
+    if evaluated:
         lines += ["", "| evaluation | accuracy on held-out prompts |", "|---|---|"]
-        lines += [f"| {when} | {said['accuracy']:.1%} |" for when, said in evaluated.items()]
+        lines += [f"| {when} | {found['accuracy']:.1%} |" for when, found in evaluated.items()]
     lines += ["", "```", served, "```", ""]
     return "\n".join(lines)

@@ -1,13 +1,12 @@
-"""A model in the hand: load it, let it generate and score, export it. What notebooks and the
-commands use.
+"""A model outside of training: load it, generate, score, merge. Notebooks and the commands use it.
 
-model = load("outputs/latest")            # or "bundled", a folder in Hugging Face layout, a name on
-the hub print(model.generate("What is 12 + 7?")[0].text)
+model = load("outputs/latest")  # or "bundled", a Hugging Face folder, a name on the hub
+print(model.generate("What is 12 + 7?")[0].text)
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -37,59 +36,74 @@ from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
 
-# prompts are padded to a multiple of it, so that few lengths compile
+# Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
 WIDTH = 64
-# tokens between two looks at a completion that streams to somebody
+# Tokens that are sampled between two pieces of a text that streams.
 STEPS_PER_LOOK = 4
 
-# as conf/generation/long
+# The same as conf/generation/long.yaml.
 LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
 
-# a user message, or a conversation of {"role": ..., "content": ...}
+# A user's message, or a conversation: a list of {"role": ..., "content": ...}.
 Prompt = str | list[dict]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model said to one prompt."""
+    """One completion of one prompt.
 
-    prompt: int  # index of the prompt that it answers
-    generation: int  # which of its completions
+    Example: `model.generate("What is 12 + 7?")[0].text` is "19".
+    """
+
+    # the index of the prompt among those given
+    prompt: int
+    # the index of this completion among those of the prompt
+    generation: int
     text: str
     tokens: list[int]
-    logprobs: list[float]  # of each token, under the distribution that it was drawn from
-    full_logprobs: list[float]  # under softmax(logits / temperature), nothing cut off
-    finish_reason: (
-        # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
-        str
-    )
-    # from the start until its first tokens were seen, and until it had ended
+    # log p of each token under the distribution that it was sampled from
+    logprobs: list[float]
+    # log p of each token under softmax(logits / temperature), before top_p, top_k and the like
+    full_logprobs: list[float]
+    # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
+    finish_reason: str
+    # seconds from the start until its first tokens were read, and until it ended
     seconds: tuple[float, float]
 
     @property
     def finished(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether the model or a stop text ended it, and not the limit of its length."""
         return self.finish_reason != "length"
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A loaded model on its mesh. Made by `load`."""
+    """A loaded model on its mesh.
 
+    Example: `load("outputs/latest", step=40)`.
+    """
+
+    # where it comes from: architecture, tokenizer, family, folder
     source: FoundModel
-    params: Params  # what acts: all weights, or a base with its adapters acting_params
+    # its weights; those of a base hold its adapters
+    params: Params
     mesh: jax.sharding.Mesh
-    dtype: type  # of the computation
-    run: Path | None = None  # the run that trained it
-    step: int | None = None  # and the checkpoint of that run
-    was_lora: LoraConfig | None = None  # of a merged model: the adapters that are in its weights
+    # of the computation
+    dtype: type
+    # the run that trained it, and the step of the checkpoint
+    run: Path | None = None
+    step: int | None = None
+    # of a merged model: the adapters that were added to its weights
+    was_lora: LoraConfig | None = None
 
     @property
     def cfg(self) -> Architecture:
+        """The architecture of the model."""
         return self.source.cfg
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
         return self.source.tokenizer
 
     def generate(
@@ -102,23 +116,26 @@ class LanguageModel:
         max_new_tokens: int | Sequence[int] | None = None,
         rollout: RolloutConfig | None = None,
     ) -> list[Completion]:
-        """Completions of each prompt, num_generations of the first, then of the second, and so on.
+        """Samples `num_generations` completions of each prompt, in the order of the prompts.
 
-        `batch_size` sequences are decoded at a time, unless rollout.num_slots says otherwise; it
-        changes nothing but memory and speed. max_new_tokens, one for all prompts or for each, is at
-        most generation's. A completion ends when the model or a stop text ends it, after
-        max_new_tokens, or where the longest prompt and it fill cfg.max_positions. Raises ValueError
-        for no prompts, and for a prompt that is empty; and, if generation.long_prompts is error,
-        for one longer than generation.max_prompt_length. Dropped prompts have no completions.
+        generation: temperature, lengths and so on. seed: the same one gives the same completions.
+        batch_size: sequences decoded at a time, unless rollout.num_slots says otherwise; it changes
+        memory and speed, not the completions. max_new_tokens: a limit for all prompts or one for
+        each, at most that of `generation`.
+
+        A completion ends where the model or a stop text ends it, after max_new_tokens, or where it
+        and the longest prompt together fill cfg.max_positions. Prompts that are dropped, as
+        generation.long_prompts may say, have no completions. Raises ValueError if there is no
+        prompt, if one is empty, or if one is too long and generation.long_prompts is error.
         """
-        asked = _listed(prompts)
+        prompts = _as_list(prompts)
         settings = RolloutConfig() if rollout is None else rollout
         settings = replace(settings, num_slots=settings.num_slots or batch_size)
         if isinstance(max_new_tokens, int):
-            max_new_tokens = [max_new_tokens] * len(asked)
-        if max_new_tokens is not None and len(max_new_tokens) != len(asked):
+            max_new_tokens = [max_new_tokens] * len(prompts)
+        if max_new_tokens is not None and len(max_new_tokens) != len(prompts):
             raise ValueError(
-                f"max_new_tokens has {len(max_new_tokens)} entries for {len(asked)} prompts"
+                f"max_new_tokens has {len(max_new_tokens)} entries for {len(prompts)} prompts"
             )
         for limit in max_new_tokens or ():
             if not isinstance(limit, int) or not 1 <= limit <= generation.max_new_tokens:
@@ -126,11 +143,14 @@ class LanguageModel:
                     f"max_new_tokens={limit!r}; it is 1 to "
                     f"generation.max_new_tokens={generation.max_new_tokens}"
                 )
+
+        # The sampler gives all running requests after each chunk; those that have ended have a
+        # reason.
         ended: list[Completion] = []
-        for answers in self._sample(
-            asked, generation, num_generations, seed, settings, max_new_tokens
+        for requests in self._sample(
+            prompts, generation, num_generations, seed, settings, max_new_tokens
         ):
-            ended += [self._completion(answer) for answer in answers if answer.reason is not None]
+            ended += [self._completion(found) for found in requests if found.reason is not None]
         return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
 
     def stream(
@@ -140,39 +160,46 @@ class LanguageModel:
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is drawn; together the text that
-        `generate` returns."""
-        settings = replace(
-            RolloutConfig() if rollout is None else rollout, num_slots=1, chunk=STEPS_PER_LOOK
-        )
-        text, seen = self.tokenizer.stream(), 0
-        for (answer,) in self._sample([prompt], generation, 1, seed, settings):
-            yield text.feed(answer.tokens[seen:])
-            seen = len(answer.tokens)
+        """Yields the text of one completion, piece by piece while it is sampled.
+
+        The pieces together are the text that `generate` returns. Raises ValueError as `generate`.
+        """
+        settings = RolloutConfig() if rollout is None else rollout
+        settings = replace(settings, num_slots=1, chunk=STEPS_PER_LOOK)
+        text = self.tokenizer.stream()
+        num_read = 0
+        for (request,) in self._sample([prompt], generation, 1, seed, settings):
+            yield text.feed(request.tokens[num_read:])
+            num_read = len(request.tokens)
         yield text.end()
 
     def _sample(
         self,
-        asked: list[Prompt],
-        generation,
+        prompts: list[Prompt],
+        generation: GenerationConfig,
         num_generations: int,
         seed: int,
         rollout: RolloutConfig,
-        most=None,
+        most: Sequence[int] | None = None,
     ) -> Iterator[list[Request]]:
+        """Yields the running requests after each chunk of decode steps.
+
+        most: for each prompt the most tokens of its completions.
+        """
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
-        tokens = self._tokens(asked, generation)
+        # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
+        tokens = self._tokens(prompts, generation)
         longest = max(map(len, tokens.values()))
         width = -(-longest // WIDTH) * WIDTH
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
         slots = min(rollout.num_slots, next_power_of_two(len(tokens) * num_generations))
-        limits = (
-            None
-            if most is None
-            else [min(most[i], new) for i in tokens for _ in range(num_generations)]
-        )
+        limits = None
+        if most is not None:
+            limits = [min(most[i], new) for i in tokens for _ in range(num_generations)]
+
+        # The sampler, compiled once for each architecture, shape and settings.
         with jax.set_mesh(self.mesh):
             slots = round_up_to_shards(slots, self.mesh.shape["fsdp"])
             chosen = (
@@ -193,50 +220,56 @@ class LanguageModel:
                 self.dtype,
                 rollout,
             )
-        key, options = (
-            jax.random.key(check_seed(seed)),
-            {"limits": limits, "tokenizer": self.tokenizer},
-        )
         steps = sample(
-            self.params, [*tokens.values()], key, num_generations, indices=[*tokens], **options
+            self.params,
+            [*tokens.values()],
+            jax.random.key(check_seed(seed)),
+            num_generations,
+            indices=[*tokens],
+            limits=limits,
+            tokenizer=self.tokenizer,
         )
         while True:
-            # for each step anew: whoever asks for the next one may have set another
+            # The caller may set another mesh between two steps, so it is set for each of them.
             with jax.set_mesh(self.mesh):
-                answers = next(steps, None)
-            if answers is None:
+                requests = next(steps, None)
+            if requests is None:
                 return
-            yield answers
+            yield requests
 
-    def _completion(self, answer: Request) -> Completion:
+    def _completion(self, request: Request) -> Completion:
+        """The completion of a request that has ended."""
         return Completion(
-            answer.index,
-            answer.generation,
-            self.tokenizer.decode(answer.tokens),
-            answer.tokens,
-            answer.logprobs,
-            answer.full_logprobs,
-            answer.reason,
-            (answer.began, answer.ended),
+            request.index,
+            request.generation,
+            self.tokenizer.decode(request.tokens),
+            request.tokens,
+            request.logprobs,
+            request.full_logprobs,
+            request.reason,
+            (request.began, request.ended),
         )
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: str | Sequence[str]
     ) -> list[np.ndarray]:
-        """log p of each token of each completion, the end of the turn included, at temperature 1;
-        float32 [T] each."""
-        asked, answers = (
-            _listed(prompts),
-            [completions] if isinstance(completions, str) else list(completions),
-        )
-        if len(asked) != len(answers):
+        """log p of each token of each completion, at temperature 1: float32 [T] each.
+
+        completions: one for each prompt. The tokens are those of the completion and of the end of
+        the turn. Raises ValueError if there are not as many of both, or if one is too long.
+        """
+        prompts = _as_list(prompts)
+        texts = [completions] if isinstance(completions, str) else list(completions)
+        if len(prompts) != len(texts):
             raise ValueError(
-                f"{len(asked)} prompts and {len(answers)} completions; there must be as many"
+                f"{len(prompts)} prompts and {len(texts)} completions; there must be as many"
             )
-        before = [self.tokenizer.prompt(prompt) for prompt in asked]
-        after = [self.tokenizer.demonstration(prompt, text) for prompt, text in zip(asked, answers)]
+        before = [self.tokenizer.prompt(prompt) for prompt in prompts]
+        after = [self.tokenizer.demonstration(prompt, text) for prompt, text in zip(prompts, texts)]
         whole = [b + a for b, a in zip(before, after)]
         self._check_length(max(map(len, whole), default=0))
+
+        # One sequence at a time, all padded to one width, so that one program is compiled.
         width = -(-max(map(len, whole), default=1) // WIDTH) * WIDTH
         scores = []
         with jax.set_mesh(self.mesh):
@@ -247,30 +280,36 @@ class LanguageModel:
         return scores
 
     def merged(self) -> "LanguageModel":
-        """The same model in plain weights of its compute dtype: it samples faster and has no
-        adapters any more."""
+        """The same model with its adapters added to its weights, in the dtype of the computation.
+
+        It samples faster. A model without adapters is only cast.
+        """
         with jax.set_mesh(self.mesh):
             params = merge(self.params, self.cfg, self.dtype)
         return replace(
             self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
         )
 
-    def _tokens(self, asked: list[Prompt], generation: GenerationConfig) -> dict[int, list[int]]:
-        """The tokens of each prompt, by its index; what is too long treated as
-        generation.long_prompts says."""
-        tokens, longest = {}, generation.max_prompt_length
-        for i, ids in enumerate(self.tokenizer.prompt(prompt) for prompt in asked):
+    def _tokens(self, prompts: list[Prompt], generation: GenerationConfig) -> dict[int, list[int]]:
+        """The tokens of each prompt, by its index.
+
+        Prompts that are too long are cut, dropped or an error, as generation.long_prompts says.
+        """
+        tokens = {}
+        longest = generation.max_prompt_length
+        for i, prompt in enumerate(prompts):
+            ids = self.tokenizer.prompt(prompt)
             if not ids or (len(ids) > longest and generation.long_prompts == "error"):
                 raise ValueError(
-                    f"prompt {i + 1} of {len(asked)} has {len(ids)} tokens; it takes 1 to "
+                    f"prompt {i + 1} of {len(prompts)} has {len(ids)} tokens; it takes 1 to "
                     f"generation.max_prompt_length={longest}"
                 )
             if len(ids) <= longest or generation.long_prompts == "truncate":
                 tokens[i] = ids[-longest:]
-        if not tokens and asked:
+        if not tokens and prompts:
             raise ValueError(
-                f"all {len(asked)} prompts are longer than generation.max_prompt_length={longest}: "
-                "dropped"
+                f"all {len(prompts)} prompts are longer than "
+                f"generation.max_prompt_length={longest}: dropped"
             )
         if not tokens:
             raise ValueError("there are no prompts to continue")
@@ -278,6 +317,7 @@ class LanguageModel:
         return tokens
 
     def _check_length(self, tokens: int) -> None:
+        """Raises ValueError if the model has fewer positions than this number of tokens."""
         if tokens > self.cfg.max_positions:
             raise ValueError(
                 f"a sequence of {tokens} tokens is more than the model was made for: "
@@ -285,27 +325,29 @@ class LanguageModel:
             )
 
 
-# compiled code is kept with the function that it belongs to
+# jax keeps compiled programs with their function, so the functions are kept.
 _sampler = cache(make_sampler)
 
 
 @cache
-def _score(cfg: Architecture, dtype):
+def _score(cfg: Architecture, dtype: type) -> Callable[..., jax.Array]:
+    """The jitted function (params, tokens [B, T], mask [B, T]) -> logprobs [B, T]."""
     return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list; a conversation, a list of dicts, is one."""
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A conversation, which is a list of dicts, is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict))
     return [prompts] if is_one else list(prompts)
 
 
 def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens and their mask, [B, width], each row padded on the left."""
+    """Tokens and their mask, [B, width], each row padded on the left, on the mesh."""
     tokens = np.zeros((len(rows), width), np.int32)
     mask = np.zeros((len(rows), width), bool)
     for i, ids in enumerate(rows):
-        tokens[i, width - len(ids) :], mask[i, width - len(ids) :] = ids, True
+        tokens[i, width - len(ids) :] = ids
+        mask[i, width - len(ids) :] = True
     return put(tokens, "batch", "seq"), put(mask, "batch", "seq")
 
 
@@ -320,17 +362,20 @@ def load(
     dtype: str = "fp32",
     family: str | None = None,
 ) -> LanguageModel:
-    """A model to talk to: "bundled", a run's folder, a folder in Hugging Face layout, a hub name,
-    or settings.
+    """Loads a model onto the devices.
 
-    Of a run: what it trained, as of checkpoint `step` (the newest if None). mesh_shape: [[fsdp,
-    tp], ["fsdp", "tp"]]; None: all devices, over fsdp, or as the settings say. dtype: fp32 or bf16,
-    of the computation. family: as the setting model.family; a family of your own, module.NAME, is
-    imported if it is named here, and not because a folder names it. Raises ConfigError.
+    model: "bundled", the folder of a run, a folder in Hugging Face layout, a name on the hub, or
+    settings. step: of a run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp",
+    "tp"]]; None: as the settings say, else all devices over fsdp. dtype: of the computation, fp32
+    or bf16. family: as the setting model.family; a family of your own, module.NAME, must be named
+    here, because nothing is imported that only a folder names. Raises ConfigError.
     """
-    run, seed = None, 0
+    # A run's seed draws its random weights again, where it has some.
+    run = None
+    seed = 0
     if isinstance(model, RunConfig):
-        model, seed = model.model, model.seed
+        seed = model.seed
+        model = model.model
     elif not isinstance(model, ModelConfig):
         with error_context("model"):
             folder = as_path(model)
@@ -352,13 +397,17 @@ def load(
 def open_model(
     model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
 ) -> LanguageModel:
-    """The model of these settings; with `run`, its trained weights from that run's checkpoint.
-    Raises ConfigError."""
+    """Loads the model of these settings; with `run`, the weights that this run has trained.
+
+    step: of the run's checkpoint; None: the newest. dtype: bf16 or fp32. seed: for random weights.
+    Raises ConfigError.
+    """
+    # Find it, and check it against the devices and their memory, before anything is read.
     with error_context(""):
         check_seed(seed)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
-    # the messages begin with the setting
+    # These messages begin with the setting.
     with error_context(""):
         found = source.locate(model)
     with error_context("model.mesh_shape"):
@@ -366,34 +415,38 @@ def open_model(
         source.check_mesh(found, mesh)
     with error_context("model"):
         check_memory(found, mesh)
-    # else the checkpoint has all the weights
+
+    # A run without adapters has all weights in its checkpoint: nothing else is downloaded.
     if run is None or found.lora is not None:
         with error_context(""):
             found = source.download(found)
+
+    # frozen: the base under adapters, or None. params: what is trained, or all weights.
+    frozen = None
     with jax.set_mesh(mesh):
         if run is None:
             with error_context("model.weights"):
                 if found.lora is None:
-                    frozen, params = None, source.load_base(found, seed, dtype)
+                    params = source.load_base(found, seed, dtype)
                 else:
                     frozen, params = source.load_weights(found, seed)
         else:
             trained = source.weight_tables(found)[1]
+            checkpoints = Checkpoints(RunDir(run).checkpoints)
             with error_context("checkpoint"):
-                step, params = Checkpoints(RunDir(run).checkpoints).restore_params(
-                    weights.shapes(trained), step
-                )
+                step, params = checkpoints.restore_params(weights.shapes(trained), step)
             with error_context("model.weights"):
-                frozen = (
-                    None if found.lora is None else source.load_base(found, seed, found.lora.base)
-                )
+                if found.lora is not None:
+                    frozen = source.load_base(found, seed, found.lora.base)
         acting = acting_params(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
 
 
 def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if this process has less memory than its share of the weights: a folder may
-    say any size."""
+    """Raises ValueError if this process has less memory than its share of the weights.
+
+    A folder may claim any size, so this is checked before anything is allocated.
+    """
     tables = [table for table in source.weight_tables(found) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
@@ -409,16 +462,16 @@ def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
 
 
 def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
-    """The `model` settings of a run, and its seed. `family`: what the user says that it is, in
-    place of the folder.
+    """The `model` settings of the run in this folder, and its seed.
 
-    A folder is data: nothing that it names is imported. Raises ConfigError if it is not that of a
-    run, or if its settings cannot be, with the file and the key.
+    family: the user's own model.family, which counts instead of the folder's. A folder is data:
+    nothing that it names is imported. Raises ConfigError, with file and key, if this is not the
+    folder of a run, or if its settings are wrong.
     """
     with error_context("checkpoint"):
         file = as_path(run) / RunDir.MODEL
-        said = RunDir(file.parent).read_model()
-        settings = said["model"]
+        saved = RunDir(file.parent).read_model()
+        settings = saved["model"]
         check_settings(settings, file, "model")
         if family is not None:
             settings = settings | {"family": family}
@@ -437,13 +490,13 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
                 check_targets(lora["targets"])
         with prefix_with_file(file):
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
-            check_seed(said["seed"])
-    return settings, said["seed"]
+            check_seed(saved["seed"])
+    return settings, saved["seed"]
 
 
 @contextlib.contextmanager
 def prefix_with_file(file: Path) -> Iterator[None]:
-    """Puts the file before a message that begins with a setting."""
+    """A context that puts the file before the message of a ValueError."""
     try:
         yield
     except ValueError as error:

@@ -59,7 +59,7 @@ class FreshExperience:
         self._held: Experience | None = None
 
     def take(self, step: int, params: Params) -> Experience:
-        """See ExperienceSource. Which data and which random numbers depends on seed and step alone."""
+        """See ExperienceSource. Seed and step alone decide on data and random numbers."""
         algorithm = self._run.algorithm
         updates = algorithm.updates_per_rollout
         if step % updates:
