@@ -78,7 +78,7 @@ def main() -> None:
         try:
             said |= measured(args.target, args.mesh, [*WORKLOAD, *args.overrides, *own])
         except DoesNotFit as error:
-            said |= {"does_not_fit": error.said}
+            said |= {"does_not_fit": error.message}
         print(json.dumps(said | {"jax": jax.__version__}), flush=True)
 
 

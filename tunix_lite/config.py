@@ -96,19 +96,29 @@ class TrainingConfig:
                     f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
                     f"{choices[-1]}"
                 )
+        self._check_batch()
+        self._check_types()
+        self._check_limits()
+
+    def _check_batch(self) -> None:
+        """Raises ValueError for sizes of a batch that cannot be, alone or together."""
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to "
                 "derive it"
             )
-        for name in (
+        sizes = (
             "prompts_per_step",
             "micro_batch_size",
             "gradient_accumulation_steps",
             "micro_batch_tokens",
-        ):
-            if (value := getattr(self, name)) not in (None, "auto") and value < 1:
+        )
+        for name in sizes:
+            value = getattr(self, name)
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
+
+        # Rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
             raise ValueError(
                 f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is "
@@ -117,22 +127,25 @@ class TrainingConfig:
         if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
             raise ValueError(
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
-                "prompts_per_step, not "
-                "micro_batch_size or gradient_accumulation_steps"
+                "prompts_per_step, not micro_batch_size or gradient_accumulation_steps"
             )
+
+    def _check_types(self) -> None:
+        """Raises ValueError for types of sums that the type of the computation rules out."""
         for name in ("reduce_dtype", "tp_reduce_dtype"):
             if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
                 raise ValueError(
                     f"{name}=bfloat16: mixed_precision=fp32 computes in float32; set "
-                    "mixed_precision=bf16, or leave "
-                    f"{name} at float32"
+                    f"mixed_precision=bf16, or leave {name} at float32"
                 )
         if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
             raise ValueError(
                 f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what "
-                "a shard sums is "
-                "float32 and crosses the mesh so; one of the two has to go"
+                "a shard sums is float32 and crosses the mesh so; one of the two has to go"
             )
+
+    def _check_limits(self) -> None:
+        """Raises ValueError for counts and times out of range."""
         counts = (
             "max_steps",
             "log_interval_steps",

@@ -62,7 +62,7 @@ from tunix_lite.parallel.mesh import constrain, constrain_gradient, move
 from tunix_lite.types import Params
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
-# Published models have up to 126 layers; a config.json of a stranger may say 10**9.
+# Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
 MOST_LAYERS = 1024
 # Elements of one dim of a weight. Published models have up to 262,208.
 MOST_OF_A_DIM = 2**26

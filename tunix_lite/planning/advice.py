@@ -24,7 +24,10 @@ MOST_NODES = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """One change: the overrides that say it, and the run and the machine that they make."""
+    """A run with some changes: their overrides, and the run and the machine that they make.
+
+    Example: `Trial(("training.remat=block",), run, machine, {"fsdp": 4, "tp": 1})`.
+    """
 
     overrides: tuple[str, ...]
     run: RunConfig
@@ -32,23 +35,32 @@ class Trial:
     mesh_shape: dict[str, int]
 
 
+# (trial) -> the same with one setting changed, a little first and then further.
+Change = Callable[[Trial], Iterator[Trial]]
+
+
 def advice(
-    plan: Plan, look: Callable[[Plan], Plan] = lambda plan: plan
+    plan: Plan, refine: Callable[[Plan], Plan] = lambda plan: plan
 ) -> tuple[tuple[str, ...], Plan]:
     """The first change with which the run fits, and the plan of it; if there is none, the least
     that it gets down to.
 
     Single changes first, in the order of what they cost; then several, as few as do; then more
-    devices. look: makes of an estimate that fits a plan that knows more, by compiling it.
+    devices. refine(estimate that fits) -> a plan that knows more, by compiling it.
     """
     start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         found = _estimate(trial)
-        if found is not None and found.fits and (found := look(found)).fits:
+        if found is None or not found.fits:
+            continue
+        found = refine(found)
+        if found.fits:
             return trial.overrides, found
-    least = _few(start)
+
+    # Nothing fits: what needs the least.
+    least = _few_changes(start)
     found = _estimate(least)
-    return least.overrides, look(found) if found.fits else found
+    return least.overrides, refine(found) if found.fits else found
 
 
 def _estimate(trial: Trial) -> Plan | None:
@@ -65,8 +77,10 @@ def _peak(trial: Trial) -> float:
 
 
 def _trials(start: Trial) -> Iterator[Trial]:
-    yield from (trial for make in (*CHANGES, _tensor_parallel) for trial in make(start))
-    yield _few(start)
+    """What is tried, one after the other."""
+    for make in (*CHANGES, _tensor_parallel):
+        yield from make(start)
+    yield _few_changes(start)
     for machine in _larger(start.machine):
         tp = start.mesh_shape["tp"]
         mesh_shape = {"fsdp": machine.num_devices // tp, "tp": tp}
@@ -74,41 +88,52 @@ def _trials(start: Trial) -> Iterator[Trial]:
         larger = replace(start, machine=machine, mesh_shape=mesh_shape, overrides=overrides)
         if _estimate(larger) is not None:
             yield larger
-            yield _few(larger)
+            yield _few_changes(larger)
 
 
-def _few(start: Trial) -> Trial:
+def _few_changes(start: Trial) -> Trial:
     """Changes in order until they fit together, or all that do not make it larger; then none that
     is not needed, and none further than it must go."""
-    makers, peak, room = [], _peak(start), start.machine.capacity or 0
+    # Add changes, each as far as it goes.
+    makers = []
+    peak = _peak(start)
+    capacity = start.machine.capacity or 0
     for make in CHANGES:
-        if (now := _peak(_together(start, [*makers, make]))) <= peak:
-            makers, peak = [*makers, make], now
-        if peak <= room:
+        changed = _peak(_all_changes(start, [*makers, make]))
+        if changed <= peak:
+            makers.append(make)
+            peak = changed
+        if peak <= capacity:
             break
-    room = max(room, peak)
+
+    # Leave out those that are not needed, the most costly first.
+    limit = max(capacity, peak)
     for make in reversed(makers):
         fewer = [other for other in makers if other is not make]
-        makers = fewer if _peak(_together(start, fewer)) <= room else makers
+        if _peak(_all_changes(start, fewer)) <= limit:
+            makers = fewer
+
+    # Take each only as far as it must go.
     for i, make in enumerate(makers):
         ways = list(make(start)) or [start]
-        start = next(
-            (way for way in ways if _peak(_together(way, makers[i + 1 :])) <= room), ways[-1]
-        )
+        later = makers[i + 1 :]
+        enough = (way for way in ways if _peak(_all_changes(way, later)) <= limit)
+        start = next(enough, ways[-1])
     return start
 
 
-def _together(start: Trial, makers: Sequence[Callable]) -> Trial:
+def _all_changes(start: Trial, makers: Sequence[Change]) -> Trial:
     """Each change as far as it goes."""
     for make in makers:
-        start = (list(make(start)) or [start])[-1]
+        ways = list(make(start)) or [start]
+        start = ways[-1]
     return start
 
 
 def _merged(overrides: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
     """Overrides with others put over them."""
-    said = {text.partition("=")[0]: text for text in (*overrides, *new)}
-    return tuple(said.values())
+    by_key = {text.partition("=")[0]: text for text in (*overrides, *new)}
+    return tuple(by_key.values())
 
 
 def _with(trial: Trial, section: str, **settings: Any) -> Trial:
@@ -116,12 +141,12 @@ def _with(trial: Trial, section: str, **settings: Any) -> Trial:
     names = tuple(
         f"{section}.{name}={'null' if value is None else value}" for name, value in settings.items()
     )
-    run, overrides = trial.run, _merged(trial.overrides, names)
+    run = trial.run
     if section == "model.lora":
         changed = replace(run, model=replace(run.model, lora=replace(run.model.lora, **settings)))
     else:
         changed = replace(run, **{section: replace(getattr(run, section), **settings)})
-    return replace(trial, run=changed, overrides=overrides)
+    return replace(trial, run=changed, overrides=_merged(trial.overrides, names))
 
 
 def _rollout(trial: Trial) -> Iterator[Trial]:
@@ -134,7 +159,8 @@ def _slots(trial: Trial) -> Iterator[Trial]:
     """Half as many sequences sampled at once, and again: slower, and less cache."""
     fsdp = trial.mesh_shape["fsdp"]
     slots = trial.run.rollout.slots(plan_batch(trial.run, fsdp).sequences, fsdp)
-    while (slots := slots // 2 // fsdp * fsdp) >= fsdp:
+    while slots // 2 >= fsdp:
+        slots = slots // 2 // fsdp * fsdp
         yield _with(trial, "rollout", num_slots=slots)
 
 
@@ -168,7 +194,9 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
         return
     sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
     now = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else sizes[0]
-    for size in (size for size in sizes if size < now):
+    for size in sizes:
+        if size >= now:
+            continue
         derived = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
         yield _with(trial, "training", micro_batch_size=size, gradient_accumulation_steps=derived)
 
@@ -180,16 +208,19 @@ def _adapters(trial: Trial) -> Iterator[Trial]:
 
 def _quantised(trial: Trial) -> Iterator[Trial]:
     lora = trial.run.model.lora
-    if lora.base != "nf4":
-        yield _with(
-            trial, "model.lora", **({} if lora.rank or lora.adapter else {"rank": 16}), base="nf4"
-        )
+    if lora.base == "nf4":
+        return
+    has_adapters = lora.rank or lora.adapter
+    rank = {} if has_adapters else {"rank": 16}
+    yield _with(trial, "model.lora", **rank, base="nf4")
 
 
 def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
     """Other meshes of the same devices, with more of tp."""
-    devices, tp = trial.machine.num_devices, trial.mesh_shape["tp"]
-    for more in (n for n in range(tp + 1, devices + 1) if devices % n == 0):
+    devices = trial.machine.num_devices
+    for more in range(trial.mesh_shape["tp"] + 1, devices + 1):
+        if devices % more:
+            continue
         mesh_shape = {"fsdp": devices // more, "tp": more}
         overrides = _merged(trial.overrides, (_mesh(mesh_shape),))
         yield replace(trial, mesh_shape=mesh_shape, overrides=overrides)
@@ -197,7 +228,8 @@ def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
 
 def _larger(machine: Machine) -> Iterator[Machine]:
     """The same accelerator, more of it."""
-    kind, now = machine.hardware, machine.num_devices
+    kind = machine.hardware
+    now = machine.num_devices
     if kind is None or machine.name == "attached":
         return
     if kind.platform == "tpu":
@@ -205,11 +237,11 @@ def _larger(machine: Machine) -> Iterator[Machine]:
         names = [f"{kind.name}-{count * kind.chip.cores}" for count in counts]
     else:
         node = kind.host_devices
-        counts = [n for n in (2, 4, node) if n > now] + [
-            node * n for n in range(2, MOST_NODES + 1) if node * n > now
-        ]
+        all_counts = [2, 4, node, *(node * n for n in range(2, MOST_NODES + 1))]
+        counts = [count for count in all_counts if count > now]
         names = [f"{kind.name}x{count}" for count in counts]
-    yield from map(find_machine, names)
+    for name in names:
+        yield find_machine(name)
 
 
 def _mesh(mesh_shape: dict[str, int]) -> str:

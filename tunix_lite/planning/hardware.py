@@ -249,19 +249,20 @@ device_description_str: "{hardware.kinds[0]}"
 
 def attached() -> Target | None:
     """What jax sees; None if it is not in the table, a CPU for one."""
-    if (hardware := of_device(jax.devices()[0])) is None:
+    hardware = of_device(jax.devices()[0])
+    if hardware is None:
         return None
     count = jax.device_count()
     size = f"x{count}" if hardware.platform == "cuda" else f"-{count * hardware.chip.cores}"
     return Target(hardware, count, hardware.name + size)
 
 
-def of_device(device) -> Hardware | None:
+def of_device(device: jax.Device) -> Hardware | None:
     """The hardware that a device says it is."""
     return next((hardware for hardware in TABLE if device.device_kind in hardware.kinds), None)
 
 
-def memory_limit(device) -> int | None:
+def memory_limit(device: jax.Device) -> int | None:
     """Bytes that the runtime lets a program have on this device; the devices of a CPU share its
     memory evenly."""
     if device.platform == "cpu":

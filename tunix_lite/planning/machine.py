@@ -38,14 +38,15 @@ def find_machine(target: str) -> Machine:
         found = hardware.find_target(target)
     kind = found.hardware
     if kind.platform == "tpu":
-        capacity, said = kind.memory_bytes, "all that its runtime offers"
+        capacity = kind.memory_bytes
+        capacity_is = "all that its runtime offers"
     else:
         capacity = int(GPU_SHARE * (kind.memory_bytes - GPU_LIBRARIES))
-        said = (
+        capacity_is = (
             f"{GPU_SHARE:.0%} of {kind.memory_bytes / GiB:.1f} GiB less {GPU_LIBRARIES / GiB:.1f} "
             "for CUDA's libraries"
         )
-    return Machine(found.name, kind.platform, found.num_devices, kind, capacity, said)
+    return Machine(found.name, kind.platform, found.num_devices, kind, capacity, capacity_is)
 
 
 def attached_machine() -> Machine:
@@ -55,11 +56,12 @@ def attached_machine() -> Machine:
     All of them must ask: they decide by it.
     """
     device = jax.local_devices()[0]
-    limits, platform = allgather_values(hardware.memory_limit(device)), device.platform
+    limits = allgather_values(hardware.memory_limit(device))
+    platform = device.platform
     limit = None if None in limits else min(limits)
-    said = "physical memory" if platform == "cpu" else "what the runtime allows"
+    capacity_is = "physical memory" if platform == "cpu" else "what the runtime allows"
     return Machine(
-        "attached", platform, jax.device_count(), hardware.of_device(device), limit, said
+        "attached", platform, jax.device_count(), hardware.of_device(device), limit, capacity_is
     )
 
 

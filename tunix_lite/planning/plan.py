@@ -140,7 +140,7 @@ def assemble_plan(
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
 
-    messages = tuple(f"{error.name}: {error.said}" for error in refused)
+    messages = tuple(f"{error.name}: {error.message}" for error in refused)
     return Plan(machine, resolved, resident, tuple(phases), done, messages)
 
 

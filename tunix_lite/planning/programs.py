@@ -77,9 +77,11 @@ class Compiled:
 class DoesNotFit(ValueError):
     """The compiler itself says so: a TPU's knows how much memory there is."""
 
-    def __init__(self, name: str, needed_bytes: int | None, said: str):
-        super().__init__(said)
-        self.name, self.needed_bytes, self.said = name, needed_bytes, said
+    def __init__(self, name: str, needed_bytes: int | None, message: str):
+        super().__init__(message)
+        self.name = name
+        self.needed_bytes = needed_bytes
+        self.message = message
 
 
 def compiled(
@@ -97,7 +99,11 @@ def compiled(
 
 
 def of_executable(
-    name: str, done, mesh_shape: dict[str, int], seconds: float = 0.0, code_on_device=False
+    name: str,
+    done: jax.stages.Compiled,
+    mesh_shape: dict[str, int],
+    seconds: float = 0.0,
+    code_on_device: bool = False,
 ) -> Compiled:
     """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory,
     as on TPUs."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
@@ -83,14 +84,16 @@ def _of_the_settings(run: RunConfig, model: FoundModel) -> Reference:
 
 
 def _read(run_dir: RunDir) -> Reference:
-    file, folder = run_dir.reference, run_dir.kept_reference
+    file = run_dir.reference
+    folder = run_dir.kept_reference
     begin = (
         f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as "
         "the reference"
     )
     try:
-        said = read_object(file)
-        words, kept = said.get("reference"), said.get("kept", "")
+        content = read_object(file)
+        words = content.get("reference")
+        kept = content.get("kept", "")
         if not isinstance(words, str):
             raise ValueError(f"{file} holds reference={shown(words)}, which is not a text")
         if kept is not None and type(kept) is not int:
@@ -110,7 +113,7 @@ def reference_of(
     run_dir: RunDir,
     found: Reference | None,
     model: FoundModel,
-    dtype,
+    dtype: DTypeLike,
     frozen: Params | None,
     params: Params,
 ) -> Params | None:

@@ -1,7 +1,8 @@
-"""What trains when a run begins: as it was loaded, or as a checkpoint has it."""
+"""The state that a run begins with: as it was loaded, or as a checkpoint has it."""
 
 import jax
 import numpy as np
+import optax
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
@@ -14,37 +15,47 @@ from tunix_lite.types import Params, TrainState
 
 
 def state_at_start(
-    run: RunConfig, parts: Parts, optimizer, params: Params, console: Console
+    run: RunConfig,
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    console: Console,
 ) -> tuple[TrainState, int]:
-    """What trains, and how many updates in a row were skipped until then; other settings begin at
-    none.
+    """(what trains, how many updates in a row were skipped until then); with other settings than
+    the checkpoint's run, the count begins at 0.
 
     The loaded `params` and those of the checkpoint are never on the devices together: the former
     are deleted first, and the optimizer's state is made by reading it. So a run that fits can be
-    resumed. Whatever needs the loaded ones, as a copy of them for a reference, must be made before.
-    Raises ConfigError.
+    resumed. Whatever needs the loaded ones, such as a copy of them for a reference, must be made
+    before. Raises ConfigError.
     """
     step = put(np.int32(0))
     if parts.resume_from is None:
         return TrainState(step, params, init_opt_state(optimizer, params)), 0
-    like = jax.tree.map(_shape, TrainState(step, params, opt_state_shapes(optimizer, params)))
+
+    shapes = TrainState(step, params, opt_state_shapes(optimizer, params))
+    shapes = jax.tree.map(_shape, shapes)
     for loaded in jax.tree.leaves((step, params)):
         loaded.delete()
-    return _restored(run, parts, like, console)
+    return _restored(run, parts, shapes, console)
 
 
-def _shape(x) -> jax.ShapeDtypeStruct:
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _restored(
-    run: RunConfig, parts: Parts, like: TrainState, console: Console
+    run: RunConfig, parts: Parts, shapes: TrainState, console: Console
 ) -> tuple[TrainState, int]:
+    # The newest checkpoint.
     checkpoints = Checkpoints(parts.resume_from)
     with error_context("resume"):
-        state = checkpoints.restore(like)
+        state = checkpoints.restore(shapes)
         step = int(state.step)
-        skipped = 0 if run.resume.force and parts.differs else checkpoints.skipped_in_a_row(step)
+        is_other_run = run.resume.force and parts.differs
+        skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(step)
+
+    # What there is to know about it.
     console.say(f"resumed from step {step} of {parts.resume_from}")
     if not checkpoints.has_digests(step):
         console.say(

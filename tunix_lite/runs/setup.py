@@ -122,7 +122,7 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
         share=allgather_values,
     )
     with error_context("task"):
-        data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
+        data = task.check_examples(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
@@ -171,49 +171,55 @@ def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
-    resume, own = run.resume.folder, Checkpoints(run_dir.checkpoints).latest_step() is not None
+    """The folder with the checkpoints that the run goes on from; None: it begins afresh. Raises
+    ConfigError."""
+    resume = run.resume.folder
+    has_own = Checkpoints(run_dir.checkpoints).latest_step() is not None
     with error_context("resume"):
-        if own and resume == "none" and not is_restart():
+        if has_own and resume == "none" and not is_restart():
             raise ValueError(
                 f"none, but {run_dir.path} already holds checkpoints; auto continues them"
             )
-        if not own and resume in ("auto", "none"):
+        if not has_own and resume in ("auto", "none"):
             return None
-        folder = run_dir.checkpoints if own else RunDir(Path(resume)).checkpoints
-        if (step := Checkpoints(folder).latest_step()) is None:
+
+        # The checkpoint is whole, and stands between two rollouts.
+        folder = run_dir.checkpoints if has_own else RunDir(Path(resume)).checkpoints
+        checkpoints = Checkpoints(folder)
+        step = checkpoints.latest_step()
+        if step is None:
             raise ValueError(
                 f"{resume} holds no checkpoint; give auto, none, or the folder of a run that has "
                 "one"
             )
-        Checkpoints(folder).check_whole(step)
-        if step % (updates := run.algorithm.updates_per_rollout):
+        checkpoints.check_whole(step)
+        updates = run.algorithm.updates_per_rollout
+        if step % updates:
             raise ValueError(
                 f"the checkpoint of step {step} stands inside a rollout of "
                 f"updates_per_rollout={updates}"
             )
+
+        # There are steps left. With the run's own last checkpoint there are none, and all is well.
         last = run.training.max_steps
-        # our own last one: nothing to do, and nothing wrong
-        if step > last or (step == last and not own):
-            raise ValueError(
-                f"{folder} is at step {step} already; raise "
-                f"training.max_steps={run.training.max_steps}"
-            )
+        if step > last or (step == last and not has_own):
+            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={last}")
         return folder
 
 
 def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
-    """What of the run's own files it goes on without, in words. Raises ConfigError if that needs
-    resume.force.
+    """Which of the run's own files it goes on without, in words. Raises ConfigError if that needs
+    resume.force=true.
 
-    Its numbers do not depend on them. But metrics.jsonl promises every step, so a run does not go
-    on in silence where one is missing; of status.json it says what begins anew.
+    The run's numbers do not depend on them. But metrics.jsonl promises every step, so a run does
+    not go on in silence where one is missing; of status.json it says what begins anew.
     """
-    _, _, began, wrong = read_status(run_dir.status)
-    found = (
-        [f"{wrong}: its seconds count from now, its accuracies are those of metrics.jsonl"]
-        if wrong
-        else []
-    )
+    _, _, began, damage = read_status(run_dir.status)
+    found = []
+    if damage:
+        found.append(
+            f"{damage}: its seconds count from now, its accuracies are those of metrics.jsonl"
+        )
     with error_context("resume"):
         try:
             check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
@@ -221,8 +227,8 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
             if not run.resume.force:
                 raise ValueError(
                     f"{error}. Put the file back from a copy; or resume.force=true goes on with "
-                    "the steps that can be "
-                    "read, and keeps what cannot be in metrics.damaged-1.jsonl"
+                    "the steps that can be read, and keeps what cannot be in "
+                    "metrics.damaged-1.jsonl"
                 ) from error
             found.append(f"{error}: what can be read of it goes on")
     return "; ".join(found)
@@ -245,11 +251,11 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
 
 
 def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
-    """Says in the folder what makes its checkpoints.
+    """Write into the folder which run makes its checkpoints: fingerprint.json and model.json.
 
-    Where others are there already, not before the first of ours is whole: until then their run must
-    be able to go on, and if we are killed in between, ours is taken for theirs, which locks nobody
-    out.
+    Where the folder holds checkpoints of another run, call it when our first one is whole: until
+    then the other run must be able to go on. A run that is killed in between is taken for the other
+    one, which locks nobody out.
     """
     run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
