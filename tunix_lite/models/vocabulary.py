@@ -13,8 +13,8 @@ The backward pass computes the logits of each block again: d s_v = g (1[v = toke
 vocabulary, each of its parts is one shard's; the shards work on their parts at the same time, and
 their sums meet once, at the end of a pass.
 
-Letters beside those of types.py: M tokens asked for in a row, P parts of the vocabulary, S entries
-of a block in each part, N blocks.
+The letters B, D and V are those of types.py. Here M is the tokens asked for in a row, P the parts
+of the vocabulary, S the entries of a block in each part, X those of all blocks, and N the blocks.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from tunix_lite.models.rounding import stored
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
@@ -135,27 +135,30 @@ def _constrained(table_NPSD: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(
-    spec,
-    hidden_BMD,
-    table_NPSD,
-    targets_BM,
-):
+    spec: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    targets_BM: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     results, _ = _forward(spec, hidden_BMD, _constrained(table_NPSD), targets_BM)
     return results
 
 
 def _forward(
-    spec,
-    hidden_BMD,
-    table_NPSD,
-    targets_BM,
-):
+    spec: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    targets_BM: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
     blocks, parts = table_NPSD.shape[:2]
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
     zeros = constrain(jnp.zeros((*targets_BM.shape, parts), wide), "batch", "seq", "vocab")
 
-    def one_block(carry, numbered):
+    def one_block(
+        carry: tuple[jax.Array, ...],
+        numbered: tuple[jax.Array, jax.Array],
+    ) -> tuple[tuple[jax.Array, ...], None]:
         top, total, weighted, chosen = carry
         index, block_PSD = numbered
         used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
@@ -191,11 +194,11 @@ def _forward(
 
 
 def _forward_with_residuals(
-    spec,
-    hidden,
-    table,
-    targets,
-):
+    spec: HeadSpec,
+    hidden: CustomVJPPrimal,
+    table: CustomVJPPrimal,
+    targets: CustomVJPPrimal,
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """The forward pass, and what the backward pass needs of it."""
     arrays = (hidden.value, _constrained(table.value), targets.value)
     results, log_total = _forward(spec, *arrays)
@@ -207,10 +210,10 @@ def _forward_with_residuals(
 
 
 def _backward(
-    spec,
-    residuals,
-    cotangents,
-):
+    spec: HeadSpec,
+    residuals: tuple,
+    cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
+) -> tuple[jax.Array, jax.Array | None, None]:
     """The gradients of hidden and table from the cotangents of the results. A table that does not
     train costs nothing."""
     hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
@@ -220,7 +223,10 @@ def _backward(
     wide = log_total.dtype
     zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
-    def one_block(total, numbered):
+    def one_block(
+        total: jax.Array,
+        numbered: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array | None]:
         index, block_PSD = numbered
         used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
         products = block_products(hidden_BMD, used_PSD)

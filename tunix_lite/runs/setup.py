@@ -122,7 +122,7 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
         share=allgather_values,
     )
     with error_context("task"):
-        data = task.looked_through(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
+        data = task.check_examples(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
