@@ -28,7 +28,7 @@ from tunix_lite.errors import RunFailed
 from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.runs import leaving
 from tunix_lite.tasks import task as task_module
-from tunix_lite.tasks.task import SaidByAll
+from tunix_lite.tasks.task import SharedError
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
@@ -268,7 +268,7 @@ OF_A_PEER = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by 
     "error, alone, together",
     [
         (RunFailed("step 4: a bad row"), True, False),
-        (behind(RunFailed("step 4: a bad row"), SaidByAll("a bad row")), True, True),
+        (behind(RunFailed("step 4: a bad row"), SharedError("a bad row")), True, True),
         (KeyError("in an algorithm of your own"), True, False),
         (FileNotFoundError(2, "No such file or directory", "/data/of/a/reward.txt"), True, False),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False, False),

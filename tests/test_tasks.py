@@ -531,7 +531,7 @@ def test_a_line_of_json_ends_with_a_newline_and_nothing_else(tmp_path, tokenizer
 )
 def test_a_bad_row_is_one_short_line_with_file_and_line(tmp_path, tokenizer, line, says):
     with pytest.raises(ValueError, match=says) as failed:
-        of_lines(tmp_path, [GOOD, b"", line], tokenizer, [GOOD]).looked_through(False, 1)
+        of_lines(tmp_path, [GOOD, b"", line], tokenizer, [GOOD]).check_examples(False, 1)
     assert "train.jsonl, line 3" in str(failed.value) and len(str(failed.value)) < 600
     assert "\n" not in str(failed.value)
 
@@ -562,34 +562,34 @@ def test_long_prompts_and_completions_are_counted_before_the_start(tmp_path, tok
     count = len(tokenizer.prompt(long["question"] + " + 1?"))
     says = rf"^2 of 4 training prompts are longer than generation.max_prompt_length=48; the longest has {count} tokens "
     with pytest.raises(ValueError, match=rf"{says}\(.*train.jsonl, line 4\); raise it to at least {count}, or set"):
-        task.looked_through(False, 1)
+        task.check_examples(False, 1)
     task.prompts([json.loads(GOOD)])
     short = of_lines(tmp_path, [GOOD, {"question": "1", "completion": "x" * 40}], tokenizer, [GOOD])
     says = r"^1 of 2 training completions are longer than generation.max_new_tokens=16; the longest has 41 tokens "
     with pytest.raises(ValueError, match=rf"{says}\(.*line 2\); raise it to at least 41$"):
-        short.looked_through(True, 1)
+        short.check_examples(True, 1)
     with pytest.raises(ValueError, match="line 2: an example for sft needs a `completion`; this one has question"):
-        of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer).looked_through(True, 1)
+        of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer).check_examples(True, 1)
 
 
 def test_of_very_many_prompts_some_are_measured_and_that_is_said(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tasks, "MEASURED", 3)
     rows = [GOOD, GOOD, {"question": "1" * 80}, GOOD, {"question": "1" * 90}]  # the first, the middle one and the last
     with pytest.raises(ValueError, match=r"^2 of the 3 \(of 5\) looked at training prompts are longer"):
-        of_lines(tmp_path, rows, tokenizer, [GOOD]).looked_through(False, 1)
+        of_lines(tmp_path, rows, tokenizer, [GOOD]).check_examples(False, 1)
 
 
 def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
     rows = [{"question": f"{i} + 1"} for i in range(5)]
-    assert of_lines(tmp_path, rows, tokenizer, [{"question": "9"}]).looked_through(False, 1) == (
+    assert of_lines(tmp_path, rows, tokenizer, [{"question": "9"}]).check_examples(False, 1) == (
         "5 examples to train on, 1 held out"
     )
-    assert of_lines(tmp_path, rows, tokenizer, [rows[2], {"question": "9"}]).looked_through(False, 1) == (
+    assert of_lines(tmp_path, rows, tokenizer, [rows[2], {"question": "9"}]).check_examples(False, 1) == (
         "5 examples to train on, 2 held out; 1 of the held-out prompts are training prompts, too"
     )
     same = of_lines(tmp_path, [*rows, {"question": "<bos> 1"}], tokenizer, None)
     same = replace(same, config=replace(same.config, source=Jsonl(*[str(tmp_path / "train.jsonl")] * 2)))
-    assert same.looked_through(False, 1) == (
+    assert same.check_examples(False, 1) == (
         "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"
     )
@@ -623,11 +623,11 @@ def test_a_run_of_before_special_tokens_had_a_setting_goes_on():
 
 def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, monkeypatch):
     first, second = (of_lines(tmp_path, [GOOD] * 3, tokenizer, [{"question": "9"}]) for _ in range(2))
-    said = first.looked_through(False, 1)
+    said = first.check_examples(False, 1)
     assert first.config.source.train is second.config.source.train
     monkeypatch.setattr(Task, "_texts", None)
     monkeypatch.setattr(tasks, "digest", None)
-    assert second.looked_through(False, 1) == said
+    assert second.check_examples(False, 1) == said
 
 
 # ---- special tokens in rows
@@ -652,7 +652,7 @@ def test_special_tokens_in_a_row_are_text_and_end_no_turn(tmp_path, tokenizer):
         rows = [GOOD, {"question": text, "completion": "no <end_of_turn>"}]
         task = of_lines(tmp_path, rows, tokenizer, [GOOD], special_tokens_in_data="error", long_prompts="drop")
         with pytest.raises(ValueError, match="line 2: .* holds the special token '<end_of_turn>'; task.special_tokens"):
-            task.looked_through(demonstrates, 1)
+            task.check_examples(demonstrates, 1)
             task.demonstrations(task.config.source.train[1:])
 
 

@@ -4,7 +4,7 @@ once per step."""
 import numpy as np
 
 
-def standardise(rewards_PG, eps: float = 1e-4) -> np.ndarray:
+def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
     """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator (GRPO,
     arXiv:2402.03300).
 
@@ -16,7 +16,7 @@ def standardise(rewards_PG, eps: float = 1e-4) -> np.ndarray:
     return centred_PG / (std_P1 + eps)
 
 
-def centre(rewards_PG) -> np.ndarray:
+def centre(rewards_PG: np.ndarray) -> np.ndarray:
     """r - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
@@ -25,7 +25,7 @@ def centre(rewards_PG) -> np.ndarray:
     return np.where(agree_P1, 0.0, centred_PG)
 
 
-def leave_one_out(rewards_PG) -> np.ndarray:
+def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
     """r - mean of the others in the group (RLOO, arXiv:2402.14740), which is G / (G - 1) times
     `centre`."""
     centred_PG = centre(rewards_PG)

@@ -115,7 +115,7 @@ class GRPO:
         return loss, metrics
 
 
-def kl(ref_gap_BT, ratio_BT):
+def kl(ref_gap_BT: jax.Array, ratio_BT: jax.Array) -> jax.Array:
     """Per-token KL(policy || reference), from ref_gap = ref_logprob - logprob of the sampled token.
 
     Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in

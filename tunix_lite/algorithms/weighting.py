@@ -7,20 +7,20 @@ sum, so that micro-batches, shards and hosts only add up and none of them can ch
 import numpy as np
 
 
-def per_token(completion_mask_BT) -> np.ndarray:
+def per_token(completion_mask_BT: np.ndarray) -> np.ndarray:
     """Every completion token of the batch counts the same: the global token mean (DAPO,
     arXiv:2503.14476)."""
     return (completion_mask_BT / max(completion_mask_BT.sum(), 1)).astype(np.float32)
 
 
-def per_sequence(completion_mask_BT) -> np.ndarray:
+def per_sequence(completion_mask_BT: np.ndarray) -> np.ndarray:
     """Every completion counts the same, however long: the mean over sequences of token means
     (arXiv:2402.03300)."""
     lengths_B1 = np.maximum(completion_mask_BT.sum(axis=1, keepdims=True), 1)
     return (completion_mask_BT / lengths_B1 / len(completion_mask_BT)).astype(np.float32)
 
 
-def constant_length(completion_mask_BT, length: int) -> np.ndarray:
+def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
     """Every token counts 1 / (B * length), whatever the lengths are (Dr. GRPO,
     arXiv:2503.20783)."""
     if length < 1:

@@ -2,13 +2,14 @@
 schedule over the run."""
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
+from jax.typing import DTypeLike
 
 from tunix_lite.types import Params, TrainState
 
@@ -78,18 +79,16 @@ def make_optimizer(cfg: OptimizerConfig, max_steps: int) -> optax.GradientTransf
         weight_decay=cfg.weight_decay,
         mask=decay_mask,
     )
-    return (
-        optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam)
-        if cfg.max_grad_norm
-        else adam
-    )
+    if not cfg.max_grad_norm:
+        return adam
+    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam)
 
 
 def describe(cfg: OptimizerConfig) -> str:
     """The chain as one line for the start of a run."""
-    rate = f"{cfg.learning_rate:g} {cfg.schedule}" + (
-        f", warm-up {cfg.warmup_steps}" if cfg.warmup_steps else ""
-    )
+    rate = f"{cfg.learning_rate:g} {cfg.schedule}"
+    if cfg.warmup_steps:
+        rate += f", warm-up {cfg.warmup_steps}"
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
     decay = f", decay {cfg.weight_decay:g}" if cfg.weight_decay else ""
     return f"{clip}adamw({rate}, betas {cfg.beta1:g} {cfg.beta2:g}{decay})"
@@ -104,14 +103,14 @@ def decay_mask(params: Params) -> Params:
     )
 
 
-def init_opt_state(optimizer: optax.GradientTransformation, params: Params):
+def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state, born sharded: its moments lie where their weights lie, its counters
     everywhere."""
-    places = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
-    return jax.jit(optimizer.init, out_shardings=places)(params)
+    shardings = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
-def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params):
+def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state as ShapeDtypeStructs, placed; params: arrays, or shapes with places."""
     everywhere = jax.sharding.NamedSharding(
         jax.tree.leaves(params)[0].sharding.mesh, jax.sharding.PartitionSpec()
@@ -132,42 +131,52 @@ def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params):
     )
 
 
-def apply_update(optimizer: optax.GradientTransformation, grads, state: TrainState, seed: int):
+def apply_update(
+    optimizer: optax.GradientTransformation, grads: Params, state: TrainState, seed: int
+) -> tuple[Params, Any, jax.Array]:
     """The new params, the new state of the optimizer, and the norm of what was added.
 
     What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and
-    rounded up or down by chance, the nearer the likelier: to the nearest, an update of less than
-    half a last digit would never arrive. The chance comes from (seed, step), so that it is the same
-    on every mesh.
+    rounded up or down at random, to the nearer with the higher probability. Rounded to the nearest,
+    an update of less than half a last digit would never arrive. The random numbers come from (seed,
+    step), so that they are the same on every mesh.
     """
-    wide = partial(
-        jax.tree.map,
-        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x,
-    )
-    params = wide(state.params)
-    updates, opt_state = optimizer.update(wide(grads), wide(state.opt_state), params)
+    # the update, in float32
+    params = _widen(state.params)
+    updates, opt_state = optimizer.update(_widen(grads), _widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
-    old, key = (state.params, state.opt_state), jax.random.fold_in(jax.random.key(seed), ROUNDING)
+
+    # and back to what is kept
+    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+    kept = jax.tree.leaves((state.params, state.opt_state))
     leaves, form = jax.tree.flatten(new)
     keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
-    rounded = [
-        round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, jax.tree.leaves(old), keys)
-    ]
-    return *form.unflatten(rounded), optax.tree.norm(updates)
+    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, kept, keys)]
+    new_params, new_opt_state = form.unflatten(rounded)
+    return new_params, new_opt_state, optax.tree.norm(updates)
 
 
-def num_updates(opt_state) -> int:
+def _widen(tree: Any) -> Any:
+    """Floating-point arrays in float32 at least."""
+
+    def widen(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x
+
+    return jax.tree.map(widen, tree)
+
+
+def num_updates(opt_state: Any) -> int:
     """Updates that were made: those that were skipped (step.make_train_step) do not count."""
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 
-def is_float(x) -> bool:
+def is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def round_by_chance(x, dtype, key):
-    """x as dtype. From float32 to bfloat16, which is its upper half, up with the chance that the
-    lower half says."""
+def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
+    """x as dtype. From float32 to bfloat16, its upper half, it is rounded up with the probability
+    that the lower half gives."""
     if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -28,7 +28,7 @@ from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
 
 from tunix_lite.marked_processes import find_marked, send_signal
-from tunix_lite.rewards.worker import outcome, shortened
+from tunix_lite.rewards.worker import outcome, short_repr
 
 # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
 Outcome = tuple[str, Any]
@@ -148,7 +148,7 @@ class Pool:
         if kind == "timeout":
             how = f"took more than rewards.timeout={self.settings.timeout:g} seconds"
         what = "completion" if isinstance(completion, str) else "completions"
-        return f"{name} {how} for the {what} {shortened(completion)}"
+        return f"{name} {how} for the {what} {short_repr(completion)}"
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing
@@ -317,7 +317,7 @@ class _Worker:
         try:
             answers, kind, value = json.loads(line)
         except (TypeError, ValueError):
-            return "crash", f"wrote {shortened(line)} to the pipe of its process"
+            return "crash", f"wrote {short_repr(line)} to the pipe of its process"
         if answers != number and kind != "refused":
             return "crash", "got the answer to another call from its process"
         return kind, value

@@ -45,7 +45,7 @@ def numbers(fn: Callable, completions: list[str], example: dict) -> list[float]:
     try:
         values = list(values)
     except TypeError as error:
-        raise NotANumber(f"is {shortened(values)}, not a list of numbers,") from error
+        raise NotANumber(f"is {short_repr(values)}, not a list of numbers,") from error
     if len(values) != len(completions):
         raise NotANumber(f"is {len(values)} numbers, not {len(completions)},")
     return [_finite(value) for value in values]
@@ -53,11 +53,11 @@ def numbers(fn: Callable, completions: list[str], example: dict) -> list[float]:
 
 def _finite(value: Any) -> float:
     if not hasattr(value, "__float__"):
-        raise NotANumber(f"is {shortened(value)}, not a number,")
+        raise NotANumber(f"is {short_repr(value)}, not a number,")
     try:
         as_float = float(value)
     except (OverflowError, TypeError, ValueError) as error:
-        raise NotANumber(f"is {shortened(value)}, not a number,") from error
+        raise NotANumber(f"is {short_repr(value)}, not a number,") from error
     if not math.isfinite(as_float):
         raise NotANumber(f"is {as_float}")
     return as_float
@@ -122,7 +122,7 @@ def work(calls_fd: int, answers_fd: int, parent: int) -> None:
     os._exit(1)
 
 
-def shortened(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """In one line, and not longer than SHOWN."""
     try:
         said = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace("\n", " ")

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ FILES_KEPT = 4
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
-def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
+def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of
     its own."""
     order = _order(examples, seed)
@@ -39,7 +39,12 @@ def batch_at(examples, batch_size: int, seed: int, step: int) -> list[dict]:
 
 
 def fitting_batch_at(
-    examples, batch_size: int, seed: int, step: int, length: Callable, limit: int
+    examples: Sequence[dict],
+    batch_size: int,
+    seed: int,
+    step: int,
+    length: Callable[[dict], int],
+    limit: int,
 ) -> tuple[list[dict], int]:
     """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for
     being longer.
@@ -69,7 +74,7 @@ def fitting_batch_at(
     return [examples[i] for i in chosen], sum(n > limit for n in lengths.values())
 
 
-def _order(examples, seed: int):
+def _order(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
@@ -92,19 +97,19 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
 # ---- digests: is it the same data
 
 
-def digest_of_data(source) -> dict[str, str]:
+def digest_of_data(source: Any) -> dict[str, str]:
     """A digest of each split, the same in every process: of all examples if they are a list, else
     see SAMPLED."""
     return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
 
 
-def _digest_of_split(examples) -> str:
+def _digest_of_split(examples: Sequence[dict]) -> str:
     if isinstance(examples, Rows):
         return examples.digest
     return _digest_of_examples(examples)
 
 
-def _digest_of_examples(examples) -> str:
+def _digest_of_examples(examples: Sequence[dict]) -> str:
     count = len(examples)
     places = range(count)
     # made or read one by one, and perhaps very many
@@ -116,7 +121,7 @@ def _digest_of_examples(examples) -> str:
     return digest(parts)
 
 
-def digest(value) -> str:
+def digest(value: Any) -> str:
     """Of what examples are made of. The same in every process: not of addresses, nor of the order
     of a set."""
     try:
@@ -127,7 +132,7 @@ def digest(value) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _as_json(value):
+def _as_json(value: Any) -> Any:
     """What JSON does not have, as something that it does."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
@@ -138,7 +143,7 @@ def _as_json(value):
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
-def _with_text_as_keys(value):
+def _with_text_as_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = (
             (f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item))
@@ -176,7 +181,8 @@ class Rows(list):
     def __init__(self, file: str):
         """Raises ValueError, naming file and line, for what is not one JSON object a line in
         UTF-8."""
-        self.file, self.lines = file, array("q")
+        self.file = file
+        self.lines = array("q")
         # what was found out about all of them, by what was asked
         self.known: dict = {}
         for number, line in lines_of(file):
@@ -214,7 +220,7 @@ def _rows_with(file: str, content: bytes) -> Rows:
     return Rows(file)
 
 
-def where(examples, index: int) -> str:
+def where(examples: Sequence[dict], index: int) -> str:
     """Where example `index` stands: file and line, or its number."""
     return examples.where(index) if isinstance(examples, Rows) else f"example {index}"
 
@@ -329,19 +335,20 @@ class Problems:
                     question, terms, signs, bool(rng.random() < self.settings.worked)
                 )
 
-    def _draw(self, rng):
+    def _draw(self, rng: np.random.Generator) -> tuple[list[int], list[str]]:
         count = rng.integers(self.settings.min_terms, self.settings.max_terms + 1)
         terms = [int(t) for t in rng.integers(1, self.settings.max_value + 1, count)]
         return terms, [str(s) for s in rng.choice(self.settings.operators, count - 1)]
 
     def _example(self, question: str, terms: list[int], signs: list[str], worked: bool) -> dict:
-        total, steps = terms[0], []
+        total = terms[0]
+        steps = []
         for sign, term in zip(signs, terms[1:]):
             after = total + term if sign == "+" else total - term
             steps.append(f"{total} {sign} {term} = {after}")
             total = after
-        said = [*(steps if worked else []), f"The answer is {total}."]
-        return {"question": question, "answer": str(total), "completion": "\n".join(said)}
+        lines = [*(steps if worked else []), f"The answer is {total}."]
+        return {"question": question, "answer": str(total), "completion": "\n".join(lines)}
 
 
 def is_held_out(question: str) -> bool:

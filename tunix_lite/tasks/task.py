@@ -29,20 +29,20 @@ MEASURED = 10_000
 FILLERS = range(0x4E00, 0x9FA5)
 
 
-class SaidByAll(ValueError):
-    """An error that all processes of a run find at the same place, since all have the same examples
-    and verdicts."""
+class SharedError(ValueError):
+    """An error that all processes of a run raise at the same place, since all have the same
+    examples and grades."""
 
 
-def said_by_all(method: Callable) -> Callable:
-    """A function of examples, which are the same everywhere, and so are its errors."""
+def raises_shared_error(method: Callable) -> Callable:
+    """A method of examples, which are the same on all processes; so its errors are shared."""
 
     @wraps(method)
     def call(*arguments):
         try:
             return method(*arguments)
         except ValueError as error:
-            raise SaidByAll(str(error)) from error
+            raise SharedError(str(error)) from error
 
     return call
 
@@ -139,8 +139,12 @@ def _bound(fn: Callable) -> tuple:
 
 @dataclass(frozen=True)
 class Task:
-    """All that an algorithm may ask of a task. `max_*` are the widths, in tokens, of what it
-    makes."""
+    """Data, prompts and rewards with a tokenizer: an algorithms.algorithm.TaskInterface.
+
+    `max_*` are the widths, in tokens, of what it makes.
+
+    Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]].
+    """
 
     config: TaskConfig
     tokenizer: Tokenizer
@@ -149,22 +153,23 @@ class Task:
     # a longer prompt: error; truncate: keep its last tokens; drop: take another example
     long_prompts: str = "error"
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
-    # is told of rewards that fail; None: only their counts tell
+    # gets a line where rewards fail; None: only the metrics have it
     say: Callable[[str], None] | None = None
     # of several processes each grades every so many-th completion, and all get all grades
     process: int = 0
     num_processes: int = 1
-    share: Callable[[Any], list] = lambda value: [value]  # what each process gives, by process
+    # a value of this process -> the values of all processes
+    share: Callable[[Any], list] = lambda value: [value]
     stopping: Any = None  # knows whether the run is to end (distributed.stopping); None: it is not
     # all processes take the same batches; not while one may still find its settings wrong
     is_running: bool = False
 
     @contextlib.contextmanager
     def with_workers(
-        self, settings: RewardsConfig, say: Callable[[str], None], stopping=None
+        self, settings: RewardsConfig, say: Callable[[str], None], stopping: Any = None
     ) -> Iterator["Task"]:
-        """The task whose rewards run as `settings` say; they start to start now, and are gone at
-        the end."""
+        """The task whose rewards run as `settings` say. The workers begin to start now, and are
+        gone at the end. stopping: knows whether the run is to end."""
         with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
             yield replace(self, pool=pool, say=say, stopping=stopping, is_running=True)
 
@@ -176,15 +181,21 @@ class Task:
         """
         if not self.is_running or self.num_processes == 1:
             return self._batch(batch_size, seed, step)
+        taken: tuple = ([], 0)
+        error = None
         try:
-            taken, error = self._batch(batch_size, seed, step), None
+            taken = self._batch(batch_size, seed, step)
         except ValueError as failed:
-            taken, error = ([], 0), str(failed)
+            error = str(failed)
+
+        # every process raises, or none does
         everyone = self.share([digest(taken), error])
-        if errors := [error for _, error in everyone if error is not None]:
-            raise SaidByAll(errors[0])
-        if others := _unlike_the_first([theirs for theirs, _ in everyone]):
-            raise SaidByAll(
+        errors = [error for _, error in everyone if error is not None]
+        if errors:
+            raise SharedError(errors[0])
+        others = _unlike_the_first([theirs for theirs, _ in everyone])
+        if others:
+            raise SharedError(
                 f"{others} took other examples than process 0: do all hosts have the same data "
                 "files?"
             )
@@ -206,10 +217,10 @@ class Task:
             )
         if self.long_prompts != "drop":
             return [examples[i] for i in range(count)]
+        # examples are made one by one, so no more of them than needed
         everything = (examples[i] for i in range(len(examples)))
-        fitting = list(
-            islice((e for e in everything if self._length(e) <= self.max_prompt_length), count)
-        )
+        short = (e for e in everything if self._length(e) <= self.max_prompt_length)
+        fitting = list(islice(short, count))
         if len(fitting) < count:
             raise ValueError(
                 f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
@@ -224,19 +235,20 @@ class Task:
         tokens = [self._tokens(example) for example in examples]
         return digest([digest_of_data(self.config.source), examples, tokens])
 
-    def looked_through(self, demonstrates: bool, num_held_out: int) -> str:
-        """Looks at all examples in memory before the start, and says what there is to know about
-        them; "" of others.
+    def check_examples(self, demonstrates: bool, num_held_out: int) -> str:
+        """Checks all examples in memory before the start. Returns a summary of them for people; ""
+        if they are not in memory.
 
         Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split
         must not be too long, if that is an error. Raises ValueError with the place of the first
         that is wrong, or with how many are too long.
         """
-        train, held_out = self.config.source.train, self.config.source.held_out
+        train = self.config.source.train
+        held_out = self.config.source.held_out
         if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
             return ""
         if not isinstance(train, Rows):
-            return self._looked_through(train, held_out, demonstrates, num_held_out)
+            return self._check_examples(train, held_out, demonstrates, num_held_out)
         settings = (
             self.config.prompt,
             self.config.special_tokens_in_data,
@@ -253,10 +265,10 @@ class Task:
         )
         # a start asks twice
         if asked not in train.known:
-            train.known[asked] = self._looked_through(train, held_out, demonstrates, num_held_out)
+            train.known[asked] = self._check_examples(train, held_out, demonstrates, num_held_out)
         return train.known[asked]
 
-    def _looked_through(
+    def _check_examples(
         self, train: Sequence, held_out: Sequence, demonstrates: bool, num_held_out: int
     ) -> str:
         asked, special = self._texts(train, demonstrates)
@@ -292,7 +304,7 @@ class Task:
             )
             raise ValueError(f"{wrong}; write {{name}} for a field, {{{{ for a brace") from error
 
-    @said_by_all
+    @raises_shared_error
     def prompts(self, examples: list[dict]) -> list[list[int]]:
         """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
         its beginning, or is a ValueError naming it."""
@@ -318,7 +330,7 @@ class Task:
             for _, group in groupby(examples, key=id)
         )
 
-    @said_by_all
+    @raises_shared_error
     def demonstrations(self, examples: list[dict]):
         """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then the
         right-padded `completion` of each example."""
@@ -654,23 +666,25 @@ class Grader:
         graded: a digest of it, which must be the same everywhere; held-out examples are compared
         nowhere else.
         """
+        stopping = self.task.stopping
+        gives_up = (lambda: False) if stopping is None else stopping.is_requested
+        own: list | None = []
+        error = None
         try:
-            gives_up = (
-                self.task.stopping.is_requested if self.task.stopping is not None else lambda: False
-            )
-            own, error = (
-                _results(tuple(future for future in futures if future is not None), gives_up),
-                None,
-            )
+            own = _results(tuple(future for future in futures if future is not None), gives_up)
         except ValueError as failed:
-            own, error = [], str(failed)
+            error = str(failed)
+
+        # every process raises, or stops, or none does
         everyone = self.task.share([own, error, graded])
-        if self.task.stopping is not None:
-            self.task.stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
-        if errors := [error for _, error, _ in everyone if error is not None]:
-            raise SaidByAll(errors[0])
-        if others := _unlike_the_first([theirs for *_, theirs in everyone]):
-            raise SaidByAll(
+        if stopping is not None:
+            stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
+        errors = [error for _, error, _ in everyone if error is not None]
+        if errors:
+            raise SharedError(errors[0])
+        others = _unlike_the_first([theirs for *_, theirs in everyone])
+        if others:
+            raise SharedError(
                 f"{others} graded other prompts or completions than process 0: do all hosts have "
                 "the "
                 "same data files and the same tokenizer?"
@@ -682,7 +696,7 @@ class Grader:
         self, completions: list[str], found: list[dict[str, Outcome]], dropped_B: np.ndarray
     ) -> Metrics:
         """How many calls failed in which way, and how many completions are dropped for it; a line
-        to the console if there is anything. Raises SaidByAll if all are dropped."""
+        to the console if there is anything. Raises SharedError if all are dropped."""
         kinds = Counter(kind for one in found for kind, _ in one.values())
         counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
         counts["rewards/dropped"] = int(dropped_B.sum())
@@ -691,7 +705,7 @@ class Grader:
         count = len(completions)
         first = self._first_failure(completions, found)
         if dropped_B.all():
-            raise SaidByAll(f"all {count} completions were dropped; the first: {first}")
+            raise SharedError(f"all {count} completions were dropped; the first: {first}")
         if self.task.say is not None:
             failed = ", ".join(
                 f"{metric.removeprefix('rewards/')} {number}"
