@@ -34,8 +34,10 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # `accelerator` and `check_devices` compare), its caches, logging and dumps. All others may change
 # compiled programs.
 OWN_VARIABLES = re.compile(
-    r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
-    r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_|INCLUDE_\w*DUMPS)"
+    r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM"
+    r"|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
+    r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_"
+    r"|INCLUDE_\w*DUMPS)"
 )
 OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
 # The prefix of environment variables in `ProcessInfo.values` and in messages.

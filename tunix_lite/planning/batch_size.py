@@ -26,8 +26,9 @@ LANES = 4
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the sequences of one update are made up. All four numbers of the identity, which holds.
+    """How the sequences of one update are made up: all numbers of the identity, which holds.
 
+    Example: `plan_batch(run, fsdp=4).sequences`.
     Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
     are 0.
     """
@@ -61,31 +62,36 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
 
     Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
     """
-    settings, G, prompts = (
-        run.training,
-        run.algorithm.num_generations,
-        run.training.prompts_per_step,
-    )
-    is_packed, is_auto = settings.packing != "none", settings.micro_batch_size == "auto"
+    settings = run.training
+    G = run.algorithm.num_generations
+    prompts = settings.prompts_per_step
+    is_packed = settings.packing != "none"
+    is_auto = settings.micro_batch_size == "auto"
     if prompts is None and (is_packed or is_auto):
         asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
         raise ConfigError(f"training: {asked} needs prompts_per_step")
     if is_packed:
         return BatchPlan(prompts, G, fsdp, 0, 0)
-    micro, accumulation = settings.micro_batch_size, settings.gradient_accumulation_steps
-    # not chosen yet
+
+    # A micro-batch that is still to be chosen: as large as the batch allows.
+    micro = settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
     if is_auto:
         if accumulation:
             raise ConfigError(
                 "training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null"
             )
-        micro, accumulation = None, settings.sync_gradients_every
+        micro = None
+        accumulation = settings.sync_gradients_every
+
+    # What is derived.
     if prompts is None:
         prompts = _prompts_of(micro, fsdp, accumulation or 1, G)
     return _divided(settings, prompts, G, fsdp, micro, accumulation)
 
 
 def _prompts_of(micro: int | None, fsdp: int, accumulation: int, G: int) -> int:
+    """Prompts of an update, from the other sizes. Raises ConfigError."""
     if micro is None:
         raise ConfigError(
             "training: give prompts_per_step or micro_batch_size; the rest is derived"
@@ -124,10 +130,8 @@ def _divided(
             f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x "
             f"fsdp={fsdp} x "
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
-            "cannot make "
-            f"{prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set one of the "
-            "three to null to "
-            "have it derived"
+            f"cannot make {prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set "
+            "one of the three to null to have it derived"
         )
     if accumulation % settings.sync_gradients_every:
         raise ConfigError(

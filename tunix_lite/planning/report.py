@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.hardware import GiB
+from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import ESTIMATE, Phase, Plan
 
 # of plan.json
@@ -49,22 +50,22 @@ def short_form(plan: Plan | Plans) -> list[str]:
         f"{best.machine.name}: {verdict(best)}",
         *([speed(best)] if best.fits is not False else []),
     ]
-    lines += [f"  {said}" for said in best.refused]
+    lines += [f"  {message}" for message in best.refused]
     lines += [plans.change] if plans.change else []
     lines += [f"  {plans.command}"] if plans.command else []
     return lines
 
 
 def _head(plan: Plan) -> list[str]:
-    resolved, machine = plan.resolved, plan.machine
+    resolved = plan.resolved
+    machine = plan.machine
     kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
     count = weights.num_params(decoder.weights(resolved.cfg))
-    training, lora = resolved.run.training, resolved.lora
-    trains = (
-        "all of them train"
-        if lora is None
-        else f"adapters of rank {lora.rank} train on a {lora.base} base"
-    )
+    training = resolved.run.training
+    lora = resolved.lora
+    trains = "all of them train"
+    if lora is not None:
+        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
     prompt, new = resolved.lengths
     return [
         f"devices    {machine.num_devices} of {machine.name}{kind}, {_room(machine)}",
@@ -76,7 +77,7 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-def _room(machine) -> str:
+def _room(machine: Machine) -> str:
     if machine.capacity is None:
         return "memory not known"
     return f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
@@ -105,20 +106,11 @@ def _refused(refused: tuple[tuple[dict, str], ...]) -> list[str]:
 def _phases(plan: Plan) -> list[str]:
     rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
     for phase in plan.phases:
-        sizes = plan.resident_bytes, phase.added_bytes, plan.resident_bytes + phase.added_bytes
-        rows.append((phase.name, *map(gib, sizes), *_speed(phase), source(phase)))
-    rows.append(
-        (
-            "resume",
-            gib(plan.resume_bytes),
-            gib(0),
-            gib(plan.resume_bytes),
-            "-",
-            "-",
-            "-",
-            "by formula",
-        )
-    )
+        peak = plan.resident_bytes + phase.added_bytes
+        sizes = (gib(plan.resident_bytes), gib(phase.added_bytes), gib(peak))
+        rows.append((phase.name, *sizes, *_speed(phase), source(phase)))
+    resume = gib(plan.resume_bytes)
+    rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
     return columns(rows)
 
 
@@ -133,15 +125,14 @@ def _speed(phase: Phase) -> tuple[str, str, str]:
 
 
 def source(of: Plan | Phase) -> str:
+    """Where its bytes come from, in words."""
     return f"an {ESTIMATE}" if of.source == ESTIMATE else of.source
 
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, and by how much."""
-    peak, capacity = (
-        f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})",
-        plan.machine.capacity,
-    )
+    peak = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})"
+    capacity = plan.machine.capacity
     if plan.fits is None:
         return f"peak {peak}; how much there is, nobody knows"
     if not plan.fits:
@@ -153,12 +144,14 @@ def speed(plan: Plan) -> str:
     """What it can reach at best."""
     if plan.step_seconds is None:
         return "speed: unknown, as the peak of this hardware is not known"
-    rate, devices = plan.tokens_per_second, plan.machine.num_devices
+    rate = plan.tokens_per_second
+    devices = plan.machine.num_devices
     took = f"a step takes at least {three_digits(plan.step_seconds)} s"
     return f"speed: {took}: at most {rate:,.0f} tokens/s, {rate / devices:,.0f} a device"
 
 
 def gib(size: float) -> str:
+    """Bytes in GiB."""
     return f"{size / GiB:.2f}"
 
 

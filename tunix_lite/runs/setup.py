@@ -264,37 +264,39 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
 def startup_summary(
     run: RunConfig, parts: Parts, run_dir: RunDir
 ) -> tuple[str, list[tuple[str, str]]]:
-    devices = parts.mesh.devices.ravel()
-    width = run.generation.max_prompt_length, run.generation.max_new_tokens
-    resume = "" if parts.resume_from is None else f", from the checkpoint in {parts.resume_from}"
-    optimizer = describe(run.optimizer)
-    return f"tunix_lite {__version__} · {type(run.algorithm).__name__} · {run.project_name}", [
-        (
-            "devices",
-            f"{of_all(parts.mesh)} x {devices[0].device_kind} ({devices[0].platform}), jax "
-            f"{jax.__version__}",
-        ),
-        (
-            "mesh",
-            ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
-            + f" from {as_text(run.model.mesh_shape)}",
-        ),
-        (
-            "model",
-            f"{_size(parts.model)}, weights {run.model.weights}, {run.training.mixed_precision}",
-        ),
-        *([("reference", parts.reference.words)] if parts.reference else []),
-        ("batch", f"{parts.batch}{_packed(parts)}"),
-        *([("data", parts.data)] if parts.data else []),
-        ("attention", f"{parts.resolved.attention}: {parts.resolved.attention_reason}"),
-        ("lengths", f"prompt up to {width[0]} tokens, completion up to {width[1]}"),
-        ("optimizer", f"{optimizer}, {run.training.max_steps} steps{resume}"),
-        (
-            "outputs",
-            f"{run_dir.path}"
-            + ("  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""),
-        ),
+    """The title and the rows, (name, text) each, of the panel at the start of a run."""
+    # The machine.
+    device = parts.mesh.devices.flat[0]
+    kind = f"{device.device_kind} ({device.platform})"
+    axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
+    rows = [
+        ("devices", f"{of_all(parts.mesh)} x {kind}, jax {jax.__version__}"),
+        ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
     ]
+
+    # What trains, on what.
+    precision = run.training.mixed_precision
+    rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
+    if parts.reference:
+        rows.append(("reference", parts.reference.words))
+    rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
+    if parts.data:
+        rows.append(("data", parts.data))
+    resolved = parts.resolved
+    rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
+    prompt, new = resolved.lengths
+    rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+
+    # How long, and where to.
+    steps = f"{describe(run.optimizer)}, {run.training.max_steps} steps"
+    if parts.resume_from is not None:
+        steps += f", from the checkpoint in {parts.resume_from}"
+    rows.append(("optimizer", steps))
+    viewer = "  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""
+    rows.append(("outputs", f"{run_dir.path}{viewer}"))
+
+    algorithm = type(run.algorithm).__name__
+    return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
 
 
 def _packed(parts: Parts) -> str:
@@ -317,6 +319,7 @@ def _size(model: FoundModel) -> str:
 
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
+    """What status.json says of the run beside its progress."""
     return {
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
