@@ -1,4 +1,4 @@
-"""Which way the arrows go (docs/decisions, DESIGN), read from the imports."""
+"""Which way the arrows go (docs/decisions), read from the imports."""
 
 import ast
 import sys
