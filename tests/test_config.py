@@ -11,6 +11,7 @@ import yaml
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
+from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
@@ -385,3 +386,13 @@ def test_a_folder_of_options_that_is_not_there_is_named(program, tmp_path, monke
 @pytest.mark.parametrize("place", ["outputs/run", "/data/run:1", "google/gemma-3-1b-it", "a:b/c", None, "C:run"])
 def test_what_is_no_address_is_let_through(place):
     check_on_disk("x", place)
+
+
+def test_the_run_that_is_checked_is_the_one_that_the_task_gets(tmp_path, monkeypatch):
+    """One RunConfig a run, also in a sweep: what the check has found out about it may be kept with it."""
+    checked, done = [], []
+    words = ["--multirun", "seed=1,2", f"hydra.sweep.dir={tmp_path}", "hydra/job_logging=none"]
+    monkeypatch.setattr(sys, "argv", ["run_training.py", *words])
+    command_line.main(lambda run, folder: done.append(run), lambda run, folder: checked.append(run))
+    assert [run.seed for run in done] == [1, 2]
+    assert all(one is other for one, other in zip(done, checked, strict=True))

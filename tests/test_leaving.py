@@ -128,7 +128,7 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
             if len(evaluations) == 2:
                 if how == "error":
                     raise ValueError("a reward of your own")
-                self.task.stopping._said = "SIGTERM"  # as the handler notes it
+                self.task.stopping._signal_name = "SIGTERM"  # as the handler notes it
         return graded(self, rollout)
 
     with monkeypatch.context() as patch:
@@ -180,7 +180,7 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
     done.set_result({"reward 'a'": ("", 1.0)})
     own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
     stopping = Stopping(None, print)
-    stopping.may_stop, stopping._said = True, "SIGTERM" if ours else None
+    stopping.may_stop, stopping._signal_name = True, "SIGTERM" if ours else None
     task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
     grader = SimpleNamespace(task=task)
     began = time.monotonic()

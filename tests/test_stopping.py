@@ -208,7 +208,7 @@ class Together:
             for chunk in range(most):
                 self.now[process] += self.seconds[process]
                 if chunk == signal_at:
-                    asked._said = "SIGTERM"
+                    asked._signal_name = "SIGTERM"
                 asked.check_between_chunks()
         except stopping.StopRun:
             left[process] = chunk

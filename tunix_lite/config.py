@@ -252,7 +252,8 @@ class RunConfig:
                 "training.keep_best_checkpoints ranks by held-out accuracy; "
                 "evaluation.num_examples is 0"
             )
-        every, updates = self.training.save_interval_steps, self.algorithm.updates_per_rollout
+        every = self.training.save_interval_steps
+        updates = self.algorithm.updates_per_rollout
         if every % updates or self.training.max_steps % updates:
             raise ValueError(
                 f"training.save_interval_steps={every} and "
@@ -289,10 +290,9 @@ def reduction_of(algorithm: Any) -> str | None:
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
-    name, choices = (
-        type(algorithm).__name__,
-        ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES),
-    )
+    """Why the algorithm cannot run so, and what to write into its class."""
+    name = type(algorithm).__name__
+    choices = ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES)
     if declared is not None:
         return f"algorithm: {name}.reduces={declared!r}; it is {choices}"
     return (

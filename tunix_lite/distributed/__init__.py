@@ -1,2 +1,4 @@
-"""The processes of a run: how they start, meet, agree, are watched, and end. Knows nothing of a
-model."""
+"""The processes of a run: they start, meet, compare themselves, are watched, and end.
+
+Nothing here knows of a model.
+"""

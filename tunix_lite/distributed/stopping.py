@@ -90,8 +90,8 @@ class Stopping:
         self._last_reason: float | None = None
 
         # signals: the name of the first one, when it came, and the handlers before ours
-        self._said: str | None = None
-        self._heard = 0.0
+        self._signal_name: str | None = None
+        self._signal_time = 0.0
         self._handlers_before: dict[int, Any] = {}
         self._watcher: tuple[int, threading.Thread, int] | None = None
         self._say = say
@@ -130,12 +130,12 @@ class Stopping:
     # ---- signals
 
     def _on_signal(self, number: int, _) -> None:
-        if self._said is not None:
+        if self._signal_name is not None:
             if self._is_echo(number):
                 return
             raise KeyboardInterrupt
-        self._said = signal.Signals(number).name
-        self._heard = time.monotonic()
+        self._signal_name = signal.Signals(number).name
+        self._signal_time = time.monotonic()
 
     def _is_echo(self, number: int) -> bool:
         """Whether a second signal is the first one, sent once more.
@@ -145,8 +145,10 @@ class Stopping:
         """
         name = signal.Signals(number).name
         from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
-        is_same = name == self._said or (name in OF_MACHINES and self._said in OF_MACHINES)
-        return from_a_machine and is_same and time.monotonic() < self._heard + ECHO
+        is_same = name == self._signal_name or (
+            name in OF_MACHINES and self._signal_name in OF_MACHINES
+        )
+        return from_a_machine and is_same and time.monotonic() < self._signal_time + ECHO
 
     def _start_watcher(self) -> None:
         """Starts a thread that says at once what a signal will do.
@@ -224,7 +226,7 @@ class Stopping:
 
     def is_requested(self) -> bool:
         """Whether this process was asked to stop and may. Other processes may not know it yet."""
-        return self.may_stop and self._said is not None
+        return self.may_stop and self._signal_name is not None
 
     def check_between_chunks(self) -> None:
         """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
@@ -246,7 +248,9 @@ class Stopping:
             return
 
         # Ask: was one of us signalled, and how long does a chunk take on the slowest?
-        own = np.array([self._said is not None, (now - self._asked) / self._chunks], np.float32)
+        own = np.array(
+            [self._signal_name is not None, (now - self._asked) / self._chunks], np.float32
+        )
         is_signalled, seconds = np.max(multihost_utils.process_allgather(own), axis=0)
         chunks_a_period = self._period / max(float(seconds), 1e-6)
         self._every = int(np.clip(chunks_a_period, 1, 2 * self._every))
@@ -260,7 +264,7 @@ class Stopping:
         Call it on all processes, before an update changes the state.
         """
         if self.may_stop:
-            asked = self._said is not None
+            asked = self._signal_name is not None
             if jax.process_count() > 1:
                 asked = bool(np.max(multihost_utils.process_allgather(np.int32(asked))))
             self.stop_if(asked)
@@ -285,7 +289,7 @@ class Stopping:
 
         # Processes exchange the index of their reason; the highest one counts.
         reasons = (None, *[number.name for number in SIGNALS], "training.max_minutes")
-        own = reasons.index(self._said)
+        own = reasons.index(self._signal_name)
         if own == 0 and is_late:
             own = len(reasons) - 1
         if jax.process_count() > 1:

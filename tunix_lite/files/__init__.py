@@ -1,1 +1,1 @@
-"""Files that may be damaged, or from somebody else: what is checked before they are used."""
+"""Checks of files before they are used: they may be damaged, or written by somebody else."""

@@ -1,1 +1,1 @@
-"""A model outside of training: loaded from a run or a folder, asked, scored and exported."""
+"""A model outside of training: loaded from a run or a folder, sampled, scored and exported."""

@@ -200,8 +200,9 @@ def compile_only_devices(target: Target) -> list:
 
 
 def _topology(target: Target) -> dict:
-    """What `get_topology_desc` is told of a target."""
-    hardware, count = target.hardware, target.num_devices
+    """The arguments of `get_topology_desc` for a target."""
+    hardware = target.hardware
+    count = target.num_devices
     if hardware.platform == "cuda":
         nodes = max(1, count // hardware.host_devices)
         # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
@@ -213,7 +214,8 @@ def _topology(target: Target) -> dict:
     # too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    shapes, chip = slice_shapes(hardware), hardware.chip
+    shapes = slice_shapes(hardware)
+    chip = hardware.chip
     if count not in shapes:
         raise ValueError(
             f"no {hardware.name} slice shows {count} devices; some show "

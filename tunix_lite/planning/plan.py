@@ -35,7 +35,9 @@ from tunix_lite.planning.resolved import (
 )
 from tunix_lite.planning.speed import Bound
 
-COMPILED, ESTIMATE = "compiled", "estimate"
+# where the bytes of a phase come from
+COMPILED = "compiled"
+ESTIMATE = "estimate"
 # the part of what is resident that is code
 PROGRAMS = "programs"
 

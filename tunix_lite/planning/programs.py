@@ -39,8 +39,9 @@ from tunix_lite.rollout.programs import (
 from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
-# which tokens end a completion changes no program's size
-NO_END, NO_PAD = (1,), 0
+# which tokens end a completion, or pad one, changes no program's size
+NO_END = (1,)
+NO_PAD = 0
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -86,7 +86,7 @@ def check_portable(functions: dict[str, Callable]) -> None:
             _Packing(io.BytesIO()).dump(fn)
         except Exception as error:
             # pickling runs what objects say of themselves, so it can be any
-            raise ValueError(_cannot_travel(name, str(error))) from error
+            raise ValueError(_cannot_be_sent(name, str(error))) from error
 
 
 class _Job(NamedTuple):
@@ -107,7 +107,8 @@ class Pool:
     """
 
     def __init__(self, functions: dict[str, Callable], settings: RewardsConfig):
-        self.functions, self.settings = functions, settings
+        self.functions = functions
+        self.settings = settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         # of calls
         self._numbers = itertools.count()
@@ -202,8 +203,8 @@ class Pool:
         return [] if self._ending or None in jobs else jobs
 
     def _outcomes(self, place: int, jobs: list[_Job]) -> Iterator[Outcome]:
-        """Of each job and each function, in order. The first call without an answer is the one that
-        failed."""
+        """The outcome of each function of each job, in order. The first call without an answer is
+        the one that failed."""
         places = {name: index for index, name in enumerate(self.functions)}
         calls = [
             (next(self._numbers), places[name], job.completion, job.example)
@@ -214,22 +215,26 @@ class Pool:
             worker = self._worker(place)
             worker.send(_packed(calls), self.settings.timeout)
             for number, *_ in calls:
-                found, calls = worker.answer(self.settings.timeout, number), calls[1:]
+                found = worker.answer(self.settings.timeout, number)
+                calls = calls[1:]
                 if found[0] == "refused":
                     raise ValueError(
                         f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}"
                     )
                 if self._ending:
                     raise ValueError("the reward workers were closed")
-                if lost := found[0] in ("timeout", "crash"):
+
+                # the calls behind it are made by the next worker
+                is_lost = found[0] in ("timeout", "crash")
+                if is_lost:
                     self._drop(place)
                 yield found
-                if lost:
+                if is_lost:
                     break
 
     def _worker(self, place: int) -> "_Worker":
-        """The one that is there, or a new one if it ended: while it had nothing to do, so no call
-        is to blame."""
+        """The worker of this place, or a new one if that has ended. It ended while it had nothing
+        to do, so no call is to blame."""
         worker = self._workers[place]
         if worker is not None and worker.process.poll() is None:
             return worker
@@ -250,7 +255,7 @@ class Pool:
                 break
         self._drop(place)
         how = how or f"not ready after {START_SECONDS} seconds"
-        raise ValueError(_cannot_travel("rewards", f"a worker process could not start: {how}"))
+        raise ValueError(_cannot_be_sent("rewards", f"a worker process could not start: {how}"))
 
     def _drop(self, place: int) -> None:
         if self._workers[place] is not None:
@@ -265,7 +270,10 @@ class _Worker:
     def __init__(self):
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
-        self._answers, self._lines, self._rest = io.FileIO(reading), deque(), bytearray()
+        self._answers = io.FileIO(reading)
+        # whole lines of answers, and the beginning of the next one
+        self._lines: deque = deque()
+        self._rest = bytearray()
         self._mark = secrets.token_hex(16)
         self._arriving = select.poll()
         self._arriving.register(reading, select.POLLIN)
@@ -278,11 +286,8 @@ class _Worker:
                 pass_fds=(calls.fileno(), answers),
                 # out of reach of Ctrl-C, and a group that can be killed as one
                 start_new_session=True,
-                env=os.environ
-                | {
-                    "JAX_PLATFORMS": "cpu",
-                    MARK: self._mark,
-                },  # a reward that uses jax leaves the accelerator alone
+                # a reward that uses jax leaves the accelerator alone
+                env=os.environ | {"JAX_PLATFORMS": "cpu", MARK: self._mark},
             )
 
     def send(self, message: bytes, seconds: float) -> None:
@@ -299,7 +304,8 @@ class _Worker:
         has crashed."""
         deadline = time.monotonic() + seconds
         while not self._lines:
-            gone, left = self.process.poll() is not None, deadline - time.monotonic()
+            gone = self.process.poll() is not None
+            left = deadline - time.monotonic()
             if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
                 said = self._answers.read(READ_BYTES)
                 self._take(said)
@@ -327,7 +333,8 @@ class _Worker:
         it."""
         *lines, rest = said.split(b"\n")
         if lines:
-            lines[0], self._rest = bytes(self._rest) + lines[0], bytearray()
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest = bytearray()
             self._lines.extend(lines)
         self._rest += rest
 
@@ -384,7 +391,7 @@ def _packed(what: Any) -> bytes:
         ) from error
 
 
-def _cannot_travel(name: str, why: str) -> str:
+def _cannot_be_sent(name: str, why: str) -> str:
     return (
         f"{name}: {why}. Rewards run in other processes: put it at the top of a module of its own; "
         f"or {IN_PROCESS}"

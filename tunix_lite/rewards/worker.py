@@ -33,8 +33,8 @@ class NotANumber(Exception):
 
 
 def number(fn: Callable, completion: str, example: dict) -> float:
-    """What a reward function says, as a float. NotANumber if it is none or not finite; '1' is a
-    text, not a number."""
+    """What a reward function returns, as a float. NotANumber if it is no number or not finite; '1'
+    is a text, not a number."""
     return _finite(fn(completion, example))
 
 
@@ -64,13 +64,13 @@ def _finite(value: Any) -> float:
 
 
 def text(fn: Callable, completion: str, example: dict) -> str | None:
-    """What `extract` says of a completion, KEPT characters of it at most."""
-    said = fn(completion)
-    return None if said is None else bounded(str(said))
+    """What `extract` returns for a completion, KEPT characters of it at most."""
+    answer = fn(completion)
+    return None if answer is None else bounded(str(answer))
 
 
 def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
-    """("", what fn says), or the kind of failure and in words how it failed.
+    """("", what fn returns), or the kind of failure and how it failed, in words.
 
     It returns in the process that called it and in no other: a child that fn forked and that comes
     back here ends.
@@ -97,20 +97,16 @@ def work(calls_fd: int, answers_fd: int, parent: int) -> None:
     started it is gone."""
     with contextlib.suppress(BaseException):
         _end_with(parent)
-        # meant for the run, which may want to finish its step
-        for stop in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):
+        # these signals are meant for the run, which may want to finish its step
+        for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, _stay)
-        # programs that a reward starts have nothing to do with them
-        for pipe in (
-            calls_fd,
-            answers_fd,
-        ):
+
+        # programs that a reward starts have nothing to do with the pipes
+        for pipe in (calls_fd, answers_fd):
             os.set_inheritable(pipe, False)
         forks = _Forks(calls_fd, answers_fd)
-        calls, answers = Connection(calls_fd, writable=False), os.fdopen(answers_fd, "wb")
+        calls = Connection(calls_fd, writable=False)
+        answers = os.fdopen(answers_fd, "wb")
         functions = _read(calls, answers)
         _answer(answers, None, "ready", None)
         while True:

@@ -1,1 +1,1 @@
-"""What a run tells people while it runs, and what it leaves behind."""
+"""What a run prints while it runs, and the files in its folder."""
