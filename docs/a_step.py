@@ -82,6 +82,7 @@ def text() -> str:
         "tokens": token_table(tokenizer, batch, seen["rollout"], scores, row),
         "row": str(row),
         "shape": " x ".join(map(str, batch.tokens.shape)),
+        "scored": str(GENERATION.max_new_tokens),
         "counted": str(int((np.asarray(batch.loss_weight) > 0).sum())),
         "loss": number(loss),
         "norm": number(optax.tree.norm(grads)),

@@ -46,6 +46,8 @@ STRICT_PATH = (
     ("tunix_lite/algorithms/grpo.py", "GRPO.loss"),
     ("tunix_lite/learner/optim.py", "apply_update"),
 )
+# The same without the command: from `train` to the loss.
+LOOP_PATH = tuple(part for part in STRICT_PATH if not part[0].startswith(("run_training", "tunix_lite/commands/")))
 # And what a reader must open to believe it: settings, set-up, the batch, the policy, prompts and rewards, the nouns.
 HONEST_PATH = (
     *STRICT_PATH,
@@ -325,6 +327,7 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     """(measure, at the review of commit 412ac65, target of November 2026, now)."""
     sources = package(root)
     strict = path_size(STRICT_PATH, root)
+    inner = path_size(LOOP_PATH, root)
     honest = path_size(HONEST_PATH, root)
     loop = definition(read(root / LOOP[0]), LOOP[1])
     packed, assignments = packed_assignments(sources)
@@ -349,6 +352,8 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     yield "strict path: lines", "362", "<= 260", f"{strict.lines}"
     yield "strict path: tokens", "3,703", "<= 2,700", f"{strict.tokens:,}"
     yield "strict path: files", "8", "", f"{strict.files}"
+    yield "from train: lines", "", "<= 260", f"{inner.lines}"
+    yield "from train: tokens", "", "<= 2,700", f"{inner.tokens:,}"
     yield "honest path: lines", "1,214", "", f"{honest.lines:,}"
     yield "honest path: tokens", "10,531", "<= 7,500", f"{honest.tokens:,}"
     yield "honest path: files", "16", "<= 12", f"{honest.files}"

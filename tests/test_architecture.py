@@ -1,12 +1,18 @@
-"""Which way the arrows go (docs/decisions), read from the imports."""
+"""Which way imports go, and how the package reads (docs/decisions/0018)."""
 
 import ast
+import dataclasses
 import sys
 from pathlib import Path
 
+import house
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "tunix_lite"
+from tunix_lite.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tunix_lite"
+SOURCES = house.package(ROOT)
 ROOMS = {  # library -> the one file that may import it
     "orbax": {"checkpoint.py"},
     "tensorboardX": {"tracking/tracker.py"},
@@ -229,3 +235,61 @@ def test_private_and_deprecated_jax_is_not_used():
         text = file.read_text()
         for word in ("jax._src", "pmap", "with mesh:", "jax.experimental.shard_map", "tree_map(lambda x"):
             assert word not in text, f"{file}: {word}"
+
+
+# ---- how the package reads: tests/house.py measures it, and `python tests/house.py --parts` says where
+
+
+def test_the_loop_is_a_page():
+    loop = house.definition(house.read(ROOT / house.LOOP[0]), house.LOOP[1])
+    assert house.statements(loop) <= 20, "fit() is the loop: what is not learning goes into runs/watch.py"
+    assert len(house.local_names(loop)) <= 15, "fit() holds too much at once: give a part of it a name of its own"
+
+
+def test_the_path_from_train_to_the_loss_is_short():
+    """Tokens of the functions that every step crosses: neither moving nor packing lines makes them fewer."""
+    size = house.path_size(house.LOOP_PATH)
+    assert size.tokens <= 2_700, f"{size.tokens} tokens: take out of the path what not every step needs"
+
+
+def test_functions_are_short():
+    long_ones = house.long_functions(SOURCES)
+    assert not long_ones, f"{long_ones}: cut them where a comment stands above a paragraph"
+
+
+def test_public_parameters_have_types():
+    bare, parameters = house.unannotated_parameters(SOURCES)
+    assert len(bare) <= 0.03 * parameters, f"write the type of each: {bare}"
+
+
+def test_values_that_do_not_belong_together_are_not_packed():
+    packed, assignments = house.packed_assignments(SOURCES)
+    assert len(packed) <= 0.03 * assignments, f"one assignment a line: {packed}"
+
+
+def test_code_is_not_dense():
+    assert house.tokens_per_line(SOURCES) <= 8.7, "one statement a line; a long expression gets names for its parts"
+
+
+def test_comments_stand_above_what_they_explain():
+    comments, lines = house.own_line_comments(SOURCES)
+    assert comments >= 0.05 * lines, "a paragraph of a function gets a line that says why it is there"
+
+
+def test_a_public_name_has_one_home():
+    several = house.names_with_several_homes(SOURCES)
+    assert len(several) <= 5, f"rename all but one of each: {several}"
+
+
+def test_classes_of_settings_are_named_alike():
+    """All that RunConfig is built of ends in Config; but an architecture is a model's, not a run's."""
+    kinds, found = [RunConfig], set()
+    while kinds:
+        kind = kinds.pop()
+        for field in dataclasses.fields(kind):
+            for inner in (hint := field.type, *getattr(hint, "__args__", ())):
+                if dataclasses.is_dataclass(inner) and inner not in found:
+                    found.add(inner)
+                    kinds.append(inner)
+    names = {kind.__name__ for kind in found} - {"Architecture", "RopeScaling", "Reward", "GroupReward"}
+    assert not {name for name in names if not name.endswith("Config")}

@@ -1,8 +1,8 @@
-"""The page: a run is opened, a learner is built, and the loop turns experience into updates.
+"""The training loop: a run is opened, a learner is built, and experience becomes updates.
 
-Who wants to know how completions are made reads runs/experience.py, how an update is computed
-learner/step.py, and what happens around a step (evaluation, logs, checkpoints, a signal)
-runs/watch.py.
+For when completions are made read runs/experience.py, for how algorithms/groups.py and
+rollout/engine.py; for how an update is computed, learner/step.py; for what happens around a step
+(evaluation, logs, checkpoints, signals), runs/watch.py.
 """
 
 from pathlib import Path
@@ -21,11 +21,12 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
     """Train as `run` says, and keep everything in `folder`. Returns the last state.
 
     job: what the run should know of the job that it is a part of; None: it is on its own.
-    Raises ConfigError, before anything is written, if the settings cannot be right; DiskError, with
-    how to go on, if the folder can no longer be written. What micro_batch_size=auto tries is in
-    train.log, whether anything fits or not.
+    Raises ConfigError before anything is written if the settings cannot be right, and later if
+    weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
+    function of the user's fails; FloatingPointError if too many updates in a row are not finite;
+    DiskError, with how to go on, if the folder can no longer be written.
     """
-    # Set-up: the folder says how the run ended, however it ends.
+    # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
         watch = open_watch(session, learner)
@@ -37,15 +38,21 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
 def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int) -> TrainState:
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
-    Example: `fit(learner, source, watch, 60)` makes the updates from `learner.state.step` to 60.
+    `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
+    StepDone.step count from 1: the number of updates made.
+
+    A signal during sampling or an evaluation ends it by StopRun, which open_run takes. The first
+    update donates `learner.state`.
+
+    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made.
     """
     state = learner.state
     watch.before(state)
     for step in range(int(state.step), max_steps):
         with watch.step(step):
             # Experience: prompts -> completions -> rewards -> advantages, in rows on the mesh.
-            experience = source.take(step, learner.acting(state))
-            update = learner.compiled(state, experience.rows)
+            experience = source.take(step, learner.policy_params(state))
+            update = learner.compile_update(state, experience.rows)
 
             # Update: the old state is donated; where a number is not finite nothing moves.
             with watch.updating(experience, update):

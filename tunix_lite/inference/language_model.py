@@ -202,15 +202,10 @@ class LanguageModel:
         # The sampler, compiled once for each architecture, shape and settings.
         with jax.set_mesh(self.mesh):
             slots = round_up_to_shards(slots, self.mesh.shape["fsdp"])
-            chosen = (
-                self.cfg,
-                self.dtype,
-                generation,
-                rollout,
-                slots,
-                [(len(tokens), num_generations)],
+            counts = [(len(tokens), num_generations)]
+            weights, _ = memory.choose_weights(
+                self.params, self.cfg, self.dtype, generation, rollout, slots, counts
             )
-            weights, _ = memory.choose_weights(self.params, *chosen)
             rollout = replace(rollout, num_slots=slots, weights=weights)
             sample = _sampler(
                 self.cfg,

@@ -60,7 +60,7 @@ class Packed:
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
     # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
     completion_ids: np.ndarray | None
-    # [R, M] int32, columns of the tokens that count, in order; 0 where there is none
+    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none
     scored: np.ndarray
     previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
     is_scored: np.ndarray  # [R, M] bool
@@ -75,7 +75,7 @@ class Packed:
         return x_RW
 
     def back(self, x_RW: np.ndarray) -> np.ndarray:
-        """[R, W] -> [B, T]: the values at the tokens that count, 0 elsewhere."""
+        """[R, W] -> [B, T]: the values at the scored tokens, 0 elsewhere."""
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros(self.shape, x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)

@@ -22,7 +22,7 @@ class RowLayout:
     compile once.
 
     Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
-    hold all tokens that count.
+    hold all scored tokens.
     """
 
     # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
@@ -55,7 +55,7 @@ class RowLayout:
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
             packed = packing.unpacked(batch.token_mask, counts_BT)
-            # the tokens that count are in the last columns, so a slice finds them
+            # the scored tokens are in the last columns, so a slice finds them
             last = counts_BT[:, counts_BT.shape[1] - self._last_columns(counts_BT) :]
             columns = {"is_scored": last}
         else:
@@ -119,12 +119,12 @@ class RowLayout:
         )
 
     def _most_scored(self) -> int:
-        """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one
+        """Columns for scored tokens, if all are scored but a prompt's: the shared ones, or one
         token of its own."""
         return self.shape.num_scored(self.width - max(1, self.shape.prefix_columns))
 
     def _last_columns(self, counts_BT: np.ndarray) -> int:
-        """How many columns at the end of the rows have all tokens that count."""
+        """How many columns at the end of the rows contain all scored tokens."""
         width = counts_BT.shape[1]
         needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
         if self.num_scored is None:

@@ -1,7 +1,7 @@
 """Experience: what an update learns from, and where it comes from."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -16,7 +16,7 @@ class Experience:
     """A batch to learn from.
 
     Example: with algorithm.updates_per_rollout=2 the same completions are handed out for two
-    updates: first with is_fresh=True, updates_left=2, then with is_fresh=False, updates_left=1.
+    updates: first with updates_left=2, then with updates_left=1.
     """
 
     # the batch in rows on the mesh: what the update takes
@@ -27,8 +27,6 @@ class Experience:
     metrics: Metrics
     # completions with their rewards; None where nothing was sampled, as in SFT
     graded: Graded | None
-    # made for this update, and not handed out before
-    is_fresh: bool
     # updates that learn from it, this one included
     updates_left: int
 
@@ -36,15 +34,19 @@ class Experience:
 class ExperienceSource(Protocol):
     """Where the loop gets its experience from."""
 
-    def take(self, step: int, acting: Params) -> Experience:
-        """What update number `step` (from 0) learns from. acting: the parameters as they are now,
-        with adapters attached to their base. Raises RunFailed."""
+    def take(self, step: int, params: Params) -> Experience:
+        """What update number `step` (from 0) learns from. Raises RunFailed, naming the step, if
+        data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
+
+        params: what the policy samples with now, adapters attached to their base. The next update
+        donates them: who samples beside an update copies them first.
+        """
         ...
 
 
 class FreshExperience:
-    """Experience of the policy as it is: completions are sampled with the weights that learn from
-    them, once in algorithm.updates_per_rollout updates."""
+    """Completions are sampled with the current weights, once in algorithm.updates_per_rollout
+    updates; in between, the same batch is handed out again."""
 
     def __init__(self, session: Session, learner: Learner):
         self._run = session.run
@@ -56,8 +58,8 @@ class FreshExperience:
         self._seed_key = learner.seed_key
         self._held: Experience | None = None
 
-    def take(self, step: int, acting: Params) -> Experience:
-        """See ExperienceSource. Data and sampling depend on the seed and the step alone."""
+    def take(self, step: int, params: Params) -> Experience:
+        """See ExperienceSource. Seed and step alone decide on data and random numbers."""
         algorithm = self._run.algorithm
         updates = algorithm.updates_per_rollout
         if step % updates:
@@ -68,16 +70,18 @@ class FreshExperience:
         with error_context(f"step {step + 1}", RunFailed):
             examples, dropped = self._task.batch(self._num_prompts, self._run.seed, step // updates)
             batch, metrics, graded = algorithm.collect(
-                self._policy, self._task, acting, examples, key
+                self._policy, self._task, params, examples, key
             )
         if self._long_prompts == "drop":
             metrics["prompts/dropped"] = dropped
 
         # Lay out: sequences become rows of a fixed width, divided over the mesh.
-        rows, _ = self._rows.lay_out(batch)
-        self._held = Experience(rows, batch, metrics, graded, True, updates)
+        with error_context(f"step {step + 1}", RunFailed):
+            rows, _ = self._rows.lay_out(batch)
+        self._held = Experience(rows, batch, metrics, graded, updates)
         return self._held
 
     def _again(self, updates_left: int) -> Experience:
-        held: Any = self._held
-        return Experience(held.rows, held.batch, {}, held.graded, False, updates_left)
+        held = self._held
+        assert held is not None, "a run begins and resumes where a rollout begins"
+        return Experience(held.rows, held.batch, {}, held.graded, updates_left)

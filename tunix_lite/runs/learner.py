@@ -27,18 +27,18 @@ from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Batch, Params, TrainState
+from tunix_lite.types import Params, RowBatch, TrainState
 
 
 @dataclass(frozen=True)
 class Learner:
     """A policy that can be updated.
 
-    Example: `update = learner.compiled(state, rows)`, then
+    Example: `update = learner.compile_update(state, rows)`, then
     `state, metrics = update(state, learner.frozen, rows)`: the old state is donated.
     """
 
-    # what an update changes, as it is when the run begins
+    # what an update changes, as it is when the run begins; the first update donates it
     state: TrainState
     # the base that adapters are attached to; None: all weights train
     frozen: Params | None
@@ -56,11 +56,11 @@ class Learner:
     # of the step under way: what parts of collecting took, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
-    def acting(self, state: TrainState) -> Params:
-        """What the policy acts with: the parameters, with adapters attached to their base."""
+    def policy_params(self, state: TrainState) -> Params:
+        """What the policy samples with: the parameters, with adapters attached to their base."""
         return acting_params(self.frozen, state.params, self.lora)
 
-    def compiled(self, state: TrainState, rows: Batch) -> Callable:
+    def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
         with self.stopping.uninterruptible(COMPILATION):
             return self.train_step.compiled(state, self.frozen, rows)

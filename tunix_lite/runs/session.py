@@ -44,7 +44,7 @@ class Job:
     resume_hint: str | None = None
     # what the same process has found already about this run (setup.find_parts); None: nothing
     found: Parts | None = None
-    # what stopped the run, or may have: there once the run has been opened
+    # set by open_run: a sweep asks it why the run was stopped
     stopping: Stopping | None = None
 
 
@@ -77,11 +77,12 @@ class Session:
 
 @contextlib.contextmanager
 def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[Session]:
-    """Inside, the run is open; at the end its folder says how it ended.
+    """Inside, the run is open; at the end status.json says how it ended, if its model was loaded.
 
-    Who is inside sets `session.state`. A run that was asked to stop ends the `with` block early and
-    without an error: its last state is in `session.state`, too. Raises ConfigError before anything
-    is written; DiskError if the folder cannot be written any more; any other error as it is.
+    The caller sets `session.state`. A run that was asked to stop ends the `with` block early and
+    without an error: its last state is in `session.state`, too. Raises ConfigError: for settings
+    before anything is written, for memory and weights later; DiskError if the folder cannot be
+    written any more; any other error as it is.
     """
     job = job or Job()
     began = job.began or time.time()
@@ -95,12 +96,12 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
-    with explained(), contextlib.ExitStack() as outside:
+    with explained(), contextlib.ExitStack() as console_stack:
         # The folder and its log.
         console = open_console(run, run_dir)
-        outside.push(closed_at_end(console.close))
+        console_stack.push(closed_at_end(console.close))
 
-        # The micro-batch, where it is chosen by compiling, and what the panel says of it all.
+        # The micro-batch, where it is chosen by compiling; the fingerprint; the start-up summary.
         if chooses_micro_batch(run):
             console.busy("compiling, to choose training.micro_batch_size…")
             resolved, train_step = choose_micro_batch(parts.resolved, console.say)
@@ -161,7 +162,7 @@ def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
 
 def _failed(session: Session, error: BaseException) -> None:
     """Write the error into status.json; the error itself goes on to the caller."""
-    # A run that failed while it was loading leaves the folder as it found it.
+    # While a run is loading, status.json stays what an earlier start wrote.
     if not session.status.started:
         return
     word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -44,6 +44,7 @@ OUR_PARTS = (
     "train",
     "eval",
     "reward",
+    "rewards",
     "completions",
     "prompts",
     "rollout",
@@ -55,12 +56,12 @@ OUR_PARTS = (
 
 @dataclass(frozen=True)
 class StepDone:
-    """An update that has been made. Do not keep it: the next update takes its state.
+    """A step that is over. Do not keep it: the next update donates its state.
 
     Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`.
     """
 
-    # how many updates have been made: 1 after the first
+    # updates so far, those that were skipped included: 1 after the first
     step: int
     state: TrainState
     experience: Experience
@@ -76,7 +77,8 @@ class StepDone:
 
 @dataclass
 class Watch:
-    """Who watches the loop: `before`, `step` and `updating` around a step, and `after` it."""
+    """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
+    and `after` a step."""
 
     session: Session
     learner: Learner
@@ -86,9 +88,9 @@ class Watch:
     throughput: Throughput
     # the step that this invocation begins at
     start: int
-    # the metrics of step `start`, if its evaluation is still to be made; None: nothing is missing
-    unmeasured: Metrics | None
-    # the newest state: of the loop, before the next update takes it
+    # the metrics of step `start`, if its evaluation was cut short and is made now; else None
+    row_without_evaluation: Metrics | None
+    # the newest state, before the next update donates it
     state: TrainState
     # updates in a row that were not made, because a number was not finite
     skipped: int
@@ -124,10 +126,10 @@ class Watch:
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
-        if self.start == 0 or self.unmeasured is not None:
+        if self.start == 0 or self.row_without_evaluation is not None:
             measured = self.evaluated()
             if measured:
-                self.log(self.start, (self.unmeasured or {}) | measured)
+                self.log(self.start, (self.row_without_evaluation or {}) | measured)
                 session.status.write("running")
 
     @contextlib.contextmanager
@@ -158,8 +160,10 @@ class Watch:
     def after(self, done: StepDone) -> str | None:
         """All that follows an update. A reason to end the run, or None.
 
-        Numbers, then signs of life, then the disk. Raises FloatingPointError, once the state is
-        saved, after training.max_skipped_in_a_row updates that were not finite.
+        Metrics and their log, then peers and signals, then status and checkpoint. Raises
+        FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
+        end of a rollout: it saves the state first, if it can. Raises RunFailed if an observer or a
+        reward fails, StopRun if a signal ends the evaluation.
         """
         session = self.session
         self.state = done.state
@@ -176,7 +180,7 @@ class Watch:
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
 
-        # Signs of life. `reason` asks all processes, so all must come here in every step.
+        # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
         self.checkpoints.check()
         heartbeat(f"step {done.step}")
         reason = None
@@ -185,7 +189,7 @@ class Watch:
         if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
             raise self.given_up(done, metrics)
 
-        # The disk: status.json first, since who kills us leaves it so.
+        # The disk: status.json first, since a kill during the save leaves it as it is then.
         saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
         if saves or self.accuracy is not None:
             session.status.write("running")
@@ -241,7 +245,7 @@ class Watch:
         metrics = evaluate(
             self.learner.policy,
             session.task,
-            self.learner.acting(self.state),
+            self.learner.policy_params(self.state),
             self.learner.seed_key,
             num_examples,
         )
@@ -342,7 +346,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         profile=profile,
         throughput=throughput,
         start=start,
-        unmeasured=missing,
+        row_without_evaluation=missing,
         state=learner.state,
         skipped=learner.skipped,
         is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
