@@ -120,16 +120,17 @@ class Algorithm(Protocol):
         """Returns the batch to learn from ([B, T], arrays of the host), metrics, and the graded
         completions for the samples files (None: there are none).
 
-        params: the current weights of the policy, adapters attached. examples: P rows of data.
-        key: the random key of this step's sampling.
+        The metrics are a dict of its own, to which the caller may add. params: the current weights
+        of the policy, adapters attached. examples: P rows of data. key: the random key of this
+        step's sampling.
         """
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss, a number, and its metrics, numbers or types.Max.
 
         Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
-        them; of a Max they take the largest.
-        scores and batch are [R, W]: the batch in rows. It runs inside of jit.
+        them; of a Max they take the largest. scores and batch are [R, W]: the batch in rows. It
+        runs inside of jit.
         """
 
 

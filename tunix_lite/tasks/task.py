@@ -586,8 +586,12 @@ class Grader:
         return self.pool.submit(completion, self.examples[row], names)
 
     def results(self, rollout: Rollout) -> Graded:
-        """Waits for all grades. Completions that were not submitted are graded now. Raises
-        ValueError if rewards.on_error says so."""
+        """Waits for all grades. Completions that were not submitted are graded now.
+
+        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
+        dropped, or if processes graded other completions; StopRun if the run was asked to stop
+        while it waited.
+        """
         tokens = np.asarray(rollout.tokens)
         mask = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))
