@@ -172,7 +172,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["tracking.tensorboard=1"], "tracking.tensorboard: expected bool, got 1"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected list, got 4"),
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is dr_grpo, grpo, sft"),
-        (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is judged against the others"),
+        (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
         (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
         (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16 or bf16_params"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),

@@ -163,7 +163,9 @@ def test_a_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, monke
     assert [goes_on("own", resume) for resume in ("auto", "none", other.parent)] == [None, None, other]
     whole(own / "4")
     assert [goes_on("own", resume) for resume in ("auto", other.parent)] == [own, own]
-    with pytest.raises(ConfigError, match="resume: none, but .*/own already holds checkpoints; auto continues them"):
+    with pytest.raises(
+        ConfigError, match="resume: none, but .*/own holds checkpoints; resume=auto continues from them"
+    ):
         goes_on("own", "none")
     monkeypatch.setenv("TUNIX_LITE_RESTARTS", "1")  # as its launcher does, which starts the same command again
     assert goes_on("own", "none") == own

@@ -5,6 +5,9 @@ Shape letters, used as suffixes on array names across the package:
   B sequences   P prompts   G generations per prompt (B = P * G)   T tokens of a sequence
   S key slots   D embed     N query heads   K key/value heads   Q query heads a key head (N = K * Q)
   H head size   F feed-forward size   V vocabulary   L layers
+  R rows (one or more sequences each)   W columns of a row   M scored columns of a row
+
+A file whose arrays have other dims may give S, P, Q, M or N another meaning, and says so there.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,8 @@ import numpy as np
 Params = Any
 # "part/name" -> number
 Metrics = dict[str, Any]
-# The token ids of each of P prompts, of any lengths: [[5, 6], [7, 8, 9]]. The sampler alone pads.
+# The token ids of each of P prompts, of any lengths: [[5, 6], [7, 8, 9]]. Not padded:
+# the sampler pads them.
 Prompts = Sequence[Sequence[int]]
 
 
@@ -32,7 +36,7 @@ class Max:
 
 
 class TokenScores(NamedTuple):
-    """What a policy says of the tokens that count: float32, 0 where no token counts.
+    """The scores of the scored tokens (loss_weight is not 0) under a policy: float32, 0 elsewhere.
 
     A loss gets it as [R, W], the shape of its batch. Both fields have gradients.
 
@@ -49,7 +53,7 @@ class TokenScores(NamedTuple):
 
 # how the name of a stream begins among the arrays of a batch
 STREAM = "streams."
-# why a completion ended: no room left; end-of-sequence token; as settings say
+# why a completion ended: no room left; an end-of-sequence token; a stop text or stop token
 FINISH = (
     "length",
     "eos",
@@ -111,7 +115,7 @@ class Batch:
     token_mask: Any  # bool, True on real tokens
     loss_weight: Any  # float32, 0 off the completion; a loss is a plain sum weighted by it
     advantages: Any = None  # float32
-    old_logprobs: Any = None  # float32, under the policy that sampled
+    old_logprobs: Any = None  # float32, under the policy that sampled (see GRPO.old_logprobs)
     ref_logprobs: Any = None  # float32, under the reference of the KL term
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
@@ -154,12 +158,13 @@ class RowBatch:
     old_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
     streams: dict[str, jax.Array] = flax.struct.field(default_factory=dict)
-    # int32, which sequence, or group with one prompt, of its row a token is of; 0: none
+    # int32, the number, within the row, of the sequence (or of the group that shares a prompt)
+    # which the token belongs to; 0: none
     segment_ids: jax.Array | None = None
     positions: jax.Array | None = None  # int32, of a token in its own sequence
     # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
     completion_ids: jax.Array | None = None
-    # [R, M] int32, the columns of the tokens that count; None: the last M
+    # [R, M] int32, the columns of the scored tokens; None: the last M
     scored: jax.Array | None = None
     # [R, M] int32, the columns whose hidden states predict them; None: those before
     previous: jax.Array | None = None
@@ -175,6 +180,6 @@ class RowBatch:
 class TrainState:
     """What an update changes, and therefore what it may donate and what a checkpoint holds."""
 
-    step: jax.Array  # int32: optimizer updates done
+    step: jax.Array  # int32: updates done, those that were skipped included
     params: Params
     opt_state: Any

@@ -49,12 +49,13 @@ class Scorer(Protocol):
 class Policy:
     """All that an algorithm may ask of a model. Tests and other engines supply their own.
 
-    `params` are what the policy acts with; under LoRA, the frozen base with its adapters attached.
+    `params` are its current weights; under LoRA, the frozen base with its adapters attached.
 
     Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term.
     """
 
-    generate: Generate
+    # None: the policy only scores
+    generate: Generate | None
     # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
     scores: Callable[[Params, RowBatch], TokenScores]
     # by name; "reference": the policy that training starts from, there if `needs_reference`
@@ -119,14 +120,17 @@ class Algorithm(Protocol):
         """Returns the batch to learn from ([B, T], arrays of the host), metrics, and the graded
         completions for the samples files (None: there are none).
 
-        params: what the policy acts with. examples: P rows of data. key: of this step's sampling.
+        The metrics are a dict of its own, to which the caller may add. params: the current weights
+        of the policy, adapters attached. examples: P rows of data. key: the random key of this
+        step's sampling.
         """
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss, a number, and its metrics, numbers or types.Max.
 
-        All are sums weighted by batch.loss_weight, so that micro-batches and shards may add them.
-        scores and batch are [R, W]: the batch in rows. It runs inside of jit.
+        Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
+        them; of a Max they take the largest. scores and batch are [R, W]: the batch in rows. It
+        runs inside of jit.
         """
 
 
@@ -136,7 +140,10 @@ def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def check_loss(algorithm: Algorithm) -> None:
-    """Raises ValueError for a loss(logprobs, batch), as earlier versions called it."""
+    """Raises ValueError for a loss with the signature of earlier versions, loss(logprobs, batch).
+
+    The name of its first parameter tells the two apart.
+    """
     first = next(iter(inspect.signature(algorithm.loss).parameters), "")
     if first.startswith(("logprob", "logp")):
         raise ValueError(

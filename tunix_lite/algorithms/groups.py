@@ -52,7 +52,7 @@ class Groups:
 
     @property
     def metrics(self) -> Metrics:
-        """Those of sampling and of the rewards, and the share of groups that teach nothing."""
+        """Those of sampling and of the rewards, and the share of zero-advantage groups."""
         agree = float(groups_that_agree(self.rewards_PG, self.kept_PG).mean())
         return self.rollout.metrics | self.graded.metrics | {"reward/groups_that_agree": agree}
 

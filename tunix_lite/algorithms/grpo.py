@@ -35,15 +35,15 @@ class GRPO:
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # and above 1 + clip_high
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
-    # of the ratio: whole: nothing cut off; sampled: of what top_k, top_p ... left to draw
+    # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k,
+    # top_p and min_p cut the distribution off
     old_logprobs: str = "whole"
 
     def __post_init__(self):
         if self.num_generations < 2:
             raise ValueError(
-                f"num_generations={self.num_generations}: a completion is judged against the "
-                "others of its group, "
-                "so it takes at least 2 (8 is usual)"
+                f"num_generations={self.num_generations}: a completion is compared with the "
+                "others of its group, so it takes at least 2 (8 is usual)"
             )
         if self.updates_per_rollout < 1:
             raise ValueError(f"updates_per_rollout={self.updates_per_rollout} must be at least 1")
@@ -87,43 +87,43 @@ class GRPO:
         return batch, groups.metrics, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """The loss and its metrics: sums that micro-batches may add up, and a maximum. All [R, W]
-        arrays are of rows; the suffix BT says the same of rows that are not packed."""
-        # what stands off the completion never matters, whatever its numbers are
-        counts_BT = batch.loss_weight > 0
-        gap_BT = jnp.where(counts_BT, scores.logprobs - batch.old_logprobs, 0.0)
-        ratio_BT = jnp.exp(jnp.clip(gap_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
-        gain_BT = jnp.minimum(ratio_BT * batch.advantages, clipped_BT * batch.advantages)
-        loss = -jnp.sum(batch.loss_weight * gain_BT)
+        """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
+        [R, W]."""
+        # Tokens without weight do not matter, whatever their numbers are.
+        counts_RW = batch.loss_weight > 0
+        gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+        ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        clipped_RW = jnp.clip(ratio_RW, 1 - self.clip_low, 1 + self.clip_high)
+        gain_RW = jnp.minimum(ratio_RW * batch.advantages, clipped_RW * batch.advantages)
+        loss = -jnp.sum(batch.loss_weight * gain_RW)
 
         # where clipping took the gradient
-        bound_BT = ratio_BT * batch.advantages > clipped_BT * batch.advantages
+        bound_RW = ratio_RW * batch.advantages > clipped_RW * batch.advantages
         metrics = {
-            "train/ratio_outside_clip": jnp.sum(batch.loss_weight * (ratio_BT != clipped_BT)),
-            "train/clipped_low": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT < 1))),
-            "train/clipped_high": jnp.sum(batch.loss_weight * (bound_BT & (ratio_BT > 1))),
-            "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_BT)),
-            "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_BT)))),
+            "train/ratio_outside_clip": jnp.sum(batch.loss_weight * (ratio_RW != clipped_RW)),
+            "train/clipped_low": jnp.sum(batch.loss_weight * (bound_RW & (ratio_RW < 1))),
+            "train/clipped_high": jnp.sum(batch.loss_weight * (bound_RW & (ratio_RW > 1))),
+            "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW)),
+            "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_RW)))),
         }
 
         # the KL term, per token
         if self.needs_reference:
-            ref_gap_BT = jnp.where(counts_BT, batch.ref_logprobs - scores.logprobs, 0.0)
-            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_BT, ratio_BT))
+            ref_gap_RW = jnp.where(counts_RW, batch.ref_logprobs - scores.logprobs, 0.0)
+            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_RW, ratio_RW))
             loss += self.kl_coef * metrics["train/kl"]
         return loss, metrics
 
 
-def kl(ref_gap_BT: jax.Array, ratio_BT: jax.Array) -> jax.Array:
+def kl(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
     """Per-token KL(policy || reference), from ref_gap = ref_logprob - logprob of the sampled token.
 
     Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in
     expectation is the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both
     right off-policy as well.
     """
-    weight_BT = jax.lax.stop_gradient(ratio_BT)
-    d_BT = jnp.clip(jax.lax.stop_gradient(ref_gap_BT), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    value_BT = weight_BT * (jnp.exp(d_BT) - d_BT - 1)
-    slope_BT = weight_BT * 0.5 * ref_gap_BT**2
-    return value_BT + slope_BT - jax.lax.stop_gradient(slope_BT)
+    weight_RW = jax.lax.stop_gradient(ratio_RW)
+    d_RW = jnp.clip(jax.lax.stop_gradient(ref_gap_RW), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    value_RW = weight_RW * (jnp.exp(d_RW) - d_RW - 1)
+    slope_RW = weight_RW * 0.5 * ref_gap_RW**2
+    return value_RW + slope_RW - jax.lax.stop_gradient(slope_RW)

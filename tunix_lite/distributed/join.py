@@ -169,8 +169,9 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
 def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should.
 
-    All processes see all devices, so all of them raise. Checked are: the number of processes, that
-    each has as many devices of one kind, the GPUs that Slurm has for us, and launch.expect_devices.
+    Checked are: the number of processes, that each has as many devices of one kind, the GPUs that
+    Slurm allotted on this node, and launch.expect_devices. All processes see all devices, so all of
+    them raise; only the check of Slurm's GPUs depends on the node.
     """
     import jax
 
@@ -204,7 +205,7 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
         and counts[0] < int(on_node)
     ):
         raise ValueError(
-            f"Slurm has {on_node} GPUs for us on this node and shows this process {counts[0]}: say "
+            f"Slurm allotted {on_node} GPUs on this node, but this process sees {counts[0]}: pass "
             f"--gpus-per-task={on_node}, or start a process for each GPU with "
             f"--ntasks-per-node={on_node}"
         )
@@ -301,7 +302,7 @@ def exit_when_a_peer_is_lost() -> Iterator[None]:
         sys.exit(1)
 
 
-LOST_A_PEER = "this process lost another one of its run; that one's own output says why"
+LOST_A_PEER = "this process lost another process of its run; the output of that process says why"
 # The variable with the number of times that our launcher has restarted this process.
 RESTARTS = "TUNIX_LITE_RESTARTS"
 # The same of all launchers that we know: ours, torchrun and Slurm.

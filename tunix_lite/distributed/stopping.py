@@ -44,7 +44,7 @@ def job_start_time(environ: Mapping[str, str]) -> float:
         return float(text)
     except ValueError:
         raise ValueError(
-            f"{STARTED}={text} is no number of seconds since 1970, as `date +%s` says it"
+            f"{STARTED}={text} is no number of seconds since 1970, as `date +%s` prints it"
         ) from None
 
 
@@ -97,7 +97,8 @@ class Stopping:
         self._say = say
         self._grace = grace
 
-        # what cannot be interrupted now: (UPDATE or COMPILATION, how many follow, its start)
+        # What cannot be interrupted now: UPDATE or COMPILATION, how many are left before the run
+        # may stop, and the time at which this one started.
         self._under_way: tuple[str, int, float] | None = None
         # seconds of the longest update so far
         self._update_seconds = 0.0
@@ -210,7 +211,7 @@ class Stopping:
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
         """A context around what a signal cannot interrupt: an UPDATE or a COMPILATION.
 
-        times: how many of them follow one another, this one included, before the run may stop.
+        times: updates or compilations left, this one included, before the run may stop.
         """
         began = time.monotonic()
         self._under_way = (what, times, began)

@@ -137,9 +137,9 @@ def apply_update(
     """The new params, the new state of the optimizer, and the norm of what was added.
 
     What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and
-    rounded up or down at random, to the nearer with the higher probability. Rounded to the nearest,
-    an update of less than half a last digit would never arrive. The random numbers come from (seed,
-    step), so that they are the same on every mesh.
+    rounded stochastically (stochastic rounding): up or down at random, to the nearer with the
+    higher probability. Rounded to the nearest, an update of less than half a last digit would never
+    arrive. The random numbers come from (seed, step), so that they are the same on every mesh.
     """
     # the update, in float32
     params = _widen(state.params)
@@ -175,8 +175,8 @@ def is_float(x: jax.Array) -> bool:
 
 
 def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """x as dtype. From float32 to bfloat16, its upper half, it is rounded up with the probability
-    that the lower half gives."""
+    """x as dtype. From float32 to bfloat16 it is rounded stochastically: bfloat16 is the upper half
+    of float32, and the lower half gives the probability of rounding up."""
     if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,9 +1,10 @@
 """Bin packing: where the tokens of a batch stand in rows, so that padding is not computed.
 
 A batch is [B, T]: left-padded prompts, then right-padded completions. Packed, its sequences stand
-side by side in rows [R, W]; M is the most tokens of a row that count. A loss is a weighted sum over
-tokens, so it is the same however they stand. Neighbours that start with the same prompt may share
-it: the prompt stands once, in the prefix of the row, and their completions stand in its lanes. What
+side by side in rows [R, W]; M is the number of scored tokens (loss_weight is not 0) of the row that
+has most. A loss is a weighted sum over tokens, so it is the same however they stand. Neighbours
+that start with the same prompt may share it: the prompt stands once, in the prefix of the row
+(prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). What
 stands in a lane sees the prefix and that lane, never another lane, so attention costs no more than
 without sharing.
 
@@ -59,7 +60,7 @@ class Packed:
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
     # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
     completion_ids: np.ndarray | None
-    # [R, M] int32, columns of the tokens that count, in order; 0 where there is none
+    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none
     scored: np.ndarray
     previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
     is_scored: np.ndarray  # [R, M] bool
@@ -74,7 +75,7 @@ class Packed:
         return x_RW
 
     def back(self, x_RW: np.ndarray) -> np.ndarray:
-        """[R, W] -> [B, T]: the values at the tokens that count, 0 elsewhere."""
+        """[R, W] -> [B, T]: the values at the scored tokens, 0 elsewhere."""
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros(self.shape, x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)
@@ -84,7 +85,8 @@ class Packed:
 
 
 def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
-    """The rows are the sequences where they stand; the real tokens of each must be contiguous.
+    """The rows are the sequences, unchanged. The real tokens of each must be contiguous, which is
+    not checked here.
 
     counts_BT: bool, which tokens count. Raises ValueError where a token counts that nothing
     predicts.

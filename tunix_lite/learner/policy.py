@@ -21,13 +21,13 @@ from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import constrain
 from tunix_lite.types import Batch, Params, RowBatch, TokenScores
 
-# of the computation
+# training.mixed_precision -> the dtype of the computation
 DTYPES = {
     "fp32": jnp.float32,
     "bf16": jnp.bfloat16,
     "bf16_params": jnp.bfloat16,
 }
-# and of what trains
+# training.mixed_precision -> the dtype in which trained weights are kept
 STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
 ROWS = RowLayout()
 
@@ -65,7 +65,8 @@ def make_policy(
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term, or None. rows: how sequences are laid out. scoring: `remat`,
+    frozen params of the KL term, or None. rows: how the scorer of the reference lays out a batch;
+    without a reference it is not used. scoring: `remat`,
     `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward takes them.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
@@ -102,7 +103,7 @@ def batch_scores(
     dtype: DTypeLike,
     **forward: Any,
 ) -> TokenScores:
-    """log p(token) and the entropy of the tokens that count, float32 [R, W], 0 elsewhere.
+    """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere.
 
     Only they get logits over the vocabulary, and of those [R, W, V] never exist. forward: settings
     of decoder.forward.
@@ -119,7 +120,7 @@ def batch_scores(
     table_VD = decoder.output_table(params, cfg)
     found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
 
-    # where a row has fewer tokens that count than M, the rest is of no token
+    # a row may have fewer scored tokens than M; the rest belongs to no token
     counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
     return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
 

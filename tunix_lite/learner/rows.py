@@ -22,13 +22,14 @@ class RowLayout:
     compile once.
 
     Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
-    hold all tokens that count.
+    hold all scored tokens.
     """
 
     # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
     packing: str = "none"
-    num_parts: int = 1  # micro-batches; where rows are packed, as many as could ever be needed
-    # last columns of unpacked rows, where the tokens that count are; None: as needed
+    # micro-batches; where rows are packed, the most that could ever be needed
+    num_parts: int = 1
+    # columns at the end of unpacked rows in which all scored tokens are; None: as many as needed
     num_scored: int | None = None
     shape: RowShape | None = None  # of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
@@ -47,14 +48,14 @@ class RowLayout:
         """The batch in rows on the mesh, and where its tokens went: `Packed.back` brings values of
         rows back to [B, T].
 
-        Raises ValueError where a field has another shape than tokens, and as packing.packed and
-        packing.unpacked do.
+        Raises ValueError where a field has another shape than tokens, where tokens count outside
+        of the last `num_scored` columns, and as packing.packed and packing.unpacked do.
         """
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
             packed = packing.unpacked(batch.token_mask, counts_BT)
-            # the tokens that count are in the last columns, so a slice finds them
+            # the scored tokens are in the last columns, so a slice finds them
             last = counts_BT[:, counts_BT.shape[1] - self._last_columns(counts_BT) :]
             columns = {"is_scored": last}
         else:
@@ -86,8 +87,8 @@ class RowLayout:
         """What `lay_out` makes of [num_sequences, length], as ShapeDtypeStructs placed on the
         current mesh.
 
-        Of packed rows there are as many, and as wide, as could ever come. values: the fields of
-        float32 that the batch has; streams: the names of its streams.
+        Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values:
+        the fields of float32 that the batch has; streams: the names of its streams.
         """
         is_packed = self.packing != "none"
         num_rows = axis_size("fsdp") * self.num_parts * self.rows_per_part
@@ -118,12 +119,12 @@ class RowLayout:
         )
 
     def _most_scored(self) -> int:
-        """Columns for the tokens that count, where all do but a prompt's: the shared ones, or one
+        """Columns for scored tokens, if all are scored but a prompt's: the shared ones, or one
         token of its own."""
         return self.shape.num_scored(self.width - max(1, self.shape.prefix_columns))
 
     def _last_columns(self, counts_BT: np.ndarray) -> int:
-        """How many columns at the end of the rows have all tokens that count."""
+        """How many columns at the end of the rows contain all scored tokens."""
         width = counts_BT.shape[1]
         needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
         if self.num_scored is None:
@@ -132,13 +133,14 @@ class RowLayout:
             return min(width - 1, -(-needed // quarter) * quarter)
         if needed > self.num_scored:
             raise ValueError(
-                f"tokens count in the last {needed} columns, and {self.num_scored} are foreseen"
+                f"tokens count in the last {needed} columns, but num_scored={self.num_scored}"
             )
         return self.num_scored
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:
-    """An array of a batch: rows divided over fsdp, a number everywhere."""
+    """An array of a batch on the mesh: its rows divided over fsdp, or whole on every device where
+    fsdp does not divide their number; a number is on every device."""
     return put(x, *("batch", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
 
 

@@ -32,8 +32,8 @@ class TrainStep:
 
     # (state, frozen, batch, grad_shardings) -> (state, metrics)
     update: Callable
-    # (state, frozen, batch), arrays or their shapes -> the compiled program, which is kept: it
-    # knows its memory and what it sends
+    # (state, frozen, batch), arrays or their shapes -> the compiled program, which is kept: its
+    # memory and its collectives can be read from it
     compiled: Callable
 
     def __call__(
@@ -62,7 +62,8 @@ def make_train_step(
     An update whose loss or gradient is not finite is not made, on all devices alike: train/skipped
     is 1 then. `lora`: the adapters that train; None: all weights do. `seed` is that of the
     adapters' dropout and of rounding. The gradient crosses the mesh once in `sync_every`
-    micro-batches. Raises ValueError for a loss of earlier versions.
+    micro-batches. Raises ValueError for a loss with the signature of earlier
+    versions, loss(logprobs, batch).
     """
     check_loss(algorithm)
     gradient = _make_gradient(policy, algorithm, lora)
@@ -70,7 +71,8 @@ def make_train_step(
     def update(
         state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
     ) -> tuple[TrainState, Metrics]:
-        # Gradient: micro-batches only add up.
+        # Gradient: micro-batches are summed. Nothing is divided, because loss_weight is normalised
+        # over the whole batch.
         has_dropout = lora is not None and lora.dropout
         keys_R = dropout_keys(seed, state.step, len(batch.tokens)) if has_dropout else None
         num_used = batch.num_parts

@@ -169,7 +169,7 @@ class Architecture:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, and rope turns pairs")
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even one")
         if not self.pattern or set(self.pattern) - {"local", "global"}:
             raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
 
@@ -341,8 +341,8 @@ def forward(
 
 
 def select_kind(by_kind: dict[str, Any], is_local: bool | jax.Array) -> Any:
-    """The entry of the layer's kind: chosen now if the kind is known, else where the program
-    runs."""
+    """The entry of the layer's kind: chosen at trace time if is_local is a bool, else by jnp.where
+    in the program."""
     if isinstance(is_local, bool):
         return by_kind["local" if is_local else "global"]
     return jax.tree.map(partial(jnp.where, is_local), by_kind["local"], by_kind["global"])
@@ -555,7 +555,7 @@ def norm(
     scale: jax.Array,
     cfg: Architecture,
 ) -> jax.Array:
-    """RMS norm over the last dim: x at a root mean square of 1, times its scale."""
+    """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma)."""
     x_wide = wide(x)
     normed = x_wide * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
     scale = scale.astype(x_wide.dtype)

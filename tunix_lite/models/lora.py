@@ -181,7 +181,7 @@ def acting_params(
     lora: LoraConfig | None,
     keys: jax.Array | None = None,
 ) -> Params:
-    """The parameters that the policy acts with: `params`, if all weights train (frozen is None);
+    """The weights that the model computes with: `params`, if all weights train (frozen is None);
     else the frozen base with its adapters `params`. keys: as of `attach`."""
     return params if frozen is None else attach(frozen, params, lora, keys)
 

@@ -65,8 +65,8 @@ RULES: dict[str, str | None] = {
 }
 
 # Dims that stay whole where the mesh axis does not divide them: key/value heads when there are
-# fewer than tp (small, and every tp shard needs them), the prompts of a rollout (their completions
-# divide), and scales.
+# fewer than tp (small, and every tp shard needs them), the rows of a batch, the prompts
+# of a prefill (their completions divide), and scales.
 MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
 
 
@@ -179,8 +179,10 @@ def resolve_mesh_shape(
     takes_all: bool = False,
     could_pretend: bool = False,
 ) -> dict[str, int]:
-    """Sizes by axis name, both axes present and -1 filled in, so that all devices are taken.
-    Without a -1 the mesh may be smaller than `num_devices`, unless it takes_all.
+    """Sizes by axis name, both axes present.
+
+    A -1 is filled in so that the mesh takes all devices. Without a -1 the mesh may be smaller than
+    `num_devices`, unless takes_all.
 
     Raises ValueError if the mesh needs more devices, or another number; the message names both
     numbers and a mesh that would fit. could_pretend: it also says how a CPU pretends to be more.
@@ -283,8 +285,8 @@ def spec(
         entries.append(axis if parts > 1 and size % parts == 0 else None)
         if entries[-1] is not None and entries.count(axis) > 1:
             raise ValueError(
-                f"the rules divide two dims of {axes} over {axis}; sharding. must leave one of "
-                "them null"
+                f"the rules divide two dims of {axes} over {axis}; set sharding.train.NAME or "
+                "sharding.rollout.NAME to null for one of them"
             )
     return P(*entries)
 
@@ -346,7 +348,7 @@ def move(
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """A weight gathered over fsdp, the axis that divides the batch, to compute with. Its gradient
-    is divided over fsdp."""
+    is divided over fsdp, except where each shard keeps its own (training.sync_gradients_every)."""
     back = _gradient_spec(axes, x.shape)
     to = without(spec(axes, x.shape, jax.sharding.get_abstract_mesh()))
     return _move(x, back, to)

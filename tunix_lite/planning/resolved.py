@@ -1,5 +1,5 @@
-"""What a run comes to on a mesh: its batch, rows, slots and choices, by arithmetic. Needs no device
-and no weights.
+"""Values derived from the settings and the mesh: batch, rows, slots and choices, by arithmetic.
+Needs no device and no weights.
 
 `resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
 alike.
@@ -50,16 +50,17 @@ class ResolvedRun:
     rows: RowLayout
     # sequences decoded at once, a multiple of fsdp
     slots: int
-    # one of attention.IMPLEMENTATIONS, and in words why
+    # one of attention.IMPLEMENTATIONS, and why it was chosen
     attention: str
     attention_reason: str = ""
-    # gathered over fsdp while sampling, or sharded. Where rollout.weights is auto, a plan chooses
-    # by the memory of its machine, and a run by what is free once it is loaded.
+    # Whether sampling uses weights gathered over fsdp, or sharded. Where rollout.weights is auto,
+    # "gathered" stands here until a plan chooses by the memory of its machine, or a run by the
+    # memory that is free once it is loaded.
     sampling_weights: str = "gathered"
 
     @property
     def dtype(self) -> type:
-        """Of the computation."""
+        """The dtype of the computation."""
         return DTYPES[self.run.training.mixed_precision]
 
     @property
@@ -74,7 +75,7 @@ class ResolvedRun:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How the run samples, with the slots and the place of the weights as they were chosen."""
+        """How the run samples, with the number of slots and the sampling weights filled in."""
         return replace(self.run.rollout, num_slots=self.slots, weights=self.sampling_weights)
 
     @property
@@ -141,7 +142,7 @@ class ResolvedRun:
         return micro_batches_to_try(self.run, self.mesh_shape["fsdp"])
 
     def with_micro_batch(self, size: int) -> "ResolvedRun":
-        """The same with micro-batches of so many sequences a shard."""
+        """The same with micro-batches of `size` sequences per fsdp shard."""
         run = with_micro_batch(self.run, size)
         batch = plan_batch(run, self.mesh_shape["fsdp"])
         return replace(self, run=run, batch=batch, rows=plan_rows(run, batch))
@@ -181,8 +182,8 @@ def resolve_run(
     platform: str,
     is_attached: bool = False,
 ) -> ResolvedRun:
-    """What the run comes to on a mesh of this shape. Raises ConfigError where that cannot be, such
-    as where the mesh does not divide the model or the batch.
+    """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
+    do not fit together, such as where the mesh does not divide the model or the batch.
 
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
     name must work now.
@@ -245,9 +246,9 @@ NOT_TRIED = "a small one does not compile"
 def choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
-    """The implementation of attention that training uses, and in words why. Raises ValueError.
+    """The implementation of attention that training uses, and why. Raises ValueError.
 
-    Where the devices are not attached, cuDNN that is asked for by name is believed to work there.
+    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
     """
     asked = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
@@ -255,8 +256,8 @@ def choose_attention(
     try:
         return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
     except ValueError as error:
-        is_believed = not is_attached and (asked, platform) == ("cudnn", "cuda")
-        if not is_believed or NOT_TRIED not in str(error):
+        assume_available = not is_attached and (asked, platform) == ("cudnn", "cuda")
+        if not assume_available or NOT_TRIED not in str(error):
             raise
         return "cudnn", "as training.attention says"
 
@@ -292,8 +293,8 @@ def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
 
 
 def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
-    """The run with micro-batches of this size, the accumulation derived; None:
-    sync_gradients_every of them."""
+    """The run with micro-batches of this size, and the number of micro-batches derived from it.
+    None: the fewest micro-batches allowed, which is sync_gradients_every."""
     accumulation = run.training.sync_gradients_every if size is None else None
     changed = replace(run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation)
     return replace(run, training=changed)

@@ -145,9 +145,9 @@ def make_generate(
     on_finished=None, between_chunks=None)
 
     -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
-    called as soon as a completion has ended, while others still decode. between_chunks() is called
-    after each chunk, of which all processes run the same; what it raises ends the rollout. The rest
-    is as in `make_sampler`.
+    called when the host reads the chunk in which a completion ended, while others still decode.
+    between_chunks() is called after each chunk, of which all processes run the same; what it raises
+    ends the rollout. The rest is as in `make_sampler`.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
 

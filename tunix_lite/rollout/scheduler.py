@@ -27,6 +27,8 @@ TOKENS_PER_PREFILL = 4096
 CHUNKS_AHEAD = 3
 # Tokens. Prompts below this length are not sorted by length.
 MIN_PROMPT_WIDTH = 64
+# Requests. A shorter queue is padded to this length.
+MIN_QUEUE = 64
 
 
 class RolloutScheduler:
@@ -117,7 +119,7 @@ class RolloutScheduler:
 
         # Few lengths of queues, so that few programs are compiled.
         count = len(self.requests)
-        padding = next_power_of_two(count, least=MIN_PROMPT_WIDTH) - count
+        padding = next_power_of_two(count, least=MIN_QUEUE) - count
         padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
         self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
 

@@ -30,7 +30,7 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, once its settings have been found right.
+    """What a run is made of, once its settings are checked.
 
     `find_parts` gives it without a folder, `parts_in_folder` adds what the folder says. Example:
     `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
@@ -38,20 +38,20 @@ class Parts:
 
     model: FoundModel
     mesh: jax.sharding.Mesh
-    # what the run comes to on the mesh: batch, rows, slots, attention
+    # values derived from the settings on the mesh: batch, rows, slots, attention
     resolved: ResolvedRun
     task: Task
-    # what there is to know about the examples, where they are in memory
+    # facts about the examples for the start-up summary; empty where they are not in memory
     data: str = ""
-    # of the run's folder: a folder with checkpoints to go on from; None: the run begins
+    # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
-    # of the KL term; None: there is none
+    # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
-    # from the run that made the checkpoints, in words
+    # text: settings that differ from those of the run that made the checkpoints
     differs: str = ""
-    # files of the run that it goes on without, in words
+    # text: damaged files of the run's folder, which the run goes on without
     damaged: str = ""
-    # the update, where it has been compiled already to see what fits
+    # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
     @property
@@ -178,7 +178,7 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
     with error_context("resume"):
         if has_own and resume == "none" and not is_restart():
             raise ValueError(
-                f"none, but {run_dir.path} already holds checkpoints; auto continues them"
+                f"none, but {run_dir.path} holds checkpoints; resume=auto continues from them"
             )
         if not has_own and resume in ("auto", "none"):
             return None
@@ -254,8 +254,8 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     """Write into the folder which run makes its checkpoints: fingerprint.json and model.json.
 
     Where the folder holds checkpoints of another run, call it when our first one is whole: until
-    then the other run must be able to go on. A run that is killed in between is taken for the other
-    one, which locks nobody out.
+    then the other run must be able to go on. A kill in between leaves our checkpoint under their
+    fingerprint; both runs can still resume.
     """
     run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))

@@ -14,7 +14,7 @@ from tunix_lite.algorithms.algorithm import Policy, Scorer
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
-from tunix_lite.types import Batch, Metrics
+from tunix_lite.types import Batch, Metrics, RowBatch
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TimedScorer:
         self.seconds[f"time/{self.name}"] += time.perf_counter() - began
         return scored
 
-    def compiled(self, batch: Batch) -> Any:
+    def compiled(self, batch: RowBatch) -> Any:
         return self.scorer.compiled(batch)
 
 

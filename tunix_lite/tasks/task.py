@@ -141,7 +141,7 @@ def _bound(fn: Callable) -> tuple:
 class Task:
     """Data, prompts and rewards with a tokenizer: an algorithms.algorithm.TaskInterface.
 
-    `max_*` are the widths, in tokens, of what it makes.
+    `max_prompt_length` and `max_new_tokens`: the most tokens of a prompt and of a completion.
 
     Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]].
     """
@@ -155,7 +155,7 @@ class Task:
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
     # gets a line where rewards fail; None: only the metrics have it
     say: Callable[[str], None] | None = None
-    # of several processes each grades every so many-th completion, and all get all grades
+    # Of n processes, process i grades the completions i, i + n, i + 2n ...; all get all grades.
     process: int = 0
     num_processes: int = 1
     # a value of this process -> the values of all processes
@@ -356,7 +356,7 @@ class Task:
         return tokens, token_mask, completion_mask
 
     def grader(self, examples: list[dict]) -> "Grader":
-        """Judges the completions of `examples`, one of each, as they come."""
+        """Grades the completions of `examples`, one of each, as they come."""
         return Grader(self, examples)
 
     def grade(self, examples: list[dict], rollout: Rollout) -> Graded:
@@ -511,7 +511,7 @@ class Task:
         return len(self._tokens(example))
 
 
-# between two looks at whether the run is to end, while verdicts are waited for
+# seconds between two checks whether the run is to end, while grades are waited for
 LOOK_SECONDS = 0.2
 
 
@@ -586,8 +586,12 @@ class Grader:
         return self.pool.submit(completion, self.examples[row], names)
 
     def results(self, rollout: Rollout) -> Graded:
-        """Waits for all grades. Completions that were not submitted are graded now. Raises
-        ValueError if rewards.on_error says so."""
+        """Waits for all grades. Completions that were not submitted are graded now.
+
+        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
+        dropped, or if processes graded other completions; StopRun if the run was asked to stop
+        while it waited.
+        """
         tokens = np.asarray(rollout.tokens)
         mask = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))

@@ -1,4 +1,7 @@
-"""Policy gradient with an entropy bonus: loss = - sum_t w_t (rho_t A + entropy_coef * H_t)."""
+"""Policy gradient with an entropy bonus: loss = - sum_t w_t (rho_t A + entropy_coef * H_t).
+
+For one update per rollout: the ratio rho_t is not clipped.
+"""
 
 from dataclasses import dataclass
 
