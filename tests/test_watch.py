@@ -1,5 +1,6 @@
 """What watches a run besides the loop: the observers of users."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from test_train import SHORT, lines
 
+from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.runs import watch
@@ -25,6 +27,19 @@ def test_an_observer_named_in_the_settings_adds_its_numbers_to_every_step(tmp_pa
     train(compose([*SHORT, "training.max_steps=2", "evaluation.num_examples=0", named]), tmp_path)
     assert [(row["my/rows"], row["my/step"]) for row in lines(tmp_path)] == [(16, 1), (16, 2)]
     assert all(row["my/entropy"] == pytest.approx(row["train/entropy"]) for row in lines(tmp_path))
+
+
+def fails_in_step_2(done: StepDone) -> dict:
+    return {"my/number": 1.0 if done.step < 2 else "none"}
+
+
+def test_a_run_whose_observer_fails_keeps_its_last_step(tmp_path):
+    named = f"+tracking.observers.mine={{_target_: {__name__}.fails_in_step_2}}"
+    with pytest.raises(RunFailed, match="^tracking.observers.mine: my/number is str"):
+        train(compose([*SHORT, "training.save_interval_steps=0", "evaluation.num_examples=0", named]), tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2] and "my/number" not in lines(tmp_path)[1]
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize(

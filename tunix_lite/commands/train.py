@@ -1,7 +1,6 @@
 """`python run_training.py ...` and `tunix-lite train ...`: the same program."""
 
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -31,8 +30,9 @@ from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
-# what `check` has found about runs that have not started yet, by their settings
-FOUND: dict[str, Parts] = {}
+# What `check` has found about the run that it checked last. Not of all runs of a sweep: each holds
+# its data, and hours may lie between the check and the start of a run.
+FOUND: list[tuple[RunConfig, Parts]] = []
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def check(run: RunConfig, folder: Path) -> None:
         # A problem may be of this machine alone, and the others must hear of it.
         try:
             parts = prepare(run, RunDir(folder))
-            FOUND[_key(run)] = parts
+            FOUND[:] = [(run, parts)]
             seen = seen_of(run, parts) if len(hosts()) > 1 else {}
         except ConfigError as problem:
             error = str(problem)
@@ -64,11 +64,6 @@ def check(run: RunConfig, folder: Path) -> None:
         if allgather_values(folder.is_dir())[0]:
             with error_context("", RunFailed), lock_folder_for_all(folder, run.launch.timeout):
                 pass
-
-
-def _key(run: RunConfig) -> str:
-    """The same for two builds of the same settings."""
-    return json.dumps(plain(run), sort_keys=True, default=str)
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
@@ -92,8 +87,10 @@ def start(run: RunConfig, folder: Path) -> None:
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
 
-        # A run of a sweep looks again: hours may lie between the check and its start.
-        found = None if sweep else FOUND.get(_key(run))
+        # program.main hands over the very object that was checked; a run of a sweep looks again.
+        found = None
+        if sweep is None and FOUND and FOUND[0][0] is run:
+            found = FOUND[0][1]
         FOUND.clear()
         job = Job(job_start_time(os.environ), resume_hint, found)
         train(run, folder, job)
