@@ -209,4 +209,6 @@ def test_the_memory_of_a_tpu_is_what_its_compiler_says(name):
     too_large = jax.ShapeDtypeStruct((2**40,), jnp.int8, sharding=NamedSharding(mesh, P()))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         jax.jit(lambda x: x + 1).lower(too_large).compile()
-    assert f"available HBM ({target.hardware.memory_bytes / 2**30:.2f}G)" in str(error.value)
+    # Versions of libtpu differ by 0.01 G in what they keep for themselves.
+    available = float(re.search(r"available HBM \(([\d.]+)G\)", str(error.value))[1])
+    assert abs(available - target.hardware.memory_bytes / 2**30) < 0.02

@@ -101,6 +101,17 @@ os.abort()
     assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
 
 
+def test_one_that_ends_a_moment_after_its_peer_has_lost_it_is_the_culprit(tmp_path):
+    """The kernel closes the connections of a killed process before its parent can see that it has ended."""
+    body = f"""
+if rank == "0": print({LOST_A_PEER!r}, file=sys.stderr); sys.exit(1)
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
+    assert code == 128 + signal.SIGKILL and "launch: process 1 was ended by SIGKILL" in err
+
+
 def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
     body = "\nbeat.write_text('step 3')\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
     run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")

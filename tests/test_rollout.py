@@ -1,5 +1,6 @@
 """What sampling must get right, whatever else changes."""
 
+import gc
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -761,10 +762,15 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
 
 
 def test_a_rollout_leaves_nothing_on_the_devices(params, generate):
-    generate(params, ragged_prompts(3), jax.random.key(0), 2)
-    before = sum(x.nbytes for x in jax.live_arrays())
-    generate(params, ragged_prompts(3), jax.random.key(1), 2)
-    assert sum(x.nbytes for x in jax.live_arrays()) <= before
+    def live_bytes_after(seed):
+        generate(params, ragged_prompts(3), jax.random.key(seed), 2)
+        # What other tests have left is freed whenever Python collects garbage.
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    # jax may keep a small constant at the first calls; a slot's cache would stay at every call.
+    after = [live_bytes_after(seed) for seed in range(4)]
+    assert after[3] <= after[1]
 
 
 def test_decoding_updates_the_cache_in_place(cfg):

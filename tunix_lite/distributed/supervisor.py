@@ -26,6 +26,9 @@ from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTE
 
 # Seconds between two looks at the processes.
 POLL = 0.05
+# Seconds in which the process that others have lost must be seen to end. The kernel closes the
+# connections of a killed process a moment before it reports that process's end.
+CAUSE_ENDS_WITHIN = 1.0
 # Lines of a failed process's output that are shown.
 LAST_LINES = 20
 # The exit code of wrong settings: a restart would not help.
@@ -123,10 +126,26 @@ def watch(processes: list["Process"], rules: RestartPolicy, signals: "Signals") 
         codes = [process.look() for process in processes]
         if None not in codes:
             return _named(processes)
+        if any(process.code for process in processes):
+            _wait_for_the_cause(processes)
         if failure := _named(processes) or _stalled(processes, rules.stall_timeout):
             return _others_ended(failure, processes, rules.grace, signals)
         time.sleep(POLL)
     return _stopping(processes, rules, signals)
+
+
+def _wait_for_the_cause(processes: list["Process"]) -> None:
+    """Waits at most CAUSE_ENDS_WITHIN while all that have failed only report a lost peer.
+
+    The lost process is probably one of this machine, about to end: then it is the one to name.
+    """
+    deadline = time.monotonic() + CAUSE_ENDS_WITHIN
+    while (
+        all(process.is_victim() for process in processes if process.code)
+        and None in [process.look() for process in processes]
+        and time.monotonic() < deadline
+    ):
+        time.sleep(POLL)
 
 
 def _stopping(
