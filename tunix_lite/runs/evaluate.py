@@ -5,7 +5,8 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.tasks.task import FAILED, Task
+from tunix_lite.tasks.grading import FAILED
+from tunix_lite.tasks.task import Task
 from tunix_lite.types import Metrics, Params
 
 
