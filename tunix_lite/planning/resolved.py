@@ -86,6 +86,8 @@ class ResolvedRun:
             found.append((self.batch.prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
             found.append((self.run.evaluation.num_examples, 1))
+        if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
+            found.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
         return tuple(found)
 
     @property
