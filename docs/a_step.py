@@ -83,7 +83,7 @@ def text() -> str:
         "row": str(row),
         "shape": " x ".join(map(str, batch.tokens.shape)),
         "scored": str(GENERATION.max_new_tokens),
-        "counted": str(int((np.asarray(batch.loss_weight) > 0).sum())),
+        "counted": str(int((np.asarray(batch.loss_weight) != 0).sum())),
         "loss": number(loss),
         "norm": number(optax.tree.norm(grads)),
         "learned_norm": number(learned["train/grad_norm"]),
@@ -97,7 +97,7 @@ def text() -> str:
 
 def shortest_that_teaches(batch: Batch) -> int:
     """The sequence with the fewest tokens of those whose advantage is not 0."""
-    lengths = (np.asarray(batch.loss_weight) > 0).sum(axis=1)
+    lengths = (np.asarray(batch.loss_weight) != 0).sum(axis=1)
     teaches = np.asarray(batch.advantages)[:, 0] != 0
     return int(np.argmin(np.where(teaches, lengths, np.inf)))
 
@@ -126,7 +126,7 @@ def shown(tokenizer: object, tokens: object) -> str:
 
 def completions(graded: Graded, batch: Batch) -> str:
     lines = ["| b | prompt | completion | tokens | reward |", "|---|---|---|---|---|"]
-    lengths = (np.asarray(batch.loss_weight) > 0).sum(axis=1)
+    lengths = (np.asarray(batch.loss_weight) != 0).sum(axis=1)
     for b, completion in enumerate(graded.completions):
         flat = completion.strip().replace("\n", " ⏎ ")
         p = b // GENERATIONS

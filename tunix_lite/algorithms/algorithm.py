@@ -118,7 +118,7 @@ class Algorithm(Protocol):
     needs_demonstrations: bool  # it learns from the `completion` of examples; nothing is sampled
     # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
     # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
-    reduces: str | None
+    loss_reduction: str | None
     # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
     # plan must know them before there is a batch. And `rescores`: collect calls policy.rescore.
 
