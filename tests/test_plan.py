@@ -23,7 +23,7 @@ from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel import mesh as meshes
@@ -89,7 +89,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
+    step = TrainStep(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
 
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
     drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
