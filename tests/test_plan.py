@@ -6,8 +6,11 @@ import math
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -821,3 +824,16 @@ def test_a_tpu_compiler_refuses_what_does_not_fit():
     assert found.fits is False
     assert found.peak_bytes > where.capacity
     assert "of 15.75 GiB" in found.refused[0]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
+def test_a_newcomer_plans_without_a_device_and_without_setting_jax_platforms(target, tmp_path):
+    """jax's CUDA package looks for a driver unless CUDA is none of the platforms that jax may use."""
+    needs_compiler(find_target(target))
+    own = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    call = [sys.executable, "-m", "tunix_lite", "plan", f"target={target}", f"out={tmp_path}", "model=random"]
+    done = subprocess.run(
+        call, cwd=tmp_path, env=own | {"PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"\n{target}: fits" in done.stdout, done.stderr[-2000:]
