@@ -75,7 +75,7 @@ def training_programs(
     """By name, what compiles the programs that learn, for the widest batch that can come; batches
     as wide find them compiled."""
     batch = batch_shapes(resolved)
-    programs = {"update": partial(train_step.compiled, state, frozen, batch)}
+    programs = {"update": partial(train_step.compile, state, frozen, batch)}
     if "reference" in policy.scorers:
         scorer = policy.scorers["reference"]
         programs["scoring"] = partial(scorer.compiled, scored_batch_shapes(resolved))

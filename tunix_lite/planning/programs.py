@@ -21,7 +21,8 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate, stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.rows import row_shapes
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
@@ -222,7 +223,7 @@ def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
 
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
     longest = sum(resolved.lengths)
-    return resolved.rows.shapes(resolved.batch.sequences, longest, values, *streams)
+    return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
 
 
 # ---- the policy and the update of a run, in a plan and when it trains
@@ -253,10 +254,9 @@ def policy_of(
     )
 
 
-def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> Callable:
-    """The run's update, as step.make_train_step makes it; policy: None means one that only
-    scores."""
-    return make_train_step(
+def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
+    """The run's update; policy: None means one that only scores."""
+    return TrainStep(
         policy_of(resolved) if policy is None else policy,
         resolved.run.algorithm,
         optimizer_of(resolved),
