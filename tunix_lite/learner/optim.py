@@ -478,8 +478,8 @@ def apply_update(
     arrive. The random numbers come from (seed, step), so that they are the same on every mesh.
     """
     # the update, in float32
-    params = _widen(state.params)
-    updates, opt_state = optimizer.update(_widen(grads), _widen(state.opt_state), params)
+    params = widen(state.params)
+    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
 
     # and back to what is kept
@@ -492,17 +492,17 @@ def apply_update(
     return new_params, new_opt_state, optax.tree.norm(updates)
 
 
-def _widen(tree: Any) -> Any:
+def widen(tree: Any) -> Any:
     """Floating-point arrays in float32 at least."""
 
-    def widen(x: jax.Array) -> jax.Array:
+    def in_float32(x: jax.Array) -> jax.Array:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x
 
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(in_float32, tree)
 
 
 def num_updates(opt_state: Any) -> int:
-    """Updates that were made: those that were skipped (step.make_train_step) do not count."""
+    """Updates that were made: those that were skipped (step.TrainStep) do not count."""
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 
