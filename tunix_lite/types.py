@@ -100,6 +100,8 @@ class Graded:
     dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
     # every reward by name, without its weight: [B] float64, nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
+    # by name, what each reward counts in the sum
+    weights: dict[str, float] = field(default_factory=dict)
     # the example that each completion answers; those of a group are one and the same dict
     examples: list[dict] = field(default_factory=list)
 

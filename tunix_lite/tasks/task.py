@@ -296,5 +296,6 @@ class Grader:
             metrics=metrics,
             dropped=dropped_B,
             each=each,
+            weights={name: reward.weight for name, reward in config.rewards.items()},
             examples=self.examples,
         )
