@@ -21,7 +21,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
@@ -69,7 +69,7 @@ def text() -> str:
     grads = jax.grad(lambda params: algorithm.loss(policy.scores(params, rows), rows)[0])(params)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    _, learned = make_train_step(policy, algorithm, optimizer)(state, None, rows)
+    _, learned = TrainStep(policy, algorithm, optimizer)(state, None, rows)
 
     # The values, by the names that the template has for them.
     gap = float(metrics["train/sampler_gap_max"].value)
@@ -83,7 +83,7 @@ def text() -> str:
         "row": str(row),
         "shape": " x ".join(map(str, batch.tokens.shape)),
         "scored": str(GENERATION.max_new_tokens),
-        "counted": str(int((np.asarray(batch.loss_weight) > 0).sum())),
+        "counted": str(int((np.asarray(batch.loss_weight) != 0).sum())),
         "loss": number(loss),
         "norm": number(optax.tree.norm(grads)),
         "learned_norm": number(learned["train/grad_norm"]),
@@ -97,7 +97,7 @@ def text() -> str:
 
 def shortest_that_teaches(batch: Batch) -> int:
     """The sequence with the fewest tokens of those whose advantage is not 0."""
-    lengths = (np.asarray(batch.loss_weight) > 0).sum(axis=1)
+    lengths = (np.asarray(batch.loss_weight) != 0).sum(axis=1)
     teaches = np.asarray(batch.advantages)[:, 0] != 0
     return int(np.argmin(np.where(teaches, lengths, np.inf)))
 
@@ -126,7 +126,7 @@ def shown(tokenizer: object, tokens: object) -> str:
 
 def completions(graded: Graded, batch: Batch) -> str:
     lines = ["| b | prompt | completion | tokens | reward |", "|---|---|---|---|---|"]
-    lengths = (np.asarray(batch.loss_weight) > 0).sum(axis=1)
+    lengths = (np.asarray(batch.loss_weight) != 0).sum(axis=1)
     for b, completion in enumerate(graded.completions):
         flat = completion.strip().replace("\n", " ⏎ ")
         p = b // GENERATIONS

@@ -367,7 +367,7 @@ def test_an_evaluation_counts_and_says_its_failures():
     texts, lines = ["a", "nan", "loop", "bb"], []
     policy = Policy(lambda *_, temperature, on_finished: said(4), None)
     with task_of(texts).with_workers(RewardsConfig("drop", 0.5), lines.append) as task:
-        seen = evaluate(policy, task, None, None, 4)
+        seen = evaluate(policy, task, None, None, 4).metrics
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5
     assert len(lines) == 1
     with (

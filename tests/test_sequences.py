@@ -81,7 +81,7 @@ class LossOfItsOwn(GRPO):
 
 @dataclass(frozen=True)
 class SaysSo(LossOfItsOwn):
-    reduces = "sequences"
+    loss_reduction = "sequences"
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,18 @@ def test_a_loss_says_itself_how_it_adds_up():
     assert {kind: reduction_of(kind()) for kind in kinds} == kinds
 
 
+@dataclass(frozen=True)
+class OfAnEarlierVersion(LossOfItsOwn):
+    reduces = "sequences"
+
+
+def test_the_name_that_earlier_versions_gave_the_declaration_is_read_with_a_message(capsys):
+    for _ in range(2):
+        assert reduction_of(OfAnEarlierVersion()) == "sequences"
+    said = "algorithm: OfAnEarlierVersion.reduces is loss_reduction now; please write that\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("packing", ["sequences", "prefix"])
 def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
     mine = "algorithm={_target_: test_sequences.LossOfItsOwn}"
@@ -103,14 +115,16 @@ def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
         program.compose(["~algorithm", f"+{mine}", f"training.packing={packing}"])
     said = str(error.value)
     assert said.startswith(f"training.packing={packing}: a row then holds several completions, and LossOfItsOwn does")
-    assert 'reduces = "tokens"' in said and "sequence_mean" in said and "training.packing=none" in said
+    assert 'loss_reduction = "tokens"' in said and "sequence_mean" in said and "training.packing=none" in said
     assert "\n" not in said
     program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}", f"training.packing={packing}"])
 
 
 def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
-    monkeypatch.setattr(SaysSo, "reduces", "rows")
-    with pytest.raises(ConfigError, match="algorithm: SaysSo.reduces='rows'; it is reduces = \"tokens\" for a loss"):
+    monkeypatch.setattr(SaysSo, "loss_reduction", "rows")
+    with pytest.raises(
+        ConfigError, match="algorithm: SaysSo.loss_reduction='rows'; it is loss_reduction = \"tokens\" for a loss"
+    ):
         program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
 
 

@@ -19,7 +19,7 @@ from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.learner.optim import OptimizerConfig
+from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
@@ -171,15 +171,23 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Greedy completions of held-out prompts, before the first update, at every interval and after
-    the last."""
+    """Completions of held-out prompts, before the first update, at every interval and after the
+    last: one greedy one of each, and samples."""
 
     num_examples: int = 256  # held-out examples; 0: no evaluation
     interval_steps: int = 10  # updates between two evaluations; 0: only first and last
+    # samples of each example beside its greedy completion: eval/avg_at_8, eval/pass_at_8 ...
+    num_samples: int = 0
+    temperature: float = 1.0  # of those samples
 
     def __post_init__(self):
-        if self.num_examples < 0 or self.interval_steps < 0:
-            raise ValueError("num_examples and interval_steps must not be negative")
+        if min(self.num_examples, self.interval_steps, self.num_samples) < 0:
+            raise ValueError("num_examples, interval_steps and num_samples must not be negative")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: at 0 all samples are the greedy "
+                "completion, which is there anyway"
+            )
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,7 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Optimizer = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
@@ -236,7 +244,7 @@ class RunConfig:
                 check_portable(self.task.functions())
         check_loss(self.algorithm)
         declared = reduction_of(self.algorithm)
-        if declared not in (None, *REDUCES) or (
+        if declared not in (None, *LOSS_REDUCTIONS) or (
             declared is None and self.training.packing != "none"
         ):
             raise ValueError(_undeclared(self.algorithm, declared, self.training.packing))
@@ -269,7 +277,7 @@ class RunConfig:
         return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
 
 
-REDUCES = {
+LOSS_REDUCTIONS = {
     "tokens": "a loss that is a plain sum over tokens",
     "sequences": "one that sums within a completion by "
     "tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
@@ -277,24 +285,39 @@ REDUCES = {
 
 
 def reduction_of(algorithm: Any) -> str | None:
-    """What the algorithm says that its loss sums over, a name of REDUCES; None: nothing.
+    """What the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None: it does
+    not declare it.
 
-    A subclass with a loss of its own says it itself: what it inherits is about another loss.
+    A subclass with a loss of its own declares it itself: what it inherits is about another loss.
+    Earlier versions called the declaration `reduces`: it is read, with a message.
     """
+    names = ("loss_reduction", "reduces")
     for kind in type(algorithm).__mro__:
-        if "reduces" in vars(kind):
-            return algorithm.reduces
+        found = [name for name in names if name in vars(kind)]
+        if found:
+            return _declared(algorithm, found[0])
         if "loss" in vars(kind):
             return None
-    return getattr(algorithm, "reduces", None)
+    # an attribute of the object alone
+    found = [name for name in names if hasattr(algorithm, name)]
+    return _declared(algorithm, found[0]) if found else None
+
+
+def _declared(algorithm: Any, name: str) -> str | None:
+    if name == "reduces":
+        kind = type(algorithm).__name__
+        _print_once(f"algorithm: {kind}.reduces is loss_reduction now; please write that")
+    return getattr(algorithm, name)
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
     """Why the algorithm cannot run so, and what to write into its class."""
     name = type(algorithm).__name__
-    choices = ", ".join(f'reduces = "{key}" for {REDUCES[key]}' for key in REDUCES)
+    choices = ", ".join(
+        f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS
+    )
     if declared is not None:
-        return f"algorithm: {name}.reduces={declared!r}; it is {choices}"
+        return f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}"
     return (
         f"training.packing={packing}: a row then holds several completions, and {name} does not "
         "say that its loss may "
@@ -334,9 +357,9 @@ def with_new_names(value: Any) -> Any:
 
 
 @functools.cache
-def _print_renamed(old: str) -> None:
-    """Print, once in a process, which name to write instead."""
-    print(f"{TARGET}: {old} is {RENAMED[old]} now; please write that", file=sys.stderr, flush=True)
+def _print_once(message: str) -> None:
+    """Print a message, once in a process."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -443,7 +466,7 @@ def _build_target(kind: Any, values: dict, where: str) -> Any:
     settings = {key: value for key, value in values.items() if key != TARGET}
     path = _expect_type(str, values[TARGET], f"{where}.{TARGET}")
     if path in RENAMED:
-        _print_renamed(path)
+        _print_once(f"{TARGET}: {path} is {RENAMED[path]} now; please write that")
         path = RENAMED[path]
 
     # What may stand here.

@@ -11,7 +11,7 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -98,6 +98,10 @@ class Graded:
     extracted: list[str | None]  # the answer that was read out of each, for display
     metrics: Metrics
     dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
+    # each reward by name, [B] float64, without its weight; 0 where it failed
+    each: dict[str, np.ndarray] = field(default_factory=dict)
+    # by name, what each counts in the sum
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 @flax.struct.dataclass

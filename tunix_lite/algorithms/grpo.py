@@ -62,7 +62,7 @@ class GRPO:
 
     needs_demonstrations = False
     # the loss adds up tokens and nothing else
-    reduces = "tokens"
+    loss_reduction = "tokens"
 
     @property
     def needs_reference(self) -> bool:
@@ -90,7 +90,7 @@ class GRPO:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
         # Tokens without weight do not matter, whatever their numbers are.
-        counts_RW = batch.loss_weight > 0
+        counts_RW = batch.loss_weight != 0
         gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         clipped_RW = jnp.clip(ratio_RW, 1 - self.clip_low, 1 + self.clip_high)

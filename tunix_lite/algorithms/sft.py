@@ -24,7 +24,7 @@ class SFT:
     needs_reference = False
     needs_demonstrations = True
     # the loss adds up tokens and nothing else
-    reduces = "tokens"
+    loss_reduction = "tokens"
 
     def collect(
         self,

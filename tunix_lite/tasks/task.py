@@ -628,7 +628,18 @@ class Grader:
         extracted = [None if kind else value for kind, value in (one["extract"] for one in of_rows)]
         # whoever forgets to leave it out will notice
         rewards_B = np.where(dropped_B, np.nan, total_B)
-        return Graded(asked, completions, rewards_B, right_B, extracted, metrics, dropped_B)
+        weights = {name: reward.weight for name, reward in config.rewards.items()}
+        return Graded(
+            prompts=asked,
+            completions=completions,
+            rewards=rewards_B,
+            correct=right_B,
+            extracted=extracted,
+            metrics=metrics,
+            dropped=dropped_B,
+            each=each,
+            weights=weights,
+        )
 
     def _of_rows(self, found: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
         """The outcomes for each completion; of a group's call, what it says of that completion."""

@@ -18,7 +18,7 @@ class EntropyBonus:
     entropy_coef: float = 0.01  # per nat of the distribution that a token is drawn from
     updates_per_rollout = 1
     needs_reference = needs_demonstrations = False
-    reduces = "tokens"
+    loss_reduction = "tokens"
 
     def collect(self, policy, task, params, examples, key):
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)

@@ -17,7 +17,7 @@ class GSPO:
     clip_low: float = 3e-4  # a mean over tokens hardly moves: these are the paper's
     clip_high: float = 4e-4
     needs_reference = needs_demonstrations = False
-    reduces = "sequences"
+    loss_reduction = "sequences"
 
     def collect(self, policy, task, params, examples, key):
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)

@@ -19,7 +19,7 @@ class LeaveOneOut:
     num_generations: int = 8
     updates_per_rollout = 1
     needs_reference = needs_demonstrations = False
-    reduces = "tokens"
+    loss_reduction = "tokens"
 
     def collect(self, policy, task, params, examples, key):
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)

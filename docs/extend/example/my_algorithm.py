@@ -25,7 +25,7 @@ class BestOfGroup:
     # it samples; sft is what learns from given completions
     needs_demonstrations = False
     # how the loss adds up: over tokens alone, so that they may be packed into rows
-    reduces = "tokens"
+    loss_reduction = "tokens"
 
     def collect(self, policy, task, params, examples, key):
         """Examples -> (batch to learn from, metrics, graded completions for the samples files)."""

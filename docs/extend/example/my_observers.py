@@ -7,7 +7,7 @@ from tunix_lite.runs.watch import StepDone
 
 def longest(done: StepDone) -> dict[str, float]:
     """Tokens of the longest completion of the step, and of the longest that was rewarded most."""
-    counted = np.asarray(done.experience.batch.loss_weight) > 0
+    counted = np.asarray(done.experience.batch.loss_weight) != 0
     lengths = counted.sum(axis=1)
     best = done.experience.graded.rewards == done.experience.graded.rewards.max()
     return {"lengths/longest": lengths.max(), "lengths/longest_of_best": lengths[best].max()}
