@@ -73,7 +73,7 @@ HONEST_PATH = (
     ("tunix_lite/runs/session.py", "open_run"),
     ("tunix_lite/runs/learner.py", "Learner"),
     ("tunix_lite/runs/learner.py", "build_learner"),
-    ("tunix_lite/runs/learner.py", "initial_state"),
+    ("tunix_lite/runs/learner.py", "_generate_of"),
     ("tunix_lite/runs/experience.py", "Experience"),
     ("tunix_lite/planning/batch_size.py", "BatchPlan"),
     ("tunix_lite/planning/batch_size.py", "plan_batch"),
