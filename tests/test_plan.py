@@ -147,8 +147,7 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     set_mesh(2, 2)
     case = case_of(cfg, [f"training.packing={packing}"])
     tokens, counts = np.ones((8, 22), np.int32), np.arange(22) >= np.full((8, 1), 10)
-    ones = np.ones((8, 22), np.float32)
-    batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32), ones, ones))
+    batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32)))
     foreseen = scored_batch_shapes(case)
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():

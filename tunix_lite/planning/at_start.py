@@ -8,6 +8,7 @@ from typing import Any
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
+from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB
@@ -78,6 +79,10 @@ def training_programs(
     if "reference" in policy.scorers:
         scorer = policy.scorers["reference"]
         programs["scoring"] = partial(scorer.compiled, scored_batch_shapes(resolved))
+    elif resolved.scores:
+        acting = acting_params(frozen, state.params, resolved.lora)
+        rescore = policy.rescore.compiled
+        programs["scoring"] = partial(rescore, acting, scored_batch_shapes(resolved))
     return programs
 
 

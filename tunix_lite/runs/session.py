@@ -13,6 +13,7 @@ import jax
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
@@ -24,6 +25,7 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
@@ -108,7 +110,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
         with _status_at_the_end(session, resume_hint), explained(), session.closing:
             # Reward workers start while the model loads.
-            workers = parts.task.with_workers(run.rewards, console.say, job.stopping)
+            processes = _processes(job.stopping)
+            workers = parts.task.with_workers(run.rewards, console.say, processes)
             session.task = session.closing.enter_context(workers)
             yield session
 
@@ -151,6 +154,11 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
     status.write("stopped" if status.stopped else "completed")
     for text, style in status.closing_lines(resume_hint):
         session.console.say(text, style=style)
+
+
+def _processes(stopping: Stopping) -> Processes:
+    """The processes of this run, as its task sees them."""
+    return Processes(jax.process_index(), jax.process_count(), allgather_values, stopping)
 
 
 @contextlib.contextmanager
