@@ -29,6 +29,7 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
 from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.planning.sizes import tables
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
@@ -231,7 +232,8 @@ def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowB
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
     """The run's optimizer."""
-    return make_optimizer(resolved.run.optimizer, resolved.run.training.max_steps)
+    max_steps = resolved.run.training.max_steps
+    return make_optimizer(resolved.optimizer, max_steps, tables(resolved).trained)
 
 
 def policy_of(

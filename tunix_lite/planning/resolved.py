@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from tunix_lite.algorithms.algorithm import rescores
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
@@ -63,6 +64,11 @@ class ResolvedRun:
     def dtype(self) -> type:
         """The dtype of the computation."""
         return DTYPES[self.run.training.mixed_precision]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's settings, with the learning rate that this mesh gets."""
+        return scaled_for(self.run.optimizer, self.mesh_shape["fsdp"])
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -246,7 +246,7 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
                     f"{error}; resume.force=true goes on from them all the same"
                 ) from error
             return str(error)
-        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts)))
+        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts, batch.fsdp)))
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
 
 
@@ -257,7 +257,8 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
     fingerprint; both runs can still resume.
     """
-    run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
+    ours = fingerprint(run, parts.model, parts.batch.prompts, parts.batch.fsdp)
+    run_dir.write_json(run_dir.fingerprint, ours)
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
 
 
@@ -288,7 +289,7 @@ def startup_summary(
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
 
     # How long, and where to.
-    steps = f"{describe(run.optimizer)}, {run.training.max_steps} steps"
+    steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"
     if parts.resume_from is not None:
         steps += f", from the checkpoint in {parts.resume_from}"
     rows.append(("optimizer", steps))

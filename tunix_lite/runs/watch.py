@@ -205,7 +205,7 @@ class Watch:
 
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = learning_rate_at(
-            run.optimizer, run.training.max_steps, self._updates_before
+            self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
         )
         metrics |= dict(self.learner.seconds)
         metrics["time/collect"] = self._collected - self._began
