@@ -102,6 +102,7 @@ class Graded:
     each: dict[str, np.ndarray] = field(default_factory=dict)
     # by name, what each counts in the sum
     weights: dict[str, float] = field(default_factory=dict)
+    rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
 
 
 @flax.struct.dataclass
