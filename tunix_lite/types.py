@@ -103,6 +103,8 @@ class Graded:
     # by name, what each counts in the sum
     weights: dict[str, float] = field(default_factory=dict)
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
+    # of each completion, by the function that failed: {"reward 'short'": "timeout"}
+    failures: list[dict[str, str]] = field(default_factory=list)
 
 
 @flax.struct.dataclass

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,11 @@ from tunix_lite.evaluation import report
 from tunix_lite.inference.language_model import LanguageModel, load
 from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
-from tunix_lite.runs.samples import sample_rows, write_rows
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.plain_text import visible
+from tunix_lite.runs.samples import sample_rows
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
 # the files of an evaluation
 RESULTS = ("results.json", "results.md")
@@ -87,7 +89,7 @@ def evaluate_models(
     Raises ConfigError for tasks or an `out` that cannot be used, before a model is loaded.
     """
     asked = settings.evaluate
-    runs = {_task_name(): run} if not asked.tasks else {}
+    runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
     for name in asked.tasks:
         runs[name] = composed_again([f"task={name}"])
     out = output_folder(run, settings, list(runs))
@@ -117,10 +119,6 @@ def evaluate_models(
     _write(out, run, settings, models, results, rows)
 
 
-def _task_name() -> str:
-    return "task"
-
-
 def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) -> Path:
     """The folder for the results. Raises ConfigError if it could not be written, or holds others
     already."""
@@ -143,3 +141,94 @@ def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) ->
             f"out={out} holds {there[0]}; give another folder, or overwrite=true to replace it"
         )
     return out
+
+
+def _examples(
+    name: str, run: RunConfig, tokenizer: Tokenizer, asked: EvaluateTaskConfig
+) -> HeldOut:
+    """The held-out examples of a task. Raises ConfigError, which names the task if there are
+    several."""
+    if not asked.tasks:
+        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+    with error_context(name):
+        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+
+
+def _other_model(run: RunConfig, asked: EvaluateTaskConfig) -> LanguageModel:
+    """The model that evaluate.against names."""
+    mesh_shape = run.model.mesh_shape
+    dtype = run.training.mixed_precision
+    with error_context("evaluate.against"):
+        return load(asked.against, step=asked.against_step, mesh_shape=mesh_shape, dtype=dtype)
+
+
+def _described(model: LanguageModel) -> dict:
+    """Which model it is, as results.json has it."""
+    weights = model.source.name if model.run is None else model.run
+    return {"weights": str(weights), "step": model.step}
+
+
+def _evaluate_one(
+    run: RunConfig,
+    asked: EvaluateTaskConfig,
+    model: LanguageModel,
+    held_out: HeldOut,
+    which: str,
+    name: str,
+) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """The rows of the completions of a model on a task, and its scores."""
+    count = len(held_out.examples)
+    drawn = f" and {asked.num_samples} samples of each" if asked.num_samples else ""
+    _say(f"{name}, {which}: {count} greedy completions{drawn}…")
+    counts = [(count, max(asked.num_samples, 1))]
+    dtype = run.training.tp_reduce_dtype
+    generate = generate_of(model, run.generation, run.rollout, counts, dtype)
+    with held_out.task.with_workers(run.rewards, _say) as task:
+        evaluated, scores = model_scores(
+            Policy(generate, None),
+            model.params,
+            HeldOut(task, held_out.examples),
+            run.seed,
+            asked.num_samples,
+            asked.temperature,
+            asked.reference,
+        )
+    about = {"model": which, "task": name}
+    rows = [about | {"sampled": False} | row for row in sample_rows(evaluated.greedy)]
+    if evaluated.sampled is not None:
+        rows += [about | {"sampled": True} | row for row in sample_rows(evaluated.sampled)]
+    return rows, scores
+
+
+def _say(text: str) -> None:
+    """Results go to standard output, all else to standard error."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def _write(
+    out: Path,
+    run: RunConfig,
+    settings: EvaluateConfig,
+    models: dict[str, dict],
+    results: dict[str, report.TaskResult],
+    rows: dict[str, list[dict]],
+) -> None:
+    """Prints the tables, and writes them, their numbers and all completions into the folder."""
+    asked = asdict(settings.evaluate) | {
+        "seed": run.seed,
+        "generation": asdict(run.generation),
+        "mixed_precision": run.training.mixed_precision,
+    }
+    text = report.as_markdown(models, asked, results)
+    print(escape_for_terminal(text), end="")
+    plain = json_value(report.as_plain(models, asked, results))
+    with error_context("out"):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            for name, found in rows.items():
+                (out / f"{name}.jsonl").write_text(json_lines(found))
+            (out / "results.md").write_text(text, encoding="utf-8")
+            (out / "results.json").write_text(json.dumps(plain, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"{out} cannot be written: {error.strerror}") from error
+    _say(f"results.json, results.md and all completions are in {out}")

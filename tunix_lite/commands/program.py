@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -258,7 +257,9 @@ def run_command(
         settings = build(kind, own)
 
         def composed_again(more: list[str]) -> RunConfig:
-            everything = compose_values([*overrides, *more], known.config_dir, (f"+command={name}",))
+            everything = compose_values(
+                [*overrides, *more], known.config_dir, (f"+command={name}",)
+            )
             others = {key: item for key, item in everything.items() if key not in own}
             return build(RunConfig, others | {"model": values["model"]})
 

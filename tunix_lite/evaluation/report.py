@@ -91,24 +91,36 @@ def _table(result: TaskResult, level: float) -> list[str]:
     names = list(result.scores)
     ours = result.scores[names[0]]
     if len(names) == 1:
-        rows = [f"| score | value | {level:.0%} interval |", "| --- | --- | --- |"]
+        rows = [_row(["score", "value", f"{level:.0%} interval"]), _row(["---"] * 3)]
         for name, found in ours.items():
-            shown = _shown(name, found.value)
-            rows.append(f"| {name} | {shown} | {_interval(name, found)} |")
+            rows.append(_row([name, _shown(name, found.value), _interval(name, found)]))
         return rows
-    rows = [
-        f"| score | {names[0]} | {names[1]} | difference | {level:.0%} interval | p | better, worse |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    heads = [
+        "score",
+        *names,
+        "difference",
+        f"{level:.0%} interval",
+        "p",
+        "better, worse",
     ]
+    rows = [_row(heads), _row(["---"] * len(heads))]
     theirs = result.scores[names[1]]
     for name, found in result.comparison.items():
-        both = f"{_shown(name, ours[name].value)} | {_shown(name, theirs[name].value)}"
-        change = found.difference
-        rows.append(
-            f"| {name} | {both} | {_shown(name, change.value, '+')} | {_interval(name, change, '+')}"
-            f" | {found.p_value:.3g} | {found.better}, {found.worse} |"
-        )
+        cells = [
+            name,
+            _shown(name, ours[name].value),
+            _shown(name, theirs[name].value),
+            _shown(name, found.difference.value, "+"),
+            _interval(name, found.difference, "+"),
+            f"{found.p_value:.3g}",
+            f"{found.better}, {found.worse}",
+        ]
+        rows.append(_row(cells))
     return rows
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _interval(name: str, found: Estimate, sign: str = "") -> str:

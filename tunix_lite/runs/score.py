@@ -105,9 +105,7 @@ def greedy_scores(graded: Graded) -> dict[str, np.ndarray]:
 
 def rouge_scores(graded: Graded, examples: list[dict], reference: str) -> dict[str, np.ndarray]:
     """rouge_1, rouge_2 and rouge_l of each completion against this field of its example."""
-    pairs = [
-        (text, str(example[reference])) for text, example in zip(graded.completions, examples)
-    ]
+    pairs = [(text, str(example[reference])) for text, example in zip(graded.completions, examples)]
     return {
         "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
         "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
@@ -116,7 +114,7 @@ def rouge_scores(graded: Graded, examples: list[dict], reference: str) -> dict[s
 
 
 def sampled_scores(graded: Graded, num_samples: int) -> dict[str, np.ndarray]:
-    """avg_at_8, pass_at_1 ... pass_at_8, maj_at_2 ... maj_at_8 and the mean reward of the samples."""
+    """avg_at_8, pass_at_1 ... pass_at_8, maj_at_2 ... maj_at_8, and the mean reward of samples."""
     correct_EN = graded.correct.reshape(-1, num_samples)
     texts = graded.extracted
     rows = range(0, len(texts), num_samples)
