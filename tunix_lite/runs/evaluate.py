@@ -5,7 +5,7 @@ climb where the greedy answer has long been found. Nothing here changes a state,
 random numbers of their own, so a run learns the same with and without its evaluations.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
-from tunix_lite.tasks.task import FAILED, Task
+from tunix_lite.tasks.grading import FAILED
+from tunix_lite.tasks.task import Task
 from tunix_lite.types import Graded, Metrics, Params
 
 # folded into the seed before the number of samples: a step of training folds in one number
@@ -92,8 +93,7 @@ def complete_and_grade(
         params, prompts, key, num_samples, temperature=temperature, on_finished=grader.submit
     )
     with error_context("evaluation", RunFailed):
-        graded = grader.results(rollout)
-    return replace(graded, rollout=rollout)
+        return grader.results(rollout)
 
 
 def greedy_metrics(graded: Graded) -> Metrics:

@@ -11,7 +11,6 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
@@ -23,6 +22,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
+from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -117,12 +117,10 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
         run.generation.long_prompts,
-        process=jax.process_index(),
-        num_processes=jax.process_count(),
-        share=allgather_values,
     )
     with error_context("task"):
-        data = task.check_examples(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
+        demonstrates = run.algorithm.needs_demonstrations
+        data = check_all_rows(task, demonstrates, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
