@@ -15,6 +15,7 @@ import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands.program import compose
 from tunix_lite.commands.replay import Replay, nearest, read_batch, replay, saw
 from tunix_lite.config import build
@@ -143,6 +144,46 @@ def test_samples_of_an_evaluation_leave_training_as_it_is_to_the_bit(finished, t
         assert with_samples["eval/avg_at_4"] <= with_samples["eval/pass_at_4"]
         # 20 examples, 4 samples of each
         assert with_samples["eval/avg_at_4"] * 80 == pytest.approx(round(with_samples["eval/avg_at_4"] * 80))
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_path, monkeypatch, capsys):
+    """The run's own newest checkpoint against its older one; each number again from the completions."""
+    folder, _ = finished
+    asked = [
+        "evaluate.num_examples=20",
+        "evaluate.num_samples=2",
+        f"evaluate.against={folder}",
+        "evaluate.against_step=2",
+    ]
+    words = [*SHORT[1:], *asked, "evaluate.tasks=[arithmetic]", "evaluate.reference=completion"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", f"checkpoint={folder}", f"out={tmp_path}", *words])
+    evaluating.main()
+    found = json.loads((tmp_path / "results.json").read_text())
+    result = found["tasks"]["arithmetic"]
+    assert found["models"] == {
+        "model": {"weights": str(folder), "step": 4},
+        "against": {"weights": str(folder), "step": 2},
+    }
+    measured = {row["step"]: row for row in lines(folder) if "eval/accuracy" in row}
+    for which, step in (("model", 4), ("against", 2)):
+        scores = {name: score["value"] for name, score in result["scores"][which].items()}
+        assert scores["accuracy"] == measured[step]["eval/accuracy"]
+        assert scores["length"] == pytest.approx(measured[step]["eval/mean_length"])
+        assert scores["reward"] == pytest.approx(measured[step]["eval/reward"])
+
+        rows = [json.loads(line) for line in (tmp_path / f"{which}.arithmetic.jsonl").read_text().splitlines()]
+        right = np.array([row["correct"] for row in rows if row["sampled"]]).reshape(20, 2)
+        assert scores["avg_at_2"] == scores["pass_at_1"] == pytest.approx(right.mean())
+        assert scores["pass_at_2"] == pytest.approx(right.any(axis=1).mean())
+    change = result["comparison"]["accuracy"]
+    better = change["better"] - change["worse"]
+    assert change["difference"]["value"] == pytest.approx(better / 20) and 0 < change["p_value"] <= 1
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "results.md").read_text() and "## arithmetic: 20 examples" in printed
+    assert "| score | model | against | difference | 95% interval | p | better, worse |" in printed
+    with pytest.raises(SystemExit, match="2"):
+        evaluating.main()
+    assert capsys.readouterr().err.startswith(f"error: out={tmp_path} holds results.json; give another folder, or over")
 
 
 def test_resuming_equals_never_stopping(finished, tmp_path):
