@@ -102,7 +102,8 @@ def test_a_run_leaves_what_it_promises(finished):
     assert list(folder.glob("events.out.tfevents.*"))
     samples = [json.loads(line) for line in (folder / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 16
-    assert set(samples[0]) == {"prompt", "completion", "extracted", "correct", "reward"}
+    of_old = {"prompt", "completion", "extracted", "correct", "reward"}
+    assert set(samples[0]) == of_old | SAMPLE_KEYS
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "4"]
     latest = folder.parent / "latest"
     ((pointed_at, steps),) = LATEST
@@ -259,6 +260,59 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
     assert gaps[1] > 1e-3 and gaps[3] > 1e-3, "the second is not"
     assert rows[2]["train/clipped_low"] + rows[2]["train/clipped_high"] > 0
     assert "reward/mean" in rows[1] and "reward/mean" not in rows[2]
+
+
+SAMPLE_KEYS = {"example", "expected", "group", "rewards", "advantage", "tokens", "logprobs", "finish_reason", "failed"}
+
+
+def samples_of(folder, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
+    """The weights are 1 and 1; the advantage is (r - mean) / (std + 1e-4), 0 where a group agrees, kept in float32."""
+    folder, _ = finished
+    row, samples = lines(folder)[2], samples_of(folder, "step_000002")
+    each = {name: np.array([sample["rewards"][name] for sample in samples]) for name in ("correct", "short")}
+    rewards = each["correct"] + each["short"]
+    assert [sample["reward"] for sample in samples] == rewards.tolist()
+    lengths = np.array([len(sample["tokens"]) for sample in samples])
+    again = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        **{f"reward/{name}": values.mean() for name, values in each.items()},
+        "completions/correct": np.mean([sample["correct"] for sample in samples]),
+        "completions/mean_length": lengths.mean(),
+        "completions/max_length": lengths.max(),
+        "completions/truncated": 1 - np.mean([sample["finish_reason"] != "length" for sample in samples]),
+    }
+    assert again == {name: row[name] for name in again}
+
+    groups = rewards.reshape(4, 4)
+    assert [sample["group"] for sample in samples] == np.repeat(range(4), 4).tolist()
+    agree = groups.min(axis=1) == groups.max(axis=1)
+    assert row["reward/groups_that_agree"] == agree.mean()
+    spread = np.where(agree, 1.0, groups.std(axis=1, ddof=1))[:, None]
+    expected = np.where(agree[:, None], 0.0, (groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-4))
+    advantages = np.array([sample["advantage"] for sample in samples]).reshape(4, 4)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    for sample in samples:
+        assert len(sample["logprobs"]) == len(sample["tokens"]) and max(sample["logprobs"]) <= 0
+        assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
+
+
+def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):
+    folder, _ = finished
+    for row in lines(folder):
+        if "eval/accuracy" not in row:
+            continue
+        samples = samples_of(folder, f"evaluation_{row['step']:06d}")
+        assert np.mean([sample["correct"] for sample in samples]) == row["eval/accuracy"]
+        assert np.mean([sample["reward"] for sample in samples]) == row["eval/reward"]
+        assert np.mean([len(sample["tokens"]) for sample in samples]) == row["eval/mean_length"]
+        assert {sample["advantage"] for sample in samples} == {None} and not any(s["sampled"] for s in samples)
+    names = [f"{kind}_{step:06d}.jsonl" for kind in ("evaluation", "step") for step in (0, 2, 4)]
+    assert sorted(file.name for file in (folder / "samples").iterdir()) == sorted({*names} - {"step_000000.jsonl"})
 
 
 @dataclass(frozen=True)

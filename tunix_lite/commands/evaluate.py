@@ -23,7 +23,7 @@ from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import visible
-from tunix_lite.runs.samples import sample_rows
+from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
@@ -194,10 +194,7 @@ def _evaluate_one(
             asked.reference,
         )
     about = {"model": which, "task": name}
-    rows = [about | {"sampled": False} | row for row in sample_rows(evaluated.greedy)]
-    if evaluated.sampled is not None:
-        rows += [about | {"sampled": True} | row for row in sample_rows(evaluated.sampled)]
-    return rows, scores
+    return [about | row for row in evaluation_rows(evaluated)], scores
 
 
 def _say(text: str) -> None:

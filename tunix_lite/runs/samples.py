@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import FINISH, Batch, Graded
@@ -50,6 +51,14 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
             row["expected"] = graded.examples[i].get("answer")
             row["example"] = graded.examples[i]
         rows.append(row | _of_rollout(graded, i))
+    return rows
+
+
+def evaluation_rows(found: Evaluated) -> list[dict[str, Any]]:
+    """The lines of samples/evaluation_000010.jsonl: greedy completions first, then the samples."""
+    rows = [{"sampled": False} | row for row in sample_rows(found.greedy)]
+    if found.sampled is not None:
+        rows += [{"sampled": True} | row for row in sample_rows(found.sampled)]
     return rows
 
 

@@ -32,7 +32,7 @@ from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.samples import keep_samples
+from tunix_lite.runs.samples import evaluation_rows, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
@@ -244,6 +244,10 @@ class Watch:
             session.run.evaluation.temperature,
         )
         session.status.record_accuracy(found.metrics["eval/accuracy"])
+        step = int(self.state.step)
+        every = session.run.tracking.samples_interval_steps
+        if every and (step == 0 or self.is_due(step, every)):
+            session.run_dir.write_samples(step, evaluation_rows(found), "evaluation")
         return {**found.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
