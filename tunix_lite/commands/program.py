@@ -255,21 +255,29 @@ def run_command(
             return
         own = {f.name: values.pop(f.name) for f in dataclasses.fields(kind)}
         settings = build(kind, own)
-
-        def composed_again(more: list[str]) -> RunConfig:
-            everything = compose_values(
-                [*overrides, *more], known.config_dir, (f"+command={name}",)
-            )
-            others = {key: item for key, item in everything.items() if key not in own}
-            return build(RunConfig, others | {"model": values["model"]})
-
         run = build(RunConfig, values)
         if composes_again:
-            action(run, settings, composed_again)
+            action(run, settings, _composer(values, list(own), name, overrides, known.config_dir))
         else:
             action(run, settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _composer(
+    values: dict, own: list[str], command: str, overrides: list[str], more_conf: str | None
+) -> Callable[[list[str]], RunConfig]:
+    """A function from overrides that come last to the RunConfig of a command with them.
+
+    values: the settings without them, of which the model stays. own: the keys of the command.
+    """
+
+    def composed_again(more: list[str]) -> RunConfig:
+        everything = compose_values([*overrides, *more], more_conf, (f"+command={command}",))
+        others = {key: item for key, item in everything.items() if key not in own}
+        return build(RunConfig, others | {"model": values["model"]})
+
+    return composed_again
 
 
 # Settings whose value is text for the model: Hydra does not parse it.
