@@ -31,7 +31,7 @@ from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
     table, optimizer = decoder.weights(CFG), make_optimizer(OptimizerConfig(), args.repeats)
-    step = make_train_step(make_policy(CFG, None, 1.0, rows=ROWS["none"]), GRPO(kl_coef=0.04), optimizer)
+    step = TrainStep(make_policy(CFG, None, 1.0, rows=ROWS["none"]), GRPO(kl_coef=0.04), optimizer)
     laid_out, _ = ROWS["none"].lay_out(fixed_batch())
     state, adapters = (
         state_of(table, optimizer),

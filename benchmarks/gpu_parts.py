@@ -36,7 +36,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.quantize import init_stored
@@ -495,7 +495,7 @@ def updating(
             continue
         attend = attention.IMPLEMENTATIONS[kernel]
         policy = make_policy(cfg, None, 1.0, jnp.bfloat16, None, rows, remat=remat, attend=attend)
-        step = make_train_step(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
+        step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
         params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
         state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         laid_out, _ = rows.lay_out(batch)
@@ -506,7 +506,7 @@ def updating(
             done = flops.forward_flops(cfg, tokens, scored, pairs)
             yield {"name": f"scoring, {kernel}"} | rates(seconds, tokens, done, hardware)
         began = time.perf_counter()
-        planned = step.compiled(state, None, laid_out).memory_analysis()
+        planned = step.compile(state, None, laid_out).memory_analysis()
         compile_seconds = time.perf_counter() - began
         box = [state]
         del state, params

@@ -31,7 +31,7 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -80,7 +80,7 @@ def main() -> None:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
-    train_step = make_train_step(policy, algorithm, optimizer, rows.num_parts)
+    train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts)
     prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
 
     times = {"rollout": [], "reference": [], "update": [], "step": []}

@@ -28,7 +28,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.quantize import init_stored
@@ -56,12 +56,12 @@ class Arm:
         self.attention = ": ".join(chosen)
         policy = make_policy(cfg, None, 1.0, dtype, remat=remat, attend=attention.IMPLEMENTATIONS[chosen[0]])
         optimizer = make_optimizer(OptimizerConfig(), 100)
-        self.step = make_train_step(policy, GRPO(num_generations=GENERATIONS), optimizer, rows.num_parts)
+        self.step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, rows.num_parts)
         params = init_stored(decoder.weights(cfg), jax.random.key(0), STORED[precision])
         self.state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         self.batch, _ = rows.lay_out(batch)
         began = time.perf_counter()
-        self.planned = self.step.compiled(self.state, None, self.batch).memory_analysis()
+        self.planned = self.step.compile(self.state, None, self.batch).memory_analysis()
         self.compile_seconds = time.perf_counter() - began
         self.seconds = []
 

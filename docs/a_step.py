@@ -21,7 +21,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
@@ -69,7 +69,7 @@ def text() -> str:
     grads = jax.grad(lambda params: algorithm.loss(policy.scores(params, rows), rows)[0])(params)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    _, learned = make_train_step(policy, algorithm, optimizer)(state, None, rows)
+    _, learned = TrainStep(policy, algorithm, optimizer)(state, None, rows)
 
     # The values, by the names that the template has for them.
     gap = float(metrics["train/sampler_gap_max"].value)

@@ -21,7 +21,13 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.learner.optim import OptimizerConfig
+from tunix_lite.learner.optim import (
+    AdafactorConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig
@@ -66,7 +72,11 @@ GROUPS = (
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),
-    Group("Optimizer", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
+    Group("Optimizer: AdamW", "optimizer.", OptimizerConfig, lambda run: run.optimizer),
+    Group("Optimizer: Adafactor", "optimizer.", AdafactorConfig, None),
+    Group("Optimizer: Muon", "optimizer.", MuonConfig, None),
+    Group("Optimizer: Lion", "optimizer.", LionConfig, None),
+    Group("Optimizer: SGD", "optimizer.", SGDConfig, None),
     Group("Evaluation", "evaluation.", config.EvaluationConfig, lambda run: run.evaluation),
     Group("Sharding", "sharding.", ShardingConfig, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
@@ -197,6 +207,8 @@ def _type(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if hint == MeshShape:
         return "`[[int, …], [str, …]]`"
+    if origin in (types.UnionType, Union) and dataclasses.is_dataclass(args[0]):
+        return "group"
     if origin in (types.UnionType, Union):
         return f"{_type(args[0])} or null"
     if hint is Any or dataclasses.is_dataclass(hint):

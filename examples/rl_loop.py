@@ -16,7 +16,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
@@ -51,7 +51,7 @@ def main(num_steps: int) -> list[float]:
     policy = make_policy(model.cfg, generate, temperature=1.0)
     algorithm = GRPO(num_generations=GENERATIONS)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), num_steps)
-    train_step = make_train_step(policy, algorithm, optimizer)
+    train_step = TrainStep(policy, algorithm, optimizer)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
 
     means = []

@@ -15,7 +15,7 @@ from tunix_lite.algorithms.grpo import GRPO, kl
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
 from tunix_lite.commands.replay import sequence_losses
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.types import Batch, Rollout, TokenScores
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
@@ -177,7 +177,7 @@ class OldLoss:
 
 def test_a_loss_of_log_probabilities_is_refused_with_what_to_write():
     with pytest.raises(ValueError) as error:
-        make_train_step(Policy(None, None), OldLoss(), None)
+        TrainStep(Policy(None, None), OldLoss(), None)
     message = str(error.value)
     assert message.startswith("OldLoss.loss(logprobs_BT, batch): a loss is now called with (scores, batch)")
     assert "scores.logprobs" in message and "\n" not in message

@@ -12,7 +12,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.collectives import collectives
@@ -58,7 +58,7 @@ def compiled_for(
         scoring["tp_reduce_dtype"] = jnp.dtype(tp_reduce_dtype)
         policy = make_policy(CFG, None, 1.0, jnp.bfloat16, **scoring)
         arguments = state, None, batch
-        program = make_train_step(policy, GRPO(), optimizer).program(*arguments).lower(*arguments).compile()
+        program = TrainStep(policy, GRPO(), optimizer).program(*arguments).lower(*arguments).compile()
     return SimpleNamespace(found=collectives(program.as_text(), dict(mesh.shape)), memory=program.memory_analysis())
 
 

@@ -32,7 +32,7 @@ from tunix_lite.config import (
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.learner.optim import OptimizerConfig
+from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
@@ -61,6 +61,10 @@ KINDS = {
     "sharding": ShardingConfig,
     "training": TrainingConfig,
     "optimizer": OptimizerConfig,
+    "optimizer/adafactor": AdafactorConfig,
+    "optimizer/muon": MuonConfig,
+    "optimizer/lion": LionConfig,
+    "optimizer/sgd": SGDConfig,
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,

@@ -12,7 +12,7 @@ from conftest import ragged_prompts, random_params, set_mesh
 from tunix_lite.learner.optim import OptimizerConfig, decay_mask, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights, attach, merge, pairs
@@ -229,7 +229,7 @@ def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
     params = adapters_of(lora)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    train_step = make_train_step(policy, Likelihood(), optimizer, micro_batches, lora, seed=5)
+    train_step = TrainStep(policy, Likelihood(), optimizer, micro_batches, lora, seed=5)
     losses = []
     for _ in range(steps):
         state, metrics = train_step(state, frozen, batch())

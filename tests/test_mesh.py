@@ -12,7 +12,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
@@ -50,7 +50,7 @@ def run(fsdp: int, tp: int):
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     # Plain rewards as advantages: centred ones make a loss of zero, of which nothing is a small fraction.
     algorithm = GRPO(num_generations=4, kl_coef=0.1, advantages=lambda rewards_PG: rewards_PG)
-    train_step = make_train_step(policy, algorithm, optimizer, num_micro_batches=2)
+    train_step = TrainStep(policy, algorithm, optimizer, num_micro_batches=2)
     tokens, seen = [], []
     for step in range(STEPS):
         key = jax.random.fold_in(jax.random.key(0), step)

@@ -6,8 +6,11 @@ import math
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -23,7 +26,7 @@ from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel import mesh as meshes
@@ -89,7 +92,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    step = make_train_step(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
+    step = TrainStep(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
 
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
     drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
@@ -144,8 +147,7 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     set_mesh(2, 2)
     case = case_of(cfg, [f"training.packing={packing}"])
     tokens, counts = np.ones((8, 22), np.int32), np.arange(22) >= np.full((8, 1), 10)
-    ones = np.ones((8, 22), np.float32)
-    batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32), ones, ones))
+    batch, _ = case.rows.lay_out(Batch(tokens, tokens > 0, counts.astype(np.float32)))
     foreseen = scored_batch_shapes(case)
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
@@ -821,3 +823,16 @@ def test_a_tpu_compiler_refuses_what_does_not_fit():
     assert found.fits is False
     assert found.peak_bytes > where.capacity
     assert "of 15.75 GiB" in found.refused[0]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
+def test_a_newcomer_plans_without_a_device_and_without_setting_jax_platforms(target, tmp_path):
+    """jax's CUDA package looks for a driver unless CUDA is none of the platforms that jax may use."""
+    needs_compiler(find_target(target))
+    own = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    call = [sys.executable, "-m", "tunix_lite", "plan", f"target={target}", f"out={tmp_path}", "model=random"]
+    done = subprocess.run(
+        call, cwd=tmp_path, env=own | {"PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f"\n{target}: fits" in done.stdout, done.stderr[-2000:]

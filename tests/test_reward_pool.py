@@ -48,6 +48,7 @@ from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.watch import keep_samples
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
@@ -367,7 +368,7 @@ def test_an_evaluation_counts_and_says_its_failures():
     texts, lines = ["a", "nan", "loop", "bb"], []
     policy = Policy(lambda *_, temperature, on_finished: said(4), None)
     with task_of(texts).with_workers(RewardsConfig("drop", 0.5), lines.append) as task:
-        seen = evaluate(policy, task, None, None, 4)
+        seen = evaluate(policy, task, None, None, 4).metrics
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5
     assert len(lines) == 1
     with (
@@ -699,7 +700,7 @@ def test_two_processes_share_groups_and_completions():
             return ranked(completions, example)
 
         task = task_of(THREE_GROUPS, {"rank": Reward(seen, group=True)}, length)
-        task = replace(task, process=process, num_processes=2, share=share)
+        task = replace(task, processes=Processes(process, 2, share))
         return task.grade(three_examples(), said(9)).rewards.tolist()
 
     with ThreadPoolExecutor(2) as pool:

@@ -16,7 +16,7 @@ from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Batch, Max, RowBatch, TokenScores, TrainState
@@ -147,7 +147,7 @@ def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0)):
     optimizer = make_optimizer(cfg, max_steps=steps)
     params = {"x": jnp.zeros(3)}
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
-    train_step = make_train_step(policy, SFT(), optimizer)
+    train_step = TrainStep(policy, SFT(), optimizer)
     return train_step(state, None, batch)
 
 
@@ -177,7 +177,7 @@ def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, roll
     optimizer = optax.adam(1e-3)
     copied = jax.tree.map(jnp.copy, params)
     state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
-    train_step = make_train_step(policy, GRPO(), optimizer)
+    train_step = TrainStep(policy, GRPO(), optimizer)
     batch, _ = RowLayout().lay_out(batch_of(rollout))
     new, _ = train_step(state, None, batch)
     assert int(new.step) == 1

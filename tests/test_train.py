@@ -117,6 +117,34 @@ def test_the_same_seed_gives_the_same_file(finished, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
+def learned(folder) -> list[dict]:
+    """What training logged, evaluations apart; the row of step 0 is of an evaluation alone."""
+    rows = [{k: v for k, v in without_time(row).items() if not k.startswith("eval/")} for row in lines(folder)]
+    return [row for row in rows if row["step"]]
+
+
+@pytest.mark.wide
+def test_without_an_evaluation_a_run_learns_the_same_to_the_bit(finished, tmp_path):
+    folder, state = finished
+    other = train(compose([*SHORT, "evaluation.num_examples=0"]), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, other, state)
+    assert learned(tmp_path) == learned(folder)
+    assert not any("eval/accuracy" in row for row in lines(tmp_path))
+
+
+def test_samples_of_an_evaluation_leave_training_as_it_is_to_the_bit(finished, tmp_path):
+    folder, state = finished
+    other = train(compose([*SHORT, "evaluation.num_samples=4"]), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, other, state)
+    assert learned(tmp_path) == learned(folder)
+    greedy, sampled = ([row for row in lines(f) if "eval/accuracy" in row] for f in (folder, tmp_path))
+    for row, with_samples in zip(greedy, sampled, strict=True):
+        assert with_samples["eval/accuracy"] == row["eval/accuracy"]
+        assert with_samples["eval/avg_at_4"] <= with_samples["eval/pass_at_4"]
+        # 20 examples, 4 samples of each
+        assert with_samples["eval/avg_at_4"] * 80 == pytest.approx(round(with_samples["eval/avg_at_4"] * 80))
+
+
 def test_resuming_equals_never_stopping(finished, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
     folder, state = finished

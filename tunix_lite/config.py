@@ -19,7 +19,7 @@ from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.learner.optim import OptimizerConfig
+from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
@@ -171,15 +171,23 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Greedy completions of held-out prompts, before the first update, at every interval and after
-    the last."""
+    """Completions of held-out prompts, before the first update, at every interval and after the
+    last: one greedy one of each, and samples."""
 
     num_examples: int = 256  # held-out examples; 0: no evaluation
     interval_steps: int = 10  # updates between two evaluations; 0: only first and last
+    # samples of each example beside its greedy completion: eval/avg_at_8, eval/pass_at_8 ...
+    num_samples: int = 0
+    temperature: float = 1.0  # of those samples
 
     def __post_init__(self):
-        if self.num_examples < 0 or self.interval_steps < 0:
-            raise ValueError("num_examples and interval_steps must not be negative")
+        if min(self.num_examples, self.interval_steps, self.num_samples) < 0:
+            raise ValueError("num_examples, interval_steps and num_samples must not be negative")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: at 0 all samples are the greedy "
+                "completion, which is there anyway"
+            )
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,7 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Optimizer = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)

@@ -17,7 +17,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
@@ -109,7 +109,7 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     rows = rows_of(way)
     reduced = {} if way.reduce_dtype is None else {"reduce_dtype": jnp.dtype(way.reduce_dtype)}
     policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, remat=way.remat, **reduced)
-    step = make_train_step(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
+    step = TrainStep(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
     floats = jnp.float64 if way.wide else jnp.float32
     laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(floats) if x.dtype == np.float32 else x, batch))
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))

@@ -45,6 +45,17 @@ class Scorer(Protocol):
         """Returns the compiled program for this batch in rows, or for its shapes."""
 
 
+class Rescorer(Protocol):
+    """Log-probabilities of a batch under weights that are given with it, such as today's."""
+
+    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+
+    def compiled(self, params: Params, batch: RowBatch) -> Any:
+        """Returns the compiled program for these weights and this batch in rows, or for their
+        shapes."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """All that an algorithm may ask of a model. Tests and other engines supply their own.
@@ -60,6 +71,8 @@ class Policy:
     scores: Callable[[Params, RowBatch], TokenScores]
     # by name; "reference": the policy that training starts from, there if `needs_reference`
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    # what `scores` gives, for `collect`; an algorithm that calls it says `rescores = True`
+    rescore: Rescorer | None = None
 
 
 class GroupGrader(Protocol):
@@ -107,7 +120,7 @@ class Algorithm(Protocol):
     # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
     loss_reduction: str | None
     # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
-    # plan must know them before there is a batch.
+    # plan must know them before there is a batch. And `rescores`: collect calls policy.rescore.
 
     def collect(
         self,
@@ -137,6 +150,11 @@ class Algorithm(Protocol):
 def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
     """The streams that the algorithm says its batches have."""
     return tuple(getattr(algorithm, "streams", ()))
+
+
+def rescores(algorithm: Algorithm) -> bool:
+    """Whether the algorithm says that `collect` calls policy.rescore."""
+    return bool(getattr(algorithm, "rescores", False))
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import take_gpu_memory
@@ -53,6 +55,10 @@ def main() -> None:
 
 def plan(run: RunConfig, settings: PlanConfig) -> None:
     """Makes the plans, writes plan.md and plan.json, and prints a short form of them."""
+    if settings.target != "attached":
+        # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
+        # unless CUDA is none of the platforms that jax may use.
+        jax.config.update("jax_platforms", "cpu")
     found = make_plans(run, settings, sys.argv[1:])
     folder = Path(
         settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"

@@ -7,6 +7,7 @@ so does the number of parts that run. That number travels with the batch: nothin
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,10 +50,10 @@ def map_micro_batches(
         return fn(batch)
     divided = cut(batch, parts)
     shards = axis_size("fsdp")
-    like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], divided))
+    like = jax.eval_shape(fn, part_of(divided, 0))
 
-    def fill(i, out):
-        return out.at[i].set(fn(jax.tree.map(lambda x: x[i], divided)))
+    def fill(i: jax.Array, out: jax.Array) -> jax.Array:
+        return out.at[i].set(fn(part_of(divided, i)))
 
     # the number of parts that run is traced, so this is a loop of XLA and not a scan
     start = jnp.zeros((parts, *like.shape), like.dtype)
@@ -81,23 +82,36 @@ def accumulate(
     all. grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients
     cross the mesh once in `sync_every` parts.
     """
+    lie = partial(_constrain_grads, grad_shardings=grad_shardings)
     if sync_every > 1 and axis_size("fsdp") > 1:
         fn = _sum_per_shard(fn, sync_every, grad_shardings)
         parts = parts // sync_every
         num_used = None if num_used is None else -(-num_used // sync_every)
         batch = jax.tree.map(lambda x: _split_by_shard(x, parts, sync_every), batch)
     elif parts == 1:
-        return _values_of(_constrain_grads(fn(batch), grad_shardings))
+        return _values_of(lie(fn(batch)))
     else:
         batch = cut(batch, parts)
-    like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], batch))
-    start = _constrain_grads(_empty_sums(like), grad_shardings)
+    return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, lie))
 
-    def add(i, total):
-        part = fn(jax.tree.map(lambda x: x[i], batch))
-        return _add_up(total, _constrain_grads(part, grad_shardings))
 
-    return _values_of(jax.lax.fori_loop(0, parts if num_used is None else num_used, add, start))
+def _sum_parts(
+    fn: Callable[[Any], Sums], batch: Any, num_parts: int | jax.Array, lie: Callable[[Sums], Sums]
+) -> Sums:
+    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
+    `lie` keeps them where they are to lie."""
+    like = jax.eval_shape(fn, part_of(batch, 0))
+
+    def add(i: jax.Array, total: Sums) -> Sums:
+        return _add_up(total, lie(fn(part_of(batch, i))))
+
+    # a traced number of parts: a loop of XLA, and not a scan
+    return jax.lax.fori_loop(0, num_parts, add, lie(_empty_sums(like)))
+
+
+def part_of(batch: Any, i: int | jax.Array) -> Any:
+    """Part i of arrays [parts, ...]."""
+    return jax.tree.map(lambda x: x[i], batch)
 
 
 def _is_max(leaf: Any) -> bool:
@@ -177,13 +191,7 @@ def _sum_per_shard(
         return grads, metrics
 
     def sum_of_parts(parts: Any) -> Sums:
-        like = jax.eval_shape(of_shards, jax.tree.map(lambda x: x[0], parts))
-        start = keep_on_shards(_empty_sums(like))
-
-        def add(i, total):
-            return _add_up(total, keep_on_shards(of_shards(jax.tree.map(lambda x: x[i], parts))))
-
-        total = jax.lax.fori_loop(0, sync_every, add, start)
+        total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)
         return jax.tree.map(_reduce_shards, total, is_leaf=_is_max)
 
     return sum_of_parts

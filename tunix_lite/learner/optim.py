@@ -1,7 +1,13 @@
-"""The optimizer: clip by global norm, Adam with decoupled weight decay (arXiv:1711.05101), a
-schedule over the run."""
+"""The optimizers: clipping by global norm, then AdamW, Adafactor, Muon, Lion or SGD of optax, and a
+schedule over the run.
 
-from dataclasses import dataclass
+Weights are stored as stacks of layers, and an optimizer sees each layer as a weight of its own.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,47 +17,237 @@ import optax
 from flax import traverse_util
 from jax.typing import DTypeLike
 
+from tunix_lite.models.weights import Table, Weight, is_weight
 from tunix_lite.types import Params, TrainState
 
 SCHEDULES = ("constant", "linear", "cosine")
 # folded into the seed, so that rounding and sampling share no numbers
 ROUNDING = 0x70D
+# the least root mean square of weights that Adafactor multiplies an update by, as optax has it
+LEAST_RMS = 1e-3
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """Settings of AdamW and its learning rate over the run."""
+class LearningRateConfig:
+    """What all optimizers share: the learning rate over the run, and the clipping of gradients."""
 
     learning_rate: float = 1e-6  # at its peak
     # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
     schedule: str = "constant"
     warmup_steps: int = 0  # updates over which the rate rises from 0
     end_fraction: float = 0.0  # of learning_rate, reached at the last update of linear and cosine
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.99  # decay of the mean of squared gradients
-    eps: float = 1e-8  # added to the root of the latter
-    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+    # true: the rate is learning_rate times the number of data-parallel shards (fsdp)
+    scale_lr_with_devices: bool = False
     max_grad_norm: float = 1.0  # global norm to which gradients are clipped; 0 turns clipping off
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
-        if (
-            self.learning_rate < 0
-            or self.weight_decay < 0
-            or self.max_grad_norm < 0
-            or self.warmup_steps < 0
-        ):
-            raise ValueError(
-                "learning_rate, weight_decay, max_grad_norm and warmup_steps must not be negative"
-            )
-        if self.eps <= 0:
+        limits = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
+        names = [name for name in limits if hasattr(self, name)]
+        if any(getattr(self, name) < 0 for name in names):
+            raise ValueError(f"{', '.join(names[:-1])} and {names[-1]} must not be negative")
+        if getattr(self, "eps", 1.0) <= 0:
             raise ValueError(f"eps={self.eps} must be above 0")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.end_fraction <= 1):
-            raise ValueError("beta1 and beta2 lie in [0, 1), end_fraction in [0, 1]")
+        shares = [name for name in ("beta1", "beta2", "momentum") if hasattr(self, name)]
+        if not all(0 <= getattr(self, name) < 1 for name in shares):
+            raise ValueError(f"{' and '.join(shares)} must lie in [0, 1)")
+        if not 0 <= self.end_fraction <= 1:
+            raise ValueError(f"end_fraction={self.end_fraction} must lie in [0, 1]")
 
 
-def make_schedule(cfg: OptimizerConfig, max_steps: int) -> optax.Schedule:
+@dataclass(frozen=True)
+class OptimizerConfig(LearningRateConfig):
+    """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default."""
+
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.99  # decay of the mean of squared gradients
+    eps: float = 1e-8  # added to the root of the latter
+    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+
+    def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
+        """Gradients to updates."""
+        return optax.adamw(
+            rate,
+            b1=self.beta1,
+            b2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            mask=decay_mask,
+        )
+
+    def describe(self, rate: str) -> str:
+        """In words."""
+        return f"adamw({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
+
+
+@dataclass(frozen=True)
+class AdafactorConfig(LearningRateConfig):
+    """Adafactor (arXiv:1804.04235): the mean of squared gradients as one row and one column of a
+    matrix, so that it takes next to no memory. Norms and scales are those of a layer's matrix."""
+
+    decay_rate: float = 0.8  # the mean of squared gradients decays by 1 - step^-decay_rate
+    clip_rms: float = 1.0  # root mean square to which the update of a matrix is clipped; 0: not
+    # true: an update is also multiplied by the root mean square of its weights (1e-3 at least)
+    scale_by_weights: bool = True
+    momentum: float = 0.0  # decay of a mean of the updates; 0 keeps none, and takes no memory
+    # a matrix whose two largest dims are smaller keeps its squares whole
+    min_dim_to_factor: int = 128
+    eps: float = 1e-30  # added to squared gradients
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.clip_rms < 0:
+            raise ValueError(f"clip_rms={self.clip_rms} must not be negative")
+        if self.min_dim_to_factor < 2:
+            raise ValueError(f"min_dim_to_factor={self.min_dim_to_factor} must be at least 2")
+        if not 0 < self.decay_rate <= 1:
+            raise ValueError(f"decay_rate={self.decay_rate} must lie in (0, 1]")
+
+    def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
+        """Gradients to updates. The parts of optax.adafactor, with norms taken layer by layer."""
+        parts = [
+            optax.scale_by_factored_rms(
+                decay_rate=self.decay_rate,
+                min_dim_size_to_factor=self.min_dim_to_factor,
+                epsilon=self.eps,
+            )
+        ]
+        if self.clip_rms:
+            parts.append(_per_layer(_clipped_to_rms, table, self.clip_rms))
+        parts.append(optax.scale_by_learning_rate(rate, flip_sign=False))
+        if self.scale_by_weights:
+            parts.append(_per_layer(_times_rms_of_weights, table, LEAST_RMS))
+        if self.momentum:
+            parts.append(optax.ema(self.momentum, debias=False))
+        return optax.chain(*parts, optax.scale(-1.0))
+
+    def describe(self, rate: str) -> str:
+        """In words."""
+        more = f", momentum {self.momentum:g}" if self.momentum else ""
+        weights = ", times the rms of the weights" if self.scale_by_weights else ""
+        clip = f", clip rms {self.clip_rms:g}" if self.clip_rms else ""
+        return f"adafactor({rate}, decay {self.decay_rate:g}{clip}{weights}{more})"
+
+
+@dataclass(frozen=True)
+class MuonConfig(LearningRateConfig):
+    """Muon (Jordan 2024, arXiv:2502.16982): momentum whose matrix, of each layer, is made nearly
+    orthogonal by Newton-Schulz steps. Embedding, head, norms and biases get AdamW."""
+
+    momentum: float = 0.95  # decay of the mean of gradients of a matrix
+    nesterov: bool = True  # the gradient counts once more beside the mean
+    ns_steps: int = 5  # Newton-Schulz steps
+    # root mean square of a matrix's update, as that of AdamW's: one learning rate fits both;
+    # null: the orthogonal matrix times sqrt(max(1, outputs / inputs))
+    rms: float | None = 0.2
+    beta1: float = 0.9  # of AdamW, for what is no matrix of a layer
+    beta2: float = 0.99  # likewise
+    eps: float = 1e-8  # likewise; and added to the norm that Newton-Schulz divides by
+    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ns_steps < 1:
+            raise ValueError(f"ns_steps={self.ns_steps} must be at least 1")
+        if self.rms is not None and self.rms <= 0:
+            raise ValueError(f"rms={self.rms} must be above 0, or null")
+
+    def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
+        """Gradients to updates. table: the weights that train, which says which dims are inputs."""
+        if table is None:
+            raise ValueError("Muon must know which dims of a weight are inputs: give the table")
+        # Not optax.contrib.muon: its AdamW has Nesterov momentum, and decays norms too.
+        dims = _matrix_dims(table)
+        scale_by_shape = _per_matrix(partial(_matrix_size, rms=self.rms), dims)
+        parts = {
+            "matrix": optax.chain(
+                optax.contrib.scale_by_muon(
+                    ns_steps=self.ns_steps,
+                    beta=self.momentum,
+                    eps=self.eps,
+                    nesterov=self.nesterov,
+                    weight_dimension_numbers=dims,
+                ),
+                scale_by_shape,
+            ),
+            "rest": optax.scale_by_adam(self.beta1, self.beta2, self.eps),
+        }
+        names = jax.tree.map(
+            lambda d: "matrix" if _is_matrix(d) else "rest", dims, is_leaf=_is_dims
+        )
+        return optax.chain(
+            optax.partition(parts, names),
+            optax.add_decayed_weights(self.weight_decay, decay_mask),
+            optax.scale_by_learning_rate(rate),
+        )
+
+    def describe(self, rate: str) -> str:
+        """In words."""
+        size = "" if self.rms is None else f", rms {self.rms:g}"
+        momentum = f"{'nesterov ' if self.nesterov else ''}momentum {self.momentum:g}"
+        muon = f"{momentum}, {self.ns_steps} Newton-Schulz steps{size}"
+        adam = f"adamw betas {self.beta1:g} {self.beta2:g} for the rest"
+        return f"muon({rate}, {muon}, {adam}{_decay(self.weight_decay)})"
+
+
+@dataclass(frozen=True)
+class LionConfig(LearningRateConfig):
+    """Lion (arXiv:2302.06675): the sign of a mean of gradients, so each weight moves by the
+    learning rate. It wants a rate 3 to 10 times smaller than AdamW's."""
+
+    beta1: float = 0.9  # how much of the mean goes into the sign; the rest is the gradient
+    beta2: float = 0.99  # decay of the mean of gradients
+    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+
+    def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
+        """Gradients to updates."""
+        return optax.lion(
+            rate, b1=self.beta1, b2=self.beta2, weight_decay=self.weight_decay, mask=decay_mask
+        )
+
+    def describe(self, rate: str) -> str:
+        """In words."""
+        return f"lion({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
+
+
+@dataclass(frozen=True)
+class SGDConfig(LearningRateConfig):
+    """Stochastic gradient descent. Without momentum it keeps nothing."""
+
+    momentum: float = 0.0  # decay of the sum of gradients; 0 keeps none, and takes no memory
+    nesterov: bool = False  # the gradient counts once more beside the sum; wants momentum
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov=true wants a momentum above 0")
+
+    def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
+        """Gradients to updates."""
+        return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
+
+    def describe(self, rate: str) -> str:
+        """In words."""
+        name = "nesterov momentum" if self.nesterov else "momentum"
+        return f"sgd({rate}{f', {name} {self.momentum:g}' if self.momentum else ''})"
+
+
+Optimizer = OptimizerConfig | AdafactorConfig | MuonConfig | LionConfig | SGDConfig
+
+
+def _decay(weight_decay: float) -> str:
+    return f", decay {weight_decay:g}" if weight_decay else ""
+
+
+def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
+    """The settings with the learning rate that data-parallel shards (fsdp) in this number get."""
+    if not cfg.scale_lr_with_devices:
+        return cfg
+    return replace(cfg, learning_rate=cfg.learning_rate * num_shards)
+
+
+def make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
     """The learning rate of update number 0, 1, ... max_steps - 1."""
     rest = max(max_steps - 1 - cfg.warmup_steps, 1)
     after = {
@@ -69,29 +265,115 @@ def make_schedule(cfg: OptimizerConfig, max_steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [cfg.warmup_steps])
 
 
-def make_optimizer(cfg: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """The whole chain; `describe` says it in words."""
-    adam = optax.adamw(
-        make_schedule(cfg, max_steps),
-        b1=cfg.beta1,
-        b2=cfg.beta2,
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-        mask=decay_mask,
-    )
+def make_optimizer(
+    cfg: Optimizer, max_steps: int, table: Table | None = None
+) -> optax.GradientTransformation:
+    """The whole chain; `describe` says it in words.
+
+    table: the declared weights that train, stacked by layer as they are; None: none is stacked.
+    Muon needs it. Raises ValueError.
+    """
+    scale = cfg.scale(make_schedule(cfg, max_steps), table)
     if not cfg.max_grad_norm:
-        return adam
-    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adam)
+        return scale
+    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)
 
 
-def describe(cfg: OptimizerConfig) -> str:
-    """The chain as one line for the start of a run."""
+def describe(cfg: Optimizer, num_shards: int = 1) -> str:
+    """The chain as one line for the start of a run; num_shards: of the batch (fsdp)."""
     rate = f"{cfg.learning_rate:g} {cfg.schedule}"
+    if cfg.scale_lr_with_devices:
+        whole = scaled_for(cfg, num_shards).learning_rate
+        rate = f"{cfg.learning_rate:g} x {num_shards} shards = {whole:g} {cfg.schedule}"
     if cfg.warmup_steps:
         rate += f", warm-up {cfg.warmup_steps}"
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
-    decay = f", decay {cfg.weight_decay:g}" if cfg.weight_decay else ""
-    return f"{clip}adamw({rate}, betas {cfg.beta1:g} {cfg.beta2:g}{decay})"
+    return clip + cfg.describe(rate)
+
+
+# ---- matrices of a layer
+
+
+def _matrix_dims(table: Table) -> Any:
+    """By weight, which of its dims are the inputs and the outputs of a matrix; MaskedNode, as
+    optax.partition marks it: it is none for Muon.
+
+    A stack of layers is as many matrices. The embedding and the head are not meant for Muon.
+    """
+
+    def of(w: Weight) -> Any:
+        if not w.inputs or "vocab" in w.axes:
+            return optax.MaskedNode()
+        first = int(w.is_stacked)
+        inputs = tuple(range(first, first + w.inputs))
+        outputs = tuple(range(first + w.inputs, len(w.shape)))
+        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+    return jax.tree.map(of, table, is_leaf=is_weight)
+
+
+def _is_matrix(dims: Any) -> bool:
+    return isinstance(dims, optax.contrib.MuonDimensionNumbers)
+
+
+def _is_dims(x: Any) -> bool:
+    return _is_matrix(x) or isinstance(x, optax.MaskedNode)
+
+
+def _per_matrix(factor: Callable, dims: Any) -> optax.GradientTransformation:
+    """Multiplies each orthogonal matrix by factor(inputs, outputs)."""
+
+    def of(d: Any, u: Any) -> Any:
+        if not _is_matrix(d):
+            return u
+        inputs = math.prod(u.shape[dim] for dim in d.reduction_axis)
+        outputs = math.prod(u.shape[dim] for dim in d.output_axis)
+        return factor(inputs, outputs) * u
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        return jax.tree.map(of, dims, updates, is_leaf=_is_dims), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _matrix_size(inputs: int, outputs: int, rms: float | None) -> float:
+    """What an orthogonal matrix is multiplied by: see MuonConfig.rms."""
+    if rms is None:
+        return math.sqrt(max(1.0, outputs / inputs))
+    return math.sqrt(max(inputs, outputs)) * rms
+
+
+def _per_layer(
+    change: Callable, table: Table | None, limit: float
+) -> optax.GradientTransformationExtraArgs:
+    """Applies `change(update, weight, dims, limit)` to each weight, where `dims` are all its dims
+    but the one that counts layers."""
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        stacks = jax.tree.map(lambda _: False, params)
+        if table is not None:
+            stacks = jax.tree.map(lambda w: w.is_stacked, table, is_leaf=is_weight)
+
+        def of(u: jax.Array, p: jax.Array, is_stacked: bool) -> jax.Array:
+            return change(u, p, tuple(range(int(is_stacked), u.ndim)), limit)
+
+        return jax.tree.map(of, updates, params, stacks), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
+
+
+def _clipped_to_rms(u: jax.Array, p: jax.Array, dims: tuple[int, ...], most: float) -> jax.Array:
+    return u / jnp.maximum(1.0, _rms(u, dims) / most)
+
+
+def _times_rms_of_weights(
+    u: jax.Array, p: jax.Array, dims: tuple[int, ...], least: float
+) -> jax.Array:
+    return u * jnp.maximum(_rms(p, dims), least)
 
 
 def decay_mask(params: Params) -> Params:
@@ -112,23 +394,77 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> A
 
 def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state as ShapeDtypeStructs, placed; params: arrays, or shapes with places."""
-    everywhere = jax.sharding.NamedSharding(
-        jax.tree.leaves(params)[0].sharding.mesh, jax.sharding.PartitionSpec()
-    )
-    places = jax.tree.map(lambda p: p.sharding, params)
-    shapes = jax.eval_shape(optimizer.init, params)
-    # optax makes small arrays, here and not elsewhere
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    places = {path: p.sharding.spec for path, p in _by_path(params)}
+
+    def place(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        spec = jax.sharding.PartitionSpec()
+        if leaf.weight is not None:
+            # A spec may end before its array's last dims, which are whole then.
+            whole = (*places[leaf.weight], *[None] * (max(leaf.dims, default=-1) + 1))
+            spec = jax.sharding.PartitionSpec(*(whole[dim] for dim in leaf.dims))
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype, sharding=sharding)
+
+    layout = state_layout(optimizer, params)
+    return jax.tree.map(place, layout, is_leaf=lambda x: isinstance(x, StateLeaf))
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """An array of the optimizer's state, and the weight that it lies with.
+
+    Example: the column of Adafactor's mean for a weight [L, D, F]: dims (0, 1).
+    """
+
+    shape: jax.ShapeDtypeStruct
+    # the path of the weight; None: it belongs to none, as a counter does
+    weight: tuple[str, ...] | None
+    # which dims of the weight its own dims are
+    dims: tuple[int, ...] = ()
+
+
+def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any:
+    """The optimizer's state as StateLeafs; params: arrays, or anything with shape and dtype."""
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    by_path = {path: p.shape for path, p in _by_path(shapes)}
+    # optax makes small arrays, here and not on a mesh that may not be there
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-        placed = optax.tree_utils.tree_map_params(
-            optimizer,
-            lambda _, place: place,
-            shapes,
-            places,
-            transform_non_params=lambda _: everywhere,
-        )
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, placed
-    )
+        state = jax.eval_shape(optimizer.init, shapes)
+
+    def of(place: tuple, leaf: jax.ShapeDtypeStruct) -> StateLeaf:
+        names = _names(place)
+        suffixes = (names[i:] for i in range(len(names)))
+        weight = next((suffix for suffix in suffixes if suffix in by_path), None)
+        dims = None if weight is None else _dims_kept(by_path[weight], leaf.shape, names)
+        return StateLeaf(leaf, None) if dims is None else StateLeaf(leaf, weight, dims)
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _dims_kept(
+    whole: tuple[int, ...], part: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """Which dims of a weight an array beside it has: all, or all but one (Adafactor); None: it has
+    none of them."""
+    every = tuple(range(len(whole)))
+    if part == whole:
+        return every
+    left_out = [d for d in every if whole[:d] + whole[d + 1 :] == part]
+    if not left_out:
+        return None
+    # Of two dims of one size, optax's row leaves out the last of the largest, its column the other.
+    drop = left_out[-1] if "v_row" in names else left_out[0]
+    return tuple(d for d in every if d != drop)
+
+
+def _by_path(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    return [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+    """The keys and attributes along a path, as text."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def apply_update(
@@ -142,8 +478,8 @@ def apply_update(
     arrive. The random numbers come from (seed, step), so that they are the same on every mesh.
     """
     # the update, in float32
-    params = _widen(state.params)
-    updates, opt_state = optimizer.update(_widen(grads), _widen(state.opt_state), params)
+    params = widen(state.params)
+    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
 
     # and back to what is kept
@@ -156,17 +492,17 @@ def apply_update(
     return new_params, new_opt_state, optax.tree.norm(updates)
 
 
-def _widen(tree: Any) -> Any:
+def widen(tree: Any) -> Any:
     """Floating-point arrays in float32 at least."""
 
-    def widen(x: jax.Array) -> jax.Array:
+    def in_float32(x: jax.Array) -> jax.Array:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x
 
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(in_float32, tree)
 
 
 def num_updates(opt_state: Any) -> int:
-    """Updates that were made: those that were skipped (step.make_train_step) do not count."""
+    """Updates that were made: those that were skipped (step.TrainStep) do not count."""
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 
@@ -185,6 +521,6 @@ def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array
     return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))
 
 
-def learning_rate_at(cfg: OptimizerConfig, max_steps: int, step: int) -> float:
+def learning_rate_at(cfg: LearningRateConfig, max_steps: int, step: int) -> float:
     """The rate that update number `step` (from 0) used."""
     return float(np.float32(make_schedule(cfg, max_steps)(step)))

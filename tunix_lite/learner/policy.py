@@ -33,6 +33,27 @@ ROWS = RowLayout()
 
 
 @dataclass(frozen=True)
+class Rescore:
+    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer."""
+
+    rows: RowLayout  # how a batch is laid out for it
+    # (params, batch in rows) -> its compiled program, which it keeps
+    program: Callable
+
+    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+        # what else a batch holds would only make another program
+        read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
+        laid_out, layout = self.rows.lay_out(read)
+        return layout.back(self.compiled(params, laid_out)(params, laid_out))
+
+    def compiled(self, params: Params, batch: RowBatch) -> Callable:
+        """Returns the compiled program for these weights and this batch in rows, or for their
+        shapes."""
+        return self.program(params, batch)
+
+
+@dataclass(frozen=True)
 class FrozenScorer:
     """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer."""
 
@@ -43,10 +64,7 @@ class FrozenScorer:
 
     def __call__(self, batch: Batch) -> np.ndarray:
         """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        # what else a batch holds would only make another program
-        read = batch.replace(ref_logprobs=None, streams={})
-        laid_out, layout = self.rows.lay_out(read)
-        return layout.back(self.compiled(laid_out)(self.params, laid_out))
+        return Rescore(self.rows, self.program)(self.params, batch)
 
     def compiled(self, batch: RowBatch) -> Callable:
         """Returns the compiled program for this batch in rows, or for its shapes."""
@@ -65,15 +83,15 @@ def make_policy(
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term, or None. rows: how the scorer of the reference lays out a batch;
-    without a reference it is not used. scoring: `remat`,
-    `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward takes them.
+    frozen params of the KL term, or None. rows: how a batch is laid out where `collect` asks for
+    scores. scoring: `remat`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward
+    takes them.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
-    if reference is None:
-        return Policy(generate, scores)
+    # compiled when it is called first, and again for other shapes or types
     program = compiled_once(scoring_program(scores, rows).lower)
-    return Policy(generate, scores, {"reference": FrozenScorer(reference, rows, program)})
+    frozen = {} if reference is None else {"reference": FrozenScorer(reference, rows, program)}
+    return Policy(generate, scores, frozen, Rescore(rows, program))
 
 
 def scoring_program(

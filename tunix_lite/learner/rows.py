@@ -40,9 +40,13 @@ class RowLayout:
         return self.shape.width if self.shape else 0
 
     @property
-    def _lanes(self) -> RowShape:
-        """The shape whose prompts are shared; where none is, one without columns."""
-        return self.shape if self.packing == "prefix" else RowShape(0)
+    def lanes(self) -> dict[str, int]:
+        """Columns of shared prompts and of each lane, by their name in RowBatch; {}: none is
+        shared."""
+        if self.packing != "prefix":
+            return {}
+        shape = self.shape
+        return {"prefix_columns": shape.prefix_columns, "lane_columns": shape.lane_columns}
 
     def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
         """The batch in rows on the mesh, and where its tokens went: `Packed.back` brings values of
@@ -71,57 +75,14 @@ class RowLayout:
         # every value about a token goes where its token goes
         placed = jax.tree.map(packed.place, batch)
         rows = RowBatch(
-            **{field.name: getattr(placed, field.name) for field in fields(Batch)},
+            **vars(placed),
             **columns,
+            **self.lanes,
             segment_ids=packed.segment_ids,
             positions=packed.positions,
             completion_ids=packed.completion_ids,
-            prefix_columns=self._lanes.prefix_columns,
-            lane_columns=self._lanes.lane_columns,
         )
         return jax.tree.map(on_mesh, rows), packed
-
-    def shapes(
-        self, num_sequences: int, length: int, values: Sequence[str], streams: Sequence[str] = ()
-    ) -> RowBatch:
-        """What `lay_out` makes of [num_sequences, length], as ShapeDtypeStructs placed on the
-        current mesh.
-
-        Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values:
-        the fields of float32 that the batch has; streams: the names of its streams.
-        """
-        is_packed = self.packing != "none"
-        num_rows = axis_size("fsdp") * self.num_parts * self.rows_per_part
-        R = num_rows if is_packed else num_sequences
-        W = self.width if is_packed else length
-        M = self._most_scored() if is_packed else self.num_scored
-
-        def shape(columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-            place = sharding(("batch", "seq"), (R, columns))
-            return jax.ShapeDtypeStruct((R, columns), dtype, sharding=place)
-
-        columns = {"is_scored": shape(M, jnp.bool_)}
-        if is_packed:
-            columns["scored"] = shape(M, jnp.int32)
-            columns["previous"] = shape(M, jnp.int32)
-            columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
-        return RowBatch(
-            tokens=shape(W, jnp.int32),
-            token_mask=shape(W, jnp.bool_),
-            **{name: shape(W, jnp.float32) for name in values},
-            streams={name: shape(W, jnp.float32) for name in streams},
-            **columns,
-            segment_ids=shape(W, jnp.int32),
-            positions=shape(W, jnp.int32),
-            completion_ids=shape(W, jnp.int32) if self.packing == "prefix" else None,
-            prefix_columns=self._lanes.prefix_columns,
-            lane_columns=self._lanes.lane_columns,
-        )
-
-    def _most_scored(self) -> int:
-        """Columns for scored tokens, if all are scored but a prompt's: the shared ones, or one
-        token of its own."""
-        return self.shape.num_scored(self.width - max(1, self.shape.prefix_columns))
 
     def _last_columns(self, counts_BT: np.ndarray) -> int:
         """How many columns at the end of the rows contain all scored tokens."""
@@ -136,6 +97,53 @@ class RowLayout:
                 f"tokens count in the last {needed} columns, but num_scored={self.num_scored}"
             )
         return self.num_scored
+
+
+def row_shapes(
+    layout: RowLayout,
+    num_sequences: int,
+    length: int,
+    values: Sequence[str],
+    streams: Sequence[str] = (),
+) -> RowBatch:
+    """What `layout.lay_out` makes of [num_sequences, length], as ShapeDtypeStructs placed on the
+    current mesh.
+
+    Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values: the
+    fields of float32 that the batch has; streams: the names of its streams.
+    """
+    is_packed = layout.packing != "none"
+    num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
+    R = num_rows if is_packed else num_sequences
+    W = layout.width if is_packed else length
+    M = _most_scored(layout.shape) if is_packed else layout.num_scored
+
+    def shape(columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        place = sharding(("batch", "seq"), (R, columns))
+        return jax.ShapeDtypeStruct((R, columns), dtype, sharding=place)
+
+    columns = {"is_scored": shape(M, jnp.bool_)}
+    if is_packed:
+        columns["scored"] = shape(M, jnp.int32)
+        columns["previous"] = shape(M, jnp.int32)
+        columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+    return RowBatch(
+        tokens=shape(W, jnp.int32),
+        token_mask=shape(W, jnp.bool_),
+        **{name: shape(W, jnp.float32) for name in values},
+        streams={name: shape(W, jnp.float32) for name in streams},
+        **columns,
+        segment_ids=shape(W, jnp.int32),
+        positions=shape(W, jnp.int32),
+        completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
+        **layout.lanes,
+    )
+
+
+def _most_scored(shape: RowShape) -> int:
+    """Columns for scored tokens, if all are scored but a prompt's: the shared ones, or one token of
+    its own."""
+    return shape.num_scored(shape.width - max(1, shape.prefix_columns))
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:

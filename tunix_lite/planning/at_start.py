@@ -8,6 +8,7 @@ from typing import Any
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
+from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB
@@ -74,10 +75,14 @@ def training_programs(
     """By name, what compiles the programs that learn, for the widest batch that can come; batches
     as wide find them compiled."""
     batch = batch_shapes(resolved)
-    programs = {"update": partial(train_step.compiled, state, frozen, batch)}
+    programs = {"update": partial(train_step.compile, state, frozen, batch)}
     if "reference" in policy.scorers:
         scorer = policy.scorers["reference"]
         programs["scoring"] = partial(scorer.compiled, scored_batch_shapes(resolved))
+    elif resolved.scores:
+        acting = acting_params(frozen, state.params, resolved.lora)
+        rescore = policy.rescore.compiled
+        programs["scoring"] = partial(rescore, acting, scored_batch_shapes(resolved))
     return programs
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.typing import DTypeLike
 
+from tunix_lite.learner.optim import StateLeaf, make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.planning.resolved import ResolvedRun
@@ -25,13 +27,14 @@ from tunix_lite.rollout.memory import weights_that_fit
 def resident(resolved: ResolvedRun) -> dict[str, int]:
     """What stays on a device from step to step.
 
-    parameters: those that train, as stored. optimizer: Adam's two moments of each, stored alike.
+    parameters: those that train, as stored. optimizer: its state, stored alike; AdamW has two
+    moments of each parameter.
     frozen base: under LoRA. reference: for a KL term without LoRA, the weights once more in the
     type of the computation; with it, the adapters that training starts from, if any.
     """
     table = tables(resolved)
     trained = table_bytes(table.trained, resolved)
-    found = {"parameters": trained, "optimizer": 2 * trained}
+    found = {"parameters": trained, "optimizer": optimizer_bytes(resolved)}
     if table.frozen is not None:
         found["frozen base"] = table_bytes(table.frozen, resolved)
     if resolved.copies_reference:
@@ -39,6 +42,24 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
     elif resolved.copies_adapters:
         found["reference"] = trained
     return found
+
+
+def optimizer_bytes(resolved: ResolvedRun) -> int:
+    """The optimizer's state, counters left out."""
+    table = tables(resolved).trained
+    declared = traverse_util.flatten_dict(table)
+
+    def of(leaf: StateLeaf) -> int:
+        if leaf.weight is None:
+            return 0
+        axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
+        return resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
+
+    shapes = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight
+    )
+    layout = state_layout(make_optimizer(resolved.optimizer, 1, table), shapes)
+    return sum(of(leaf) for leaf in jax.tree.leaves(layout))
 
 
 # ---- sampling

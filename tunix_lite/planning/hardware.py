@@ -194,7 +194,14 @@ def compile_only_devices(target: Target) -> list:
         )
     from jax.experimental import topologies
 
-    devices = list(topologies.get_topology_desc(platform=platform, **_topology(target)).devices)
+    try:
+        topology = topologies.get_topology_desc(platform=platform, **_topology(target))
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the compiler for {target.name} is installed, but jax has not loaded it ({error}); "
+            "set JAX_PLATFORMS=cpu before the program starts"
+        ) from error
+    devices = list(topology.devices)
     assert len(devices) == target.num_devices, (target, devices)
     return devices
 

@@ -133,7 +133,7 @@ def assemble_plan(
 
     # The phases of a step, in their order.
     makers = {"update": _update}
-    if resolved.run.algorithm.needs_reference:
+    if resolved.scores:
         makers = {"scoring": _scoring} | makers
     if resolved.samples:
         makers = {"rollout": _rollout} | makers
@@ -175,10 +175,16 @@ def _scoring(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     program = done.get("scoring")
     if program is None:
         return ESTIMATE, estimate.scoring(resolved)
-    weights = "reference" if resolved.copies_reference else "frozen base"
-    reference = estimate.resident(resolved)[weights]
+    # What it is given of the weights: the reference, or what samples now.
+    resident = estimate.resident(resolved)
+    names = ["frozen base"] if resolved.lora else ["parameters"]
+    if resolved.copies_reference:
+        names = ["reference"]
+    elif resolved.lora and not resolved.run.algorithm.needs_reference:
+        names.append("parameters")
+    weights = sum(resident[name] for name in names)
     return COMPILED, {
-        "batch": max(0, program.argument_bytes - reference),
+        "batch": max(0, program.argument_bytes - weights),
         "temporary": program.added_bytes - program.code_bytes,
     }
 

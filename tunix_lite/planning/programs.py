@@ -21,13 +21,15 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate, stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
-from tunix_lite.learner.step import make_train_step
+from tunix_lite.learner.rows import row_shapes
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
 from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.planning.sizes import tables
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
@@ -207,27 +209,22 @@ def placed(shapes: Any, shardings: Any) -> Any:
 def batch_shapes(resolved: ResolvedRun) -> RowBatch:
     """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
     algorithm = resolved.run.algorithm
-    values = _values_before_scoring(resolved)
+    values = ["loss_weight"]
+    if not algorithm.needs_demonstrations:
+        values += ["advantages", "old_logprobs"]
     if algorithm.needs_reference:
         values.append("ref_logprobs")
     return _row_shapes(resolved, values, stream_names(algorithm))
 
 
 def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
-    """The batch in rows that the scorer of the reference reads."""
-    return _row_shapes(resolved, _values_before_scoring(resolved))
+    """The batch in rows that scorers read: of its values only the weights of tokens."""
+    return _row_shapes(resolved, ["loss_weight"])
 
 
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
     longest = sum(resolved.lengths)
-    return resolved.rows.shapes(resolved.batch.sequences, longest, values, *streams)
-
-
-def _values_before_scoring(resolved: ResolvedRun) -> list[str]:
-    """The fields of float32 that a batch has when it is scored."""
-    if resolved.run.algorithm.needs_demonstrations:
-        return ["loss_weight"]
-    return ["loss_weight", "advantages", "old_logprobs"]
+    return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
 
 
 # ---- the policy and the update of a run, in a plan and when it trains
@@ -235,7 +232,8 @@ def _values_before_scoring(resolved: ResolvedRun) -> list[str]:
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
     """The run's optimizer."""
-    return make_optimizer(resolved.run.optimizer, resolved.run.training.max_steps)
+    max_steps = resolved.run.training.max_steps
+    return make_optimizer(resolved.optimizer, max_steps, tables(resolved).trained)
 
 
 def policy_of(
@@ -258,10 +256,9 @@ def policy_of(
     )
 
 
-def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> Callable:
-    """The run's update, as step.make_train_step makes it; policy: None means one that only
-    scores."""
-    return make_train_step(
+def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
+    """The run's update; policy: None means one that only scores."""
+    return TrainStep(
         policy_of(resolved) if policy is None else policy,
         resolved.run.algorithm,
         optimizer_of(resolved),
@@ -279,9 +276,10 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
     """By name, what lowers each program of the run: () -> a lowered program. The mesh of the run is
     the current one."""
     found = {"update": partial(_update, resolved, shapes)}
-    if resolved.run.algorithm.needs_reference:
+    if resolved.scores:
         score = scoring_program(policy_of(resolved).scores, resolved.rows)
-        found["scoring"] = lambda: score.lower(shapes.reference, scored_batch_shapes(resolved))
+        under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
+        found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
     if resolved.samples:
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from tunix_lite.algorithms.algorithm import rescores
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, families, hub, peft, weights
@@ -64,6 +66,11 @@ class ResolvedRun:
         return DTYPES[self.run.training.mixed_precision]
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's settings, with the learning rate that this mesh gets."""
+        return scaled_for(self.run.optimizer, self.mesh_shape["fsdp"])
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
         return lengths_of(self.run)
@@ -86,6 +93,8 @@ class ResolvedRun:
             found.append((self.batch.prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
             found.append((self.run.evaluation.num_examples, 1))
+        if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
+            found.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
         return tuple(found)
 
     @property
@@ -106,6 +115,11 @@ class ResolvedRun:
             self.mesh_shape,
             self.run.sharding.table("rollout"),
         )
+
+    @property
+    def scores(self) -> bool:
+        """Whether collecting scores the batch: under the reference, or under today's weights."""
+        return self.run.algorithm.needs_reference or rescores(self.run.algorithm)
 
     @property
     def copies_reference(self) -> bool:

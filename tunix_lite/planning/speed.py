@@ -46,7 +46,7 @@ def bounds(
     if not algorithm.needs_demonstrations:
         works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
         found["rollout"] = _bound(works, hardware, mesh_shape, share)
-    if algorithm.needs_reference:
+    if resolved.scores:
         found["scoring"] = _bound([_scoring(resolved, compiled)], hardware, mesh_shape, share)
     found["update"] = _bound([_update(resolved, compiled)], hardware, mesh_shape, 1.0)
     return found

@@ -1,29 +1,112 @@
-"""How good is the policy: greedy completions of held-out prompts, graded by the task."""
+"""How good is the policy: completions of held-out prompts, graded by the task.
+
+Greedy completions say what the policy answers, samples how often it is right: avg@k and pass@k
+climb where the greedy answer has long been found. Nothing here changes a state, and samples have
+random numbers of their own, so a run learns the same with and without its evaluations.
+"""
+
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.tasks.task import FAILED, Task
-from tunix_lite.types import Metrics, Params
+from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
+from tunix_lite.tasks.grading import FAILED
+from tunix_lite.tasks.task import Task
+from tunix_lite.types import Graded, Metrics, Params
+
+# folded into the seed before the number of samples: a step of training folds in one number
+SAMPLES = 0xE7A1
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation: its numbers, and the graded completions that they are computed of.
+
+    Example: 2 examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an
+    example side by side.
+    """
+
+    metrics: Metrics
+    greedy: Graded
+    # None: nothing was sampled
+    sampled: Graded | None = None
 
 
 def evaluate(
-    policy: Policy, task: Task, params: Params, key: jax.Array, num_examples: int
-) -> Metrics:
-    """eval/accuracy and what goes with it, over the first `num_examples` of the held-out set."""
+    policy: Policy,
+    task: Task,
+    params: Params,
+    key: jax.Array,
+    num_examples: int,
+    num_samples: int = 0,
+    temperature: float = 1.0,
+) -> Evaluated:
+    """Greedy completions of the first `num_examples` of the held-out set, and `num_samples` samples
+    of each at `temperature`.
+
+    key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
+    two of them differ by the policy alone. Raises RunFailed if a reward fails.
+    """
     examples = task.held_out(num_examples)
-    grader = task.grader(examples)
+    greedy = complete_and_grade(policy, task, params, examples, key)
+    metrics = greedy_metrics(greedy)
+    if not num_samples:
+        return Evaluated(metrics, greedy)
+    key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), num_samples)
+    sampled = complete_and_grade(policy, task, params, examples, key, num_samples, temperature)
+    return Evaluated(metrics | sampled_metrics(sampled, num_samples), greedy, sampled)
+
+
+def complete_and_grade(
+    policy: Policy,
+    task: Task,
+    params: Params,
+    examples: list[dict],
+    key: jax.Array,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+) -> Graded:
+    """`num_samples` graded completions of each example, those of an example side by side.
+
+    Raises RunFailed if a reward fails.
+    """
+    repeated = [example for example in examples for _ in range(num_samples)]
+    grader = task.grader(repeated)
+    prompts = task.prompts(examples)
     rollout = policy.generate(
-        params, task.prompts(examples), key, 1, temperature=0.0, on_finished=grader.submit
+        params, prompts, key, num_samples, temperature=temperature, on_finished=grader.submit
     )
     with error_context("evaluation", RunFailed):
         graded = grader.results(rollout)
+    return graded
+
+
+def greedy_metrics(graded: Graded) -> Metrics:
+    """eval/accuracy and what goes with it: one completion of each example."""
+    metrics = graded.metrics
     return {
         "eval/accuracy": float(np.mean(graded.correct)),
-        "eval/reward": graded.metrics["reward/mean"],
-        "eval/failed_rewards": sum(graded.metrics[name] for name in FAILED),
-        "eval/mean_length": float(np.asarray(rollout.completion_mask).sum(axis=1).mean()),
-        "eval/truncated": float(1 - np.asarray(rollout.finished).mean()),
+        "eval/reward": metrics["reward/mean"],
+        "eval/failed_rewards": sum(metrics[name] for name in FAILED),
+        "eval/mean_length": metrics["completions/mean_length"],
+        "eval/truncated": metrics["completions/truncated"],
+    }
+
+
+def sampled_metrics(graded: Graded, num_samples: int) -> Metrics:
+    """eval/avg_at_8 and so on: `num_samples` completions of each example."""
+    correct_EN = graded.correct.reshape(-1, num_samples)
+    texts = graded.extracted
+    rows = range(0, len(texts), num_samples)
+    extracted = [texts[row : row + num_samples] for row in rows]
+    k = num_samples
+    return {
+        f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
+        f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
+        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN, k).mean()),
+        "eval/sampled_reward": graded.metrics["reward/mean"],
+        "eval/sampled_truncated": graded.metrics["completions/truncated"],
     }

@@ -30,11 +30,11 @@ SHOWN = 8
 LONGEST = 400
 
 
-def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
+def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
 
-    prompts: of an update. Settings have only the names of data files; digests of what the files
-    hold are in `data`.
+    prompts: of an update. shards: of the batch (fsdp). Settings have only the names of data files;
+    digests of what the files hold are in `data`.
     """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
@@ -46,7 +46,7 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int) -> dict:
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error},
-        "optimizer": plain(run.optimizer),
+        "optimizer": _optimizer(run, shards),
         "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision}
         | _reduced(run),
         "seed": run.seed,
@@ -68,6 +68,12 @@ def _task(run: RunConfig) -> dict:
         if not reward["group"]:
             del reward["group"]
     return task
+
+
+def _optimizer(run: RunConfig, shards: int) -> dict:
+    """The optimizer; the number of shards only where the learning rate depends on it."""
+    settings = plain(run.optimizer)
+    return settings | {"shards": shards} if run.optimizer.scale_lr_with_devices else settings
 
 
 def _reduced(run: RunConfig) -> dict:

@@ -13,6 +13,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
 from tunix_lite.learner.policy import STORED, Policy
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.planning.at_start import check_at_rest
@@ -45,7 +46,7 @@ class Learner:
     lora: LoraConfig | None
     policy: Policy
     # (state, frozen, rows) -> (state, metrics); it knows its compiled program
-    train_step: Callable
+    train_step: TrainStep
     # what the run comes to on its mesh, with all its choices made
     resolved: ResolvedRun
     stopping: Stopping
@@ -63,7 +64,7 @@ class Learner:
     def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
         with self.stopping.uninterruptible(COMPILATION):
-            return self.train_step.compiled(state, self.frozen, rows)
+            return self.train_step.compile(state, self.frozen, rows)
 
 
 def build_learner(session: Session) -> Learner:

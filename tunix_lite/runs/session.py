@@ -13,6 +13,7 @@ import jax
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
@@ -24,6 +25,7 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
@@ -124,7 +126,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         try:
             with explained(), session.closing as closing:
                 # Reward workers start while the model loads.
-                workers = parts.task.with_workers(run.rewards, console.say, stopping)
+                workers = parts.task.with_workers(run.rewards, console.say, _processes(stopping))
                 session.task = closing.enter_context(workers)
                 yield session
         except StopRun as stop:
@@ -135,6 +137,11 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         status.write("stopped" if status.stopped else "completed")
         for text, style in status.closing_lines(resume_hint):
             console.say(text, style=style)
+
+
+def _processes(stopping: Stopping) -> Processes:
+    """The processes of this run, as its task sees them."""
+    return Processes(jax.process_index(), jax.process_count(), allgather_values, stopping)
 
 
 def open_console(run: RunConfig, run_dir: RunDir) -> Console:

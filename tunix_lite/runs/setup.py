@@ -11,7 +11,6 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
@@ -23,6 +22,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
+from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -117,12 +117,10 @@ def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
         run.generation.long_prompts,
-        process=jax.process_index(),
-        num_processes=jax.process_count(),
-        share=allgather_values,
     )
     with error_context("task"):
-        data = task.check_examples(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
+        demonstrates = run.algorithm.needs_demonstrations
+        data = check_all_rows(task, demonstrates, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
@@ -246,7 +244,7 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
                     f"{error}; resume.force=true goes on from them all the same"
                 ) from error
             return str(error)
-        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts)))
+        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts, batch.fsdp)))
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
 
 
@@ -257,7 +255,8 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
     fingerprint; both runs can still resume.
     """
-    run_dir.write_json(run_dir.fingerprint, fingerprint(run, parts.model, parts.batch.prompts))
+    ours = fingerprint(run, parts.model, parts.batch.prompts, parts.batch.fsdp)
+    run_dir.write_json(run_dir.fingerprint, ours)
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
 
 
@@ -288,7 +287,7 @@ def startup_summary(
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
 
     # How long, and where to.
-    steps = f"{describe(run.optimizer)}, {run.training.max_steps} steps"
+    steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"
     if parts.resume_from is not None:
         steps += f", from the checkpoint in {parts.resume_from}"
     rows.append(("optimizer", steps))

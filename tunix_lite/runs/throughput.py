@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, Scorer
+from tunix_lite.algorithms.algorithm import Policy, Rescorer, Scorer
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
-from tunix_lite.types import Batch, Metrics, RowBatch
+from tunix_lite.types import Batch, Metrics, Params, RowBatch
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,24 @@ class TimedScorer:
         return self.scorer.compiled(batch)
 
 
+@dataclass(frozen=True)
+class TimedRescorer:
+    """A rescorer that adds the seconds of each call to `seconds` as time/rescore."""
+
+    rescorer: Rescorer
+    seconds: Counter
+
+    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+        began = time.perf_counter()
+        scored = self.rescorer(params, batch)
+        self.seconds["time/rescore"] += time.perf_counter() - began
+        return scored
+
+    def compiled(self, params: Params, batch: RowBatch) -> Any:
+        return self.rescorer.compiled(params, batch)
+
+
 def timed(policy: Policy, seconds: Counter) -> Policy:
     """The policy, whose scorers add what they take to `seconds`; sampling keeps its own time."""
     scorers = {name: TimedScorer(name, scorer, seconds) for name, scorer in policy.scorers.items()}
-    return replace(policy, scorers=scorers)
+    return replace(policy, scorers=scorers, rescore=TimedRescorer(policy.rescore, seconds))

@@ -28,30 +28,17 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
+from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
-from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.console import OUR_PARTS, Console
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Graded, Metrics, TrainState
-
-# parts of metrics' names that are the run's own: no observer may write over them
-OUR_PARTS = (
-    "train",
-    "eval",
-    "reward",
-    "rewards",
-    "completions",
-    "prompts",
-    "rollout",
-    "time",
-    "perf",
-    "memory",
-)
 
 
 @dataclass(frozen=True)
@@ -97,6 +84,8 @@ class Watch:
     # the checkpoints of this folder are of another run until one of ours is whole
     is_fingerprint_pending: bool
     unfinished: Unfinished = field(init=False)
+    # notices where most groups teach nothing
+    groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
     accuracy: float | None = field(default=None, init=False)
     # seconds since the step began: when collecting was over, and when the update was
     _collected: float = field(default=0.0, init=False)
@@ -179,6 +168,9 @@ class Watch:
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
+        hint = self.groups_hint.line(metrics, session.run.algorithm.num_generations)
+        if hint is not None:
+            session.console.say(hint, style="yellow")
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
         self.checkpoints.check()
@@ -213,7 +205,7 @@ class Watch:
 
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = learning_rate_at(
-            run.optimizer, run.training.max_steps, self._updates_before
+            self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
         )
         metrics |= dict(self.learner.seconds)
         metrics["time/collect"] = self._collected - self._began
@@ -242,15 +234,17 @@ class Watch:
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
-        metrics = evaluate(
+        found = evaluate(
             self.learner.policy,
             session.task,
             self.learner.policy_params(self.state),
             self.learner.seed_key,
             num_examples,
+            session.run.evaluation.num_samples,
+            session.run.evaluation.temperature,
         )
-        session.status.record_accuracy(metrics["eval/accuracy"])
-        return {**metrics, "time/eval": time.perf_counter() - began}
+        session.status.record_accuracy(found.metrics["eval/accuracy"])
+        return {**found.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
         return is_due(step, every, self.session.run.training.max_steps)

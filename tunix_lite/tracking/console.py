@@ -39,6 +39,22 @@ LINE_METRICS = {
     "time/step": "{:.2f} s/step",
 }
 
+# Parts of the names of metrics that are the run's own. All others are of a user's observers, which
+# may not take one of these.
+OUR_PARTS = (
+    "train",
+    "eval",
+    "reward",
+    "rewards",
+    "advantage",
+    "completions",
+    "prompts",
+    "rollout",
+    "time",
+    "perf",
+    "memory",
+)
+
 
 class Console:
     """The screen and train.log of one run."""
@@ -119,11 +135,17 @@ class Console:
             self._print(line)
 
     def line(self, step: int, metrics: Metrics) -> str:
-        """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are."""
+        """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
+
+        The numbers of a user's observers come first, so that a narrow terminal shows them.
+        """
         parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
         if self._began is not None and step > self._first_step:
             pace = (time.perf_counter() - self._began) / (step - self._first_step)
             parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
+        for key, value in metrics.items():
+            if key.partition("/")[0] not in OUR_PARTS:
+                parts.append(f"{key} {value:.6g}")
         for key, text in LINE_METRICS.items():
             if key in metrics:
                 parts.append(text.format(metrics[key]))

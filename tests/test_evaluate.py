@@ -1,0 +1,41 @@
+"""Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
+
+import numpy as np
+import pytest
+
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.runs.hints import WINDOW, GroupsHint
+from tunix_lite.tracking.console import Console
+
+
+# ---- what a run says of its groups
+
+
+def hints(agree: list[float], right: float = 0.9) -> list[str | None]:
+    hint = GroupsHint()
+    return [hint.line({"reward/groups_that_agree": share, "completions/correct": right}, 8) for share in agree]
+
+
+def test_a_run_says_that_most_groups_teach_nothing_once_in_ten_steps_at_most():
+    said = hints([0.75] * 25)
+    assert [step for step, line in enumerate(said, 1) if line] == [10, 20]
+    assert said[9] == (
+        "most groups teach nothing: in the last 10 steps 75% of them had equal rewards; too easy (90% right). "
+        "Try harder examples, or algorithm.num_generations=16"
+    )
+    assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([1.0] * 10, 0.1)[9]
+
+
+def test_a_run_whose_groups_differ_says_nothing():
+    assert not any(hints([0.6] * 30)) and not any(hints([1.0] * 5 + [0.3] * 25))
+    hint = GroupsHint()
+    assert not any(hint.line({"train/loss": 1.0}, 8) for _ in range(3 * WINDOW)), "as in SFT"
+
+
+def test_the_console_shows_the_numbers_of_observers_before_its_own(tmp_path):
+    console = Console(tmp_path / "log", max_steps=4, quiet=True)
+    line = console.line(1, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
+    console.close()
+    assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000"

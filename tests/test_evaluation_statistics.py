@@ -1,0 +1,190 @@
+"""What evaluation computes of graded completions: against enumeration, by hand, and in simulation."""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tunix_lite.evaluation.rouge import rouge_l, rouge_n
+from tunix_lite.evaluation.statistics import (
+    avg_at_k,
+    compare,
+    estimate,
+    maj_at_k,
+    pass_at_k,
+    powers_up_to,
+)
+
+
+def subsets(n: int, k: int):
+    return list(itertools.combinations(range(n), k))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(n):
+    """Every number of right samples, every k."""
+    correct = np.array([[sample < c for sample in range(n)] for c in range(n + 1)])
+    for k in range(1, n + 1):
+        counted = [np.mean([any(row[list(s)]) for s in subsets(n, k)]) for row in correct]
+        np.testing.assert_allclose(pass_at_k(correct, k), counted, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(pass_at_k(correct, 1), avg_at_k(correct))
+
+
+def test_pass_at_k_by_hand_and_beyond_floats():
+    assert pass_at_k(np.array([[1, 0, 0, 0]]), 2) == 0.5  # 3 of the 6 pairs hold the first
+    many = np.zeros((1, 3000), bool)
+    many[0, 0] = True
+    assert pass_at_k(many, 1000) == pytest.approx(1 / 3)  # C(3000, 1000) is no float
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"k={k} of samples of shape"):
+            pass_at_k(np.zeros((4, 2)), k)
+
+
+def majority_of(answers, right, subset) -> float:
+    """Written out: who is most frequent among these, and how right those are."""
+    votes = Counter(answers[i] for i in subset if answers[i] is not None)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return float(np.mean([right[answer] for answer in winners])) if winners else 0.0
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_maj_at_k_is_the_mean_over_subsets(k):
+    answers = [["7", "7", "9", None, "8", "8"], [None] * 6, ["1", "2", "3", "4", "5", "7"]]
+    correct = np.array([[answer == "7" for answer in row] for row in answers])
+    expected = [
+        np.mean([majority_of(row, {answer: answer == "7" for answer in row}, s) for s in subsets(6, k)])
+        for row in answers
+    ]
+    np.testing.assert_allclose(maj_at_k(answers, correct, k), expected, atol=1e-15)
+
+
+def test_a_majority_by_hand():
+    right = np.array([[1, 1, 0, 0, 0]])
+    assert maj_at_k([["7", "7", "9", "9", None]], right, 5) == 0.5  # two answers, as frequent, one right
+    assert maj_at_k([["7", "7", "9", "8", "6"]], right, 5) == 1.0
+    assert maj_at_k([["7", "7", "7", "7", "7"]], right, 5) == 0.4  # graded by more than the answer
+
+
+def test_more_subsets_than_are_enumerated_are_drawn_and_always_the_same():
+    """20 samples, 13 right: three of them have a right majority with C(13, 2) 7 + C(13, 3) of C(20, 3) chances."""
+    correct = np.arange(20)[None] < 13
+    answers = [["7" if right else "9" for right in correct[0]]]
+    exact = (math.comb(13, 2) * 7 + math.comb(13, 3)) / math.comb(20, 3)
+    drawn = maj_at_k(answers, correct, 3)
+    assert drawn == pytest.approx(exact, abs=4 * math.sqrt(0.25 / 512)) and drawn == maj_at_k(answers, correct, 3)
+
+
+def test_the_k_of_a_table():
+    assert [powers_up_to(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+# ---- intervals
+
+
+def coverage(draw, truth: float, level: float, times: int = 400) -> float:
+    """How often the interval of examples that `draw(rng)` gives holds the truth."""
+    held = 0
+    for i in range(times):
+        found = estimate(draw(np.random.default_rng(1000 + i)), level, resamples=400, seed=i)
+        held += found.low <= truth <= found.high
+    return held / times
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_intervals_cover_at_their_level(level):
+    """Of 400 simulated evaluations, 100 examples each; a share of 400 is off by sqrt(p (1 - p) / 400) = 1 to 2 %."""
+    slack = 3 * math.sqrt(level * (1 - level) / 400)
+    covered = coverage(lambda rng: rng.random(100) < 0.3, 0.3, level)
+    assert level - slack - 0.01 <= covered <= level + slack + 0.01
+    covered = coverage(lambda rng: rng.normal(2.0, 3.0, 100), 2.0, level)
+    assert level - slack - 0.01 <= covered <= level + slack
+
+
+def samples_of_like_examples(rng: np.random.Generator) -> np.ndarray:
+    """[100, 8]: half of the examples are nearly always right, half nearly never: the mean is 0.5."""
+    chance = np.where(rng.random(100) < 0.5, 0.95, 0.05)
+    return rng.random((100, 8)) < chance[:, None]
+
+
+def test_intervals_of_several_samples_draw_examples_and_not_samples():
+    covered = coverage(lambda rng: avg_at_k(samples_of_like_examples(rng)), 0.5, 0.95)
+    assert 0.91 <= covered <= 0.985
+    as_if_independent = coverage(lambda rng: samples_of_like_examples(rng).ravel(), 0.5, 0.95)
+    assert as_if_independent < 0.75, "the samples of an example agree, so they count for less"
+
+
+def test_an_interval_is_the_same_every_time_and_has_the_width_of_the_normal_one():
+    values = np.arange(256) < 128
+    found = estimate(values)
+    assert found == estimate(values) and found.value == 0.5
+    half = 1.96 * math.sqrt(0.25 / 256)
+    assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), abs=0.005)
+    assert estimate(np.ones(9)).low == estimate(np.ones(9)).high == 1.0
+    for wrong in (np.zeros(0), np.zeros((2, 2))):
+        with pytest.raises(ValueError, match="one number of each example"):
+            estimate(wrong)
+    with pytest.raises(ValueError, match="level=95"):
+        estimate(np.ones(3), level=95)
+
+
+# ---- two models
+
+
+def test_two_models_are_compared_example_by_example():
+    first, second = np.array([1, 1, 1, 0, 1.0]), np.array([0, 1, 0, 1, 0.0])
+    found = compare(first, second)
+    assert (found.better, found.worse, found.equal) == (3, 1, 1)
+    assert found.difference.value == pytest.approx(0.4)
+    # by hand: of the 16 ways to sign 1 1 1 -1, those with |sum| >= 2: 1 + 4 + 4 + 1
+    assert found.p_value == pytest.approx(10 / 16, abs=0.02)
+    assert compare(first, first).p_value == 1.0
+    assert compare(second, first).difference.value == -found.difference.value
+    with pytest.raises(ValueError, match="there are 5 and 4"):
+        compare(first, second[:4])
+
+
+def test_a_p_value_of_equal_models_is_small_as_rarely_as_it_says():
+    """Both are right with the same chance, which differs between examples: 5 % of p-values are below 5 %."""
+    small = 0
+    for i in range(300):
+        rng = np.random.default_rng(i)
+        chance = rng.random(80)
+        small += compare(rng.random(80) < chance, rng.random(80) < chance, resamples=300).p_value <= 0.05
+    assert small / 300 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
+
+
+def test_pairing_sees_what_two_intervals_do_not():
+    """On 200 examples, half of them hopeless, the first model gets five more right and none wrong that it had right."""
+    second = np.arange(200) < 100
+    first = np.arange(200) < 112
+    one, other = estimate(first), estimate(second)
+    assert one.low < other.high, "the intervals overlap"
+    found = compare(first, second)
+    assert found.difference.low > 0 and found.p_value < 0.01
+
+
+# ---- ROUGE: by hand, from the definition in Lin (2004)
+
+
+@pytest.mark.parametrize(
+    "text, reference, one, two, longest",
+    [
+        ("the cat sat", "the cat sat", 1.0, 1.0, 1.0),
+        ("The Cat, sat!", "the cat sat", 1.0, 1.0, 1.0),
+        # words: 3 common of 3 and 6; pairs: (the cat) of 2 and 5; subsequence: the cat sat
+        ("the cat sat", "the cat has never sat here", 2 * 3 / 9, 2 * 1 / 7, 2 * 3 / 9),
+        # Lin's example: police kill the gunman / police killed the gunman
+        ("police kill the gunman", "police killed the gunman", 3 / 4, 1 / 3, 3 / 4),
+        ("the gunman kill police", "police killed the gunman", 3 / 4, 1 / 3, 2 / 4),
+        # a word counts as often as both have it
+        ("the the the", "the cat", 2 * 1 / 5, 0.0, 2 * 1 / 5),
+        ("", "the cat", 0.0, 0.0, 0.0),
+        ("cat", "", 0.0, 0.0, 0.0),
+        ("dog", "cat", 0.0, 0.0, 0.0),
+    ],
+)
+def test_rouge_is_that_of_its_paper(text, reference, one, two, longest):
+    found = (rouge_n(text, reference, 1), rouge_n(text, reference, 2), rouge_l(text, reference))
+    assert found == pytest.approx((one, two, longest))

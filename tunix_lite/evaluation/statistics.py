@@ -1,0 +1,205 @@
+"""What graded completions say of a model, and how sure that is: plain numpy, no model.
+
+Shapes: E examples, N samples of each. `correct_EN` is bool or 0/1. Every function is deterministic:
+what draws random numbers draws them from a seed of its own.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# of a bootstrap interval, and of a test by exchanging signs
+RESAMPLES = 10_000
+# numbers drawn at a time, so that memory does not grow with the examples
+BLOCK = 2_000_000
+# subsets of samples that a majority is taken of; if there are more, so many are drawn
+MOST_SUBSETS = 512
+# of the random numbers here, unless the caller has another
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over examples, and the interval that holds the true one at the level asked for.
+
+    Example: 128 of 256 right -> Estimate(0.5, 0.441, 0.559).
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same examples: the first minus the second.
+
+    Example: Comparison(Estimate(0.1, 0.02, 0.18), better=30, worse=10, equal=60, p_value=0.002).
+    """
+
+    difference: Estimate
+    # examples on which the first is better, worse, or as good
+    better: int
+    worse: int
+    equal: int
+    # how often a difference as large comes up if which model is which does not matter
+    p_value: float
+
+
+def powers_up_to(num_samples: int) -> list[int]:
+    """The k of a table: 1, 2, 4 ... and the number of samples itself: 6 -> [1, 2, 4, 6]."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples]
+
+
+# ---- one number of each example
+
+
+def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
+    """[E] float64: the chance that at least one of k samples is right, without bias.
+
+    With c of N samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples
+    that hold a right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N.
+    """
+    correct_EN = _checked(correct_EN, k)
+    num_samples = correct_EN.shape[1]
+    wrong_E = num_samples - correct_EN.sum(axis=1)
+    all_subsets = math.comb(num_samples, k)
+    return np.array([1 - math.comb(int(wrong), k) / all_subsets for wrong in wrong_E])
+
+
+def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
+    """[E] float64: the share of the samples that are right; others call it mean@k or pass@1."""
+    return np.asarray(correct_EN, np.float64).mean(axis=1)
+
+
+def maj_at_k(
+    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int, seed: int = SEED
+) -> np.ndarray:
+    """[E] float64: the chance that the most frequent answer of k samples is right.
+
+    answers: of each example the answers of its N samples; None: there is none, and it does not
+    vote. Of answers that are equally frequent each counts its share; where nobody votes it is 0. It
+    is the mean over all subsets of k samples, or over MOST_SUBSETS that are drawn with `seed`.
+    Raises ValueError unless 1 <= k <= N.
+    """
+    correct_EN = _checked(correct_EN, k)
+    subsets_SK = _subsets(correct_EN.shape[1], k, seed)
+    return np.array([_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)])
+
+
+def _checked(correct_EN: np.ndarray, k: int) -> np.ndarray:
+    correct_EN = np.asarray(correct_EN)
+    if correct_EN.ndim != 2 or not 1 <= k <= correct_EN.shape[1]:
+        raise ValueError(
+            f"k={k} of samples of shape {correct_EN.shape}; give [E, N], and a k from 1 to N"
+        )
+    return correct_EN
+
+
+def _subsets(num_samples: int, k: int, seed: int) -> np.ndarray:
+    """[S, k] int: which samples are in each subset."""
+    if math.comb(num_samples, k) <= MOST_SUBSETS:
+        return np.array(list(itertools.combinations(range(num_samples), k)))
+    rng = np.random.default_rng(seed)
+    return rng.permuted(np.tile(np.arange(num_samples), (MOST_SUBSETS, 1)), axis=1)[:, :k]
+
+
+def _majority(
+    answers: Sequence[str | None], correct_N: np.ndarray, subsets_SK: np.ndarray
+) -> float:
+    """The mean over subsets of how right their most frequent answer is."""
+    names = list(dict.fromkeys(answer for answer in answers if answer is not None))
+    if not names:
+        return 0.0
+    votes_NA = np.array([[answer == name for name in names] for answer in answers], np.float64)
+
+    # The same answer may be graded differently, where more than the answer counts.
+    right_A = (votes_NA * np.asarray(correct_N, np.float64)[:, None]).sum(0) / votes_NA.sum(0)
+    votes_SA = votes_NA[subsets_SK].sum(axis=1)
+    wins_SA = (votes_SA == votes_SA.max(axis=1, keepdims=True)) & (votes_SA > 0)
+    return float(np.mean((wins_SA * right_A).sum(axis=1) / np.maximum(wins_SA.sum(axis=1), 1)))
+
+
+# ---- how sure it is
+
+
+def estimate(
+    values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = SEED
+) -> Estimate:
+    """The mean of one number of each example, with its bootstrap interval (percentiles).
+
+    Examples are drawn again, not their samples: the samples of an example are not independent.
+    Values that are all equal give an interval without width, which says only that the examples are
+    too few or too much alike. Raises ValueError without examples, or for a level outside (0, 1).
+    """
+    values_E = np.asarray(values_E, np.float64)
+    if values_E.ndim != 1 or not len(values_E):
+        raise ValueError(f"an interval is of one number of each example; got {values_E.shape}")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} is between 0 and 1, such as 0.95")
+    means = _resampled_means(values_E, resamples, seed)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(values_E.mean()), float(low), float(high))
+
+
+def _resampled_means(values_E: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """[resamples] float64: means of as many examples, drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    count = len(values_E)
+    at_a_time = max(1, BLOCK // count)
+    means = []
+    for begin in range(0, resamples, at_a_time):
+        rows = min(at_a_time, resamples - begin)
+        means.append(values_E[rng.integers(count, size=(rows, count))].mean(axis=1))
+    return np.concatenate(means)
+
+
+def compare(
+    first_E: np.ndarray,
+    second_E: np.ndarray,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> Comparison:
+    """Two models by one number of each example, the examples being the same.
+
+    What is hard for both cancels, so it sees smaller differences than two intervals do. The p-value
+    is that of exchanging the two models' numbers, example by example, at random. Raises ValueError
+    if the examples are not as many.
+    """
+    first_E = np.asarray(first_E, np.float64)
+    second_E = np.asarray(second_E, np.float64)
+    if first_E.shape != second_E.shape:
+        raise ValueError(
+            f"a paired comparison is of the same examples; there are {len(first_E)} and "
+            f"{len(second_E)}"
+        )
+    differences_E = first_E - second_E
+    return Comparison(
+        estimate(differences_E, level, resamples, seed),
+        better=int((differences_E > 0).sum()),
+        worse=int((differences_E < 0).sum()),
+        equal=int((differences_E == 0).sum()),
+        p_value=_sign_test(differences_E, resamples, seed),
+    )
+
+
+def _sign_test(differences_E: np.ndarray, resamples: int, seed: int) -> float:
+    """The share of random signs whose sum is at least as far from 0; two-sided, never 0."""
+    moved = differences_E[differences_E != 0]
+    if not len(moved):
+        return 1.0
+    rng = np.random.default_rng(seed)
+    seen = abs(moved.sum())
+    at_a_time = max(1, BLOCK // len(moved))
+    extreme = 0
+    for begin in range(0, resamples, at_a_time):
+        rows = min(at_a_time, resamples - begin)
+        signs = 1 - 2 * rng.integers(2, size=(rows, len(moved)))
+        # sums of the same numbers in another order differ by rounding
+        extreme += int((np.abs(signs @ moved) >= seen * (1 - 1e-12)).sum())
+    return (1 + extreme) / (1 + resamples)
