@@ -20,7 +20,7 @@ class WholeBatch:
     """
 
     lengths: np.ndarray  # [P, G] tokens of each completion
-    # each reward by name, [P, G], without its weight
+    # each reward by name, [P, G], without its weight; nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)  # by name
 
@@ -125,7 +125,8 @@ def per_reward(
     is_kept_PG = ~np.isnan(rewards_PG)
     total_PG = np.zeros(rewards_PG.shape)
     for name, values_PG in whole.each.items():
-        values_PG = np.where(is_kept_PG, values_PG, np.nan)
+        # one that failed, and is not dropped for it, counts as 0
+        values_PG = np.where(is_kept_PG, np.nan_to_num(values_PG), np.nan)
         centred_PG = _centred_groups(values_PG)
         count_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True) - 1, 1)
         std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / count_P1)

@@ -10,6 +10,7 @@ per_token and per_sequence do. One is a maximum (types.Max).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -153,13 +154,23 @@ class GRPO:
             batch = batch.replace(old_logprobs=groups.rollout.logprobs)
         if self.rescores:
             sampler_BT = batch.old_logprobs
-            batch = batch.replace(old_logprobs=policy.rescore(params, batch))
+            rescored_BT = self._in_parts(partial(policy.rescore, params), batch)
+            batch = batch.replace(old_logprobs=rescored_BT)
             batch, metrics = corrections.corrected(self.correction, batch, sampler_BT)
         if self.needs_reference:
-            batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
+            ref_BT = self._in_parts(policy.scorers["reference"], batch)
+            batch = batch.replace(ref_logprobs=ref_BT)
         if self.needs_reference and self.kl_estimator == kl.IN_REWARD:
             penalty_B = -self.kl_coef * kl.k1_of_completions(batch)
             groups = groups.with_reward("kl", penalty_B)
             advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
             batch = batch.replace(advantages=advantages_BT)
         return batch, metrics
+
+    def _in_parts(self, score: Callable, batch: Batch) -> np.ndarray:
+        """[B, T]: what `score` gives, mini-batch by mini-batch, as large as updates are."""
+        if self.mini_batches == 1:
+            return score(batch)
+        rows = np.split(np.arange(len(batch.tokens)), self.mini_batches)
+        parts = [score(jax.tree.map(lambda x, part=part: x[part], batch)) for part in rows]
+        return np.concatenate(parts)

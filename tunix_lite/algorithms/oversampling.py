@@ -6,15 +6,13 @@ What a round draws depends on seed and step alone.
 """
 
 import time
-from dataclasses import fields, replace
-from typing import Any
 
 import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Graded, Metrics, Params, Rollout
+from tunix_lite.types import Metrics, Params, Rollout, chosen_completions
 
 
 def sample_mixed_groups(
@@ -39,9 +37,7 @@ def sample_mixed_groups(
     for r in range(max_rounds):
         drawn = examples[r * num_prompts : (r + 1) * num_prompts]
         round_key = jax.random.fold_in(key, r) if r else key
-        rounds.append(
-            sample_groups(policy, task, params, drawn, round_key, num_generations),
-        )
+        rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
         seconds.append(time.perf_counter() - began)
         if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:
             break
@@ -97,22 +93,3 @@ def _chosen_groups(rounds: list[Groups], chosen: np.ndarray) -> Groups:
         rewards_PG=np.concatenate([groups.rewards_PG for groups in rounds])[chosen],
         kept_PG=np.concatenate([groups.kept_PG for groups in rounds])[chosen],
     )
-
-
-def chosen_completions(parts: list[Graded], rows: np.ndarray) -> Graded:
-    """Completions number `rows` of all parts. Metrics and weights, which are no values of single
-    completions, are those of the first part."""
-
-    def chosen(values: list[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, dict):
-            return {name: chosen([value[name] for value in values]) for name in first}
-        if isinstance(first, list):
-            together = [item for value in values for item in value]
-            return [together[row] for row in rows]
-        return None if first is None else np.concatenate(values)[rows]
-
-    names = [field.name for field in fields(Graded)]
-    names = [name for name in names if name not in ("metrics", "weights")]
-    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
-    return replace(parts[0], **taken)
