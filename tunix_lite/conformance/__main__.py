@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     from tunix_lite.conformance import table
 
     if arguments[:1] == ["--write"]:
-        Path(arguments[1]).write_text(table.page(), encoding="utf-8")
+        Path(arguments[1]).write_text(table.page(table.cells()), encoding="utf-8")
         return
     found = table.cells(arguments)
     if not found:

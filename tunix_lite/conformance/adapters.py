@@ -218,6 +218,7 @@ def _tunix_advantages(estimator: Callable, fixture: Fixture) -> np.ndarray:
 _STD = f.group_std(1e-4)
 ADAPTERS: dict[str, Callable[[Fixture], Numbers]] = {
     "grpo@trl": _trl(_STD, loss_type="grpo"),
+    "grpo_default@trl": _trl(_STD),
     "dr_grpo@trl": _trl(f.centre, loss_type="dr_grpo"),
     "dapo@trl": _trl(_STD, loss_type="dapo", epsilon_high=0.28),
     "two_sided_clip@trl": _trl(_STD, loss_type="dapo", delta=4.0),

@@ -514,7 +514,7 @@ def preferences(beta: float, length_mean: bool = False, ipo: bool = False) -> Lo
         score = (terms.lp - terms.ref).sum(axis=-1)
         if length_mean:
             score = score / np.maximum(terms.mask.sum(axis=-1), 1)
-        pairs = pairs_of(fixture.rewards)
+        pairs = pairs_of(fixture)
         total = 0.0
         for best, worst in pairs:
             margin = score[..., best] - score[..., worst]
@@ -527,14 +527,17 @@ def preferences(beta: float, length_mean: bool = False, ipo: bool = False) -> Lo
     return loss
 
 
-def pairs_of(rewards: np.ndarray) -> list[tuple[int, int]]:
-    """Rows of the best and the worst completion of each group in which two differ."""
+def pairs_of(fixture: Fixture) -> list[tuple[int, int]]:
+    """Rows of the best and the worst completion of each group in which two differ, but for pairs
+    without any token."""
     found = []
-    for p, values in enumerate(rewards):
+    for p, values in enumerate(fixture.rewards):
         if np.isnan(values).all() or np.nanmin(values) == np.nanmax(values):
             continue
         start = p * len(values)
-        found.append((start + int(np.nanargmax(values)), start + int(np.nanargmin(values))))
+        pair = start + int(np.nanargmax(values)), start + int(np.nanargmin(values))
+        if fixture.mask[list(pair)].any():
+            found.append(pair)
     return found
 
 

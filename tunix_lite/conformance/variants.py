@@ -119,6 +119,14 @@ def _grpo_family() -> list[Variant]:
             grpo(advantages=STD, weighting=SEQUENCES, **CLIP),
         ),
         Variant(
+            "grpo_default",
+            "trl",
+            "loss_type not given: token mean; clip 0.2",
+            objective(trl, clip),
+            grpo(advantages=STD, **CLIP),
+            "what TRL calls GRPO unless loss_type=grpo is given",
+        ),
+        Variant(
             "grpo",
             "verl",
             "std + 1e-6; token mean; dual clip at 3: where A < 0 the gain is not below 3 A",
@@ -843,7 +851,7 @@ def _kl_terms() -> list[Variant]:
 
 def _demonstrations() -> list[Variant]:
     dpo = {"_target_": "tunix_lite.algorithms.dpo.DPO", "beta": 0.1, "pairs": "sampled"}
-    distil = {"_target_": "tunix_lite.algorithms.distill.Distill"}
+    distil = None
     sigmoid = "- log sigmoid(0.1 (s_chosen - s_rejected)), s = sum_t (lp - ref), mean over pairs"
     as_reward = "A_t = - sg[lp - lp_teacher] of each token; - rho A"
     return [
