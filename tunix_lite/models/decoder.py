@@ -64,7 +64,8 @@ from tunix_lite.types import Params
 EMBED_INIT = jax.nn.initializers.normal(0.02)
 # Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
 MOST_LAYERS = 1024
-# Elements of one dim of a weight. Published models have up to 262,208.
+# Elements of one dim of a weight, and every other number of an architecture, such as
+# max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 MOST_OF_A_DIM = 2**26
 # The axes of hidden states between layers.
 RESIDUAL = ("batch", "residual_seq", "act_embed")

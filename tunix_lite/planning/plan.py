@@ -135,7 +135,7 @@ def assemble_plan(
     makers = {"update": _update}
     if resolved.scores:
         makers = {"scoring": _scoring} | makers
-    if resolved.samples:
+    if resolved.has_rollouts:
         makers = {"rollout": _rollout} | makers
     bounds = speed.bounds(resolved, machine.hardware, done)
     phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]

@@ -280,7 +280,7 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
         score = scoring_program(policy_of(resolved).scores, resolved.rows)
         under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
         found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
-    if resolved.samples:
+    if resolved.has_rollouts:
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)
     return found
