@@ -39,7 +39,11 @@ STARTED = "TUNIX_LITE_STARTED"
 
 @dataclass(frozen=True)
 class Joined:
-    """The run that this process has joined: its place in it, and what all processes agreed on."""
+    """The run that this process has joined: its place in it, and what all processes agreed on.
+
+    Example: Joined(ProcessPlace(process_id=1, num_processes=2, ...), Agreement(["a", "b"],
+    folder)).
+    """
 
     place: ProcessPlace
     agreed: Agreement

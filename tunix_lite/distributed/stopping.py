@@ -58,7 +58,11 @@ class StopRun(BaseException):
 
 @dataclass(frozen=True)
 class Uninterruptible:
-    """Work on the devices that a signal cannot end."""
+    """Work on the devices that a signal cannot end.
+
+    Example: Uninterruptible(UPDATE, 2, time.monotonic()) in the first of two updates of one
+    rollout.
+    """
 
     what: str  # UPDATE or COMPILATION
     times: int  # how many are left before the run may stop, this one included

@@ -85,6 +85,8 @@ class RopeScaling:
     With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
     wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
     low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
+
+    Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
     """
 
     factor: float  # by which wavelengths grow

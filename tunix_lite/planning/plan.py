@@ -44,7 +44,10 @@ PROGRAMS = "programs"
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step on one device, in bytes."""
+    """One phase of a step on one device, in bytes.
+
+    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes.
+    """
 
     name: str
     source: str  # compiled or estimate
@@ -59,7 +62,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on one mesh of a machine."""
+    """One run on one mesh of a machine.
+
+    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes.
+    """
 
     machine: Machine
     resolved: ResolvedRun

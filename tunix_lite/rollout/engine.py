@@ -77,11 +77,10 @@ def make_sampler(
         order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
         indices = range(len(prompts)) if indices is None else indices
         requests = make_requests(order, indices, limits, num_generations)
-        fsdp = axis_size("fsdp")
-        num_slots = rollout.slots(len(requests), fsdp)
+        num_slots = rollout.slots(len(requests), axis_size("fsdp"))
+        blocks = prompt_blocks(spec, [prompts[p] for p in order], num_generations, num_slots)
 
         # From here on the devices work, a chunk ahead of the host.
-        blocks = prompt_blocks(spec, [prompts[p] for p in order], num_generations, num_slots, fsdp)
         scheduler = RolloutScheduler(
             programs, prepare(params), np.float32(temperature), requests, blocks, num_slots, key
         )

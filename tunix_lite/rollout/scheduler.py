@@ -18,6 +18,7 @@ from itertools import groupby
 import jax
 import numpy as np
 
+from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.programs import DecodedChunk, Programs, Queue, SamplerSpec
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_text_end
@@ -74,9 +75,10 @@ class PromptBlocks:
 
 
 def prompt_blocks(
-    spec: SamplerSpec, prompts: Prompts, num_generations: int, num_slots: int, fsdp: int
+    spec: SamplerSpec, prompts: Prompts, num_generations: int, num_slots: int
 ) -> PromptBlocks:
     """prompts: in the order of the requests, `num_generations` of which each one has."""
+    fsdp = axis_size("fsdp")
     generation = spec.generation
     widths = prompt_widths(generation.max_prompt_length)
     longest = generation.max_new_tokens
