@@ -44,9 +44,9 @@ def test_the_advantages_equal_the_vectors_that_tunix_tests():
     grpo = [[0.307498, -1.117636, 0.810138], [1.094526, -0.228671, -0.865855]]
     np.testing.assert_allclose(formulas.group_std(1e-6)(fixture), grpo, atol=2e-6)
     dr_grpo = [[0.10245, -0.372365, 0.269915], [0.246179, -0.051432, -0.194747]]
-    np.testing.assert_allclose(formulas.centre(fixture), dr_grpo, atol=1e-6)
+    np.testing.assert_allclose(formulas.less_group_mean(fixture), dr_grpo, atol=1e-6)
     six = small([[1, 2, 3], [4, 5, 6]], np.ones((6, 1)), np.zeros((6, 1)))
-    np.testing.assert_allclose(formulas.leave_one_out(six), [[-1.5, 0, 1.5], [-1.5, 0, 1.5]])
+    np.testing.assert_allclose(formulas.less_others_mean(six), [[-1.5, 0, 1.5], [-1.5, 0, 1.5]])
     # in NeMo-RL's group of exact zeros and ones the lone one is not divided, and the others are
     lone = small([[0] + [1] * 7], np.ones((8, 1)), np.zeros((8, 1)))
     np.testing.assert_allclose(formulas.peers_std(1e-6)(lone)[0], [-1.0] + [0.378] * 7, atol=1e-3)
@@ -57,21 +57,23 @@ def test_values_and_gradients_by_hand():
     log2 = np.log(2)
     mask, logprobs = np.ones((2, 2)), np.array([[log2, np.log(1e8)], [log2, 0.0]])
     fixture = small([[2, 0]], mask, logprobs)  # centred: 1 and -1
-    value, gradient = value_and_gradient(formulas.objective(formulas.centre, formulas.clipped(0.2, 0.28)), fixture)
+    value, gradient = value_and_gradient(
+        formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28)), fixture
+    )
     assert value == pytest.approx(-(1.28 + 1.28 - 2 - 1) / 4)
     np.testing.assert_allclose(gradient, [[0, 0], [2 / 4, 1 / 4]], rtol=1e-12)
     # the dual clip: no gradient where A < 0 and the ratio is above 1.5
     value, gradient = value_and_gradient(
-        formulas.objective(formulas.centre, formulas.clipped(0.2, 0.28, dual=1.5)), fixture
+        formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28, dual=1.5)), fixture
     )
     assert value == pytest.approx(-(1.28 + 1.28 - 1.5 - 1) / 4)
     np.testing.assert_allclose(gradient, [[0, 0], [0, 1 / 4]], rtol=1e-12)
     # the sequence's ratio of the second is sqrt 2, above its bound, and A < 0 keeps the gradient
-    gspo = formulas.objective(formulas.centre, formulas.clipped(0.2, 0.28, formulas.sequence_ratio))
+    gspo = formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28, formulas.ratio_of_completions))
     np.testing.assert_allclose(value_and_gradient(gspo, fixture)[1][1], [2**0.5 / 4] * 2, rtol=1e-12)
     # k3 of d = -log 2: 1/2 + log 2 - 1, with the slope 1 - 1/2; k1's slope is 1 whatever d is
-    for kl, slope in ((formulas.k3, 0.5), (formulas.k1, 1.0), (formulas.k2, log2)):
-        penalty = formulas.objective(formulas.centre, lambda t: 0 * t.lp, kl=kl, kl_coef=1.0)
+    for kl, slope in ((formulas.kl_k3, 0.5), (formulas.kl_k1, 1.0), (formulas.kl_k2, log2)):
+        penalty = formulas.objective(formulas.less_group_mean, lambda t: 0 * t.lp, kl=kl, kl_coef=1.0)
         assert value_and_gradient(penalty, fixture)[1][0, 0] == pytest.approx(slope / 4)
     # DPO: the margin is (log 2 + log 1e8) - log 2, the slope beta sigmoid(-beta margin) each way
     value, gradient = value_and_gradient(formulas.preferences(0.1), fixture)

@@ -13,6 +13,7 @@ Importing this package imports numpy and nothing else.
 
 from tunix_lite.conformance.fixtures import FIXTURES, Fixture
 from tunix_lite.conformance.formulas import value_and_gradient
-from tunix_lite.conformance.variants import VARIANTS, Variant
+from tunix_lite.conformance.rows import Variant
+from tunix_lite.conformance.variants import VARIANTS
 
 __all__ = ["FIXTURES", "VARIANTS", "Fixture", "Variant", "value_and_gradient"]

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     found = table.cells(arguments)
     if not found:
         sys.exit(f"no variant is called {' or '.join(arguments)}; without a name, all are shown")
-    print(table.text(found, with_formulas=bool(arguments)))
+    print(table.as_text(found, with_formulas=bool(arguments)))
 
 
 def record() -> None:

@@ -219,7 +219,7 @@ _STD = f.group_std(1e-4)
 ADAPTERS: dict[str, Callable[[Fixture], Numbers]] = {
     "grpo@trl": _trl(_STD, loss_type="grpo"),
     "grpo_default@trl": _trl(_STD),
-    "dr_grpo@trl": _trl(f.centre, loss_type="dr_grpo"),
+    "dr_grpo@trl": _trl(f.less_group_mean, loss_type="dr_grpo"),
     "dapo@trl": _trl(_STD, loss_type="dapo", epsilon_high=0.28),
     "two_sided_clip@trl": _trl(_STD, loss_type="dapo", delta=4.0),
     "gspo@trl": _trl(
@@ -249,14 +249,16 @@ ADAPTERS: dict[str, Callable[[Fixture], Numbers]] = {
     "batch_scaled@trl": _trl(f.batch_std(1e-4), loss_type="dapo"),
     "maxrl@trl": _trl(f.over_mean(1e-4), loss_type="dapo", epsilon=1e30),
     "gdpo@trl": _trl(f.each_reward(1e-4, 1e-4), loss_type="dapo"),
-    "kl_k3@trl": _trl(f.centre, loss_type="dapo", beta=0.1, use_bias_correction_kl=False),
-    "kl_k3_ratio@trl": _trl(f.centre, loss_type="dapo", beta=0.1, use_bias_correction_kl=True),
-    "tis_token@trl": _trl(f.centre, loss_type="dapo", factor=f.truncate(3.0)),
-    "icepop@trl": _trl(f.centre, loss_type="dapo", factor=f.mask_outside(0.0, 3.0)),
-    "sequence_mask@trl": _trl(
-        f.centre, loss_type="dapo", factor=f.mask_outside(0.0, 3.0, "sequence")
+    "kl_k3@trl": _trl(f.less_group_mean, loss_type="dapo", beta=0.1, use_bias_correction_kl=False),
+    "kl_k3_ratio@trl": _trl(
+        f.less_group_mean, loss_type="dapo", beta=0.1, use_bias_correction_kl=True
     ),
-    "off_policy_mask@trl": _trl(f.centre, loss_type="dapo", off_policy_mask_threshold=0.5),
+    "tis_token@trl": _trl(f.less_group_mean, loss_type="dapo", factor=f.truncate(3.0)),
+    "icepop@trl": _trl(f.less_group_mean, loss_type="dapo", factor=f.mask_outside(0.0, 3.0)),
+    "sequence_mask@trl": _trl(
+        f.less_group_mean, loss_type="dapo", factor=f.mask_outside(0.0, 3.0, "sequence")
+    ),
+    "off_policy_mask@trl": _trl(f.less_group_mean, loss_type="dapo", off_policy_mask_threshold=0.5),
     "grpo@tunix": _tunix("compute_advantages", beta=0.04),
     "dapo@tunix": _tunix("compute_advantages", epsilon_high=0.28, loss_agg_mode="token-mean"),
     "dr_grpo@tunix": _tunix("compute_drgrpo_advantages", loss_agg_mode="sequence-mean-token-scale"),

@@ -36,7 +36,7 @@ def stop(x: np.ndarray) -> np.ndarray:
     return np.real(x)
 
 
-def clip(x: np.ndarray, low: float | None = None, high: float | None = None) -> np.ndarray:
+def within(x: np.ndarray, low: float | None = None, high: float | None = None) -> np.ndarray:
     """x within [low, high], without a gradient outside."""
     if low is not None:
         x = np.where(np.real(x) < low, low, x)
@@ -51,7 +51,7 @@ def minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     # exp of a large number would overflow
-    return 1 / (1 + np.exp(-clip(x, -700, 700)))
+    return 1 / (1 + np.exp(-within(x, -700, 700)))
 
 
 # ---- advantages: a fixture -> [P, G], 0 where dropped
@@ -88,12 +88,12 @@ def group_std(eps: float, ddof: int = 1) -> Callable:
     return lambda fixture: _in_groups(fixture.rewards, of_group)
 
 
-def centre(fixture: Fixture) -> np.ndarray:
+def less_group_mean(fixture: Fixture) -> np.ndarray:
     """r - mean of the group."""
     return _in_groups(fixture.rewards, _centred)
 
 
-def leave_one_out(fixture: Fixture) -> np.ndarray:
+def less_others_mean(fixture: Fixture) -> np.ndarray:
     """r - mean of the others."""
     return _in_groups(
         fixture.rewards, lambda r: np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
@@ -123,7 +123,7 @@ def batch_std(eps: float, mean: str = "group", ddof: int = 1) -> Callable:
         kept = _kept(fixture)
         values = fixture.rewards[kept]
         spread = np.sqrt((_centred(values) ** 2).sum() / max(len(values) - ddof, 1))
-        found = centre(fixture)
+        found = less_group_mean(fixture)
         if mean == "batch":
             found[kept] = _centred(values)
         return found / (spread + eps)
@@ -136,7 +136,7 @@ def whitened(baseline: bool, over: str = "tokens", ddof: int = 1, eps: float = 1
 
     def advantages(fixture: Fixture) -> np.ndarray:
         kept = _kept(fixture)
-        values = (centre(fixture) if baseline else fixture.rewards)[kept]
+        values = (less_group_mean(fixture) if baseline else fixture.rewards)[kept]
         lengths = fixture.mask.sum(axis=1).reshape(kept.shape)[kept]
         counts = lengths if over == "tokens" else np.ones(len(values))
         found = np.zeros(kept.shape)
@@ -229,35 +229,35 @@ class Terms:
         return np.where(self.mask, x, 0).sum(axis=-1, keepdims=True) / count
 
 
-def token_ratio(terms: Terms) -> np.ndarray:
+def ratio_of_tokens(terms: Terms) -> np.ndarray:
     return np.exp(terms.lp - terms.old)
 
 
-def sampler_ratio(terms: Terms) -> np.ndarray:
+def ratio_to_sampler(terms: Terms) -> np.ndarray:
     return np.exp(terms.lp - terms.sampler)
 
 
-def sequence_ratio(terms: Terms) -> np.ndarray:
+def ratio_of_completions(terms: Terms) -> np.ndarray:
     return np.exp(terms.mean(terms.lp - terms.old))
 
 
-def sequence_sampler_ratio(terms: Terms) -> np.ndarray:
+def completion_ratio_to_sampler(terms: Terms) -> np.ndarray:
     return np.exp(terms.mean(terms.lp - terms.sampler))
 
 
-def token_sequence_ratio(terms: Terms) -> np.ndarray:
+def completion_ratio_by_token(terms: Terms) -> np.ndarray:
     """The sequence's ratio, whose gradient is that of each token's own log-probability."""
     return np.exp(stop(terms.mean(terms.lp - terms.old)) + terms.lp - stop(terms.lp))
 
 
 def clipped(
-    low: float, high: float, ratio: Callable = token_ratio, dual: float | None = None
+    low: float, high: float, ratio: Callable = ratio_of_tokens, dual: float | None = None
 ) -> Callable:
-    """min(rho A, clip(rho) A); dual: where A < 0, not below dual A."""
+    """min(rho A, within(rho) A); dual: where A < 0, not below dual A."""
 
     def gain(terms: Terms) -> np.ndarray:
         rho = ratio(terms)
-        found = minimum(rho * terms.A, clip(rho, 1 - low, 1 + high) * terms.A)
+        found = minimum(rho * terms.A, within(rho, 1 - low, 1 + high) * terms.A)
         if dual is None:
             return found
         least = dual * terms.A
@@ -267,11 +267,13 @@ def clipped(
     return gain
 
 
-def cispo(low: float | None, high: float | None, ratio: Callable = token_ratio) -> Callable:
+def bounded_weight(
+    low: float | None, high: float | None, ratio: Callable = ratio_of_tokens
+) -> Callable:
     """sg[rho within the absolute bounds] A lp."""
 
     def gain(terms: Terms) -> np.ndarray:
-        return stop(clip(ratio(terms), low, high)) * terms.A * terms.lp
+        return stop(within(ratio(terms), low, high)) * terms.A * terms.lp
 
     return gain
 
@@ -281,12 +283,12 @@ def soft_gate(positive: float, negative: float) -> Callable:
 
     def gain(terms: Terms) -> np.ndarray:
         tau = np.where(terms.A > 0, positive, negative)
-        return 4 / tau * sigmoid(tau * (token_ratio(terms) - 1)) * terms.A
+        return 4 / tau * sigmoid(tau * (ratio_of_tokens(terms) - 1)) * terms.A
 
     return gain
 
 
-def binary_tv(
+def tv_masked(
     delta: float,
     anchor: str = "sampler",
     cap: float | None = None,
@@ -303,19 +305,19 @@ def binary_tv(
         out = ((terms.A > 0) & (moved > delta)) | (is_low & (moved < -delta))
         found = rho * terms.A
         if cap is not None:
-            found = stop(clip(rho, high=cap)) * terms.A * terms.lp
+            found = stop(within(rho, high=cap)) * terms.A * terms.lp
         return np.where(out, 0.0, found) - log_square * (terms.lp - before) ** 2
 
     return gain
 
 
-def geometric_mean(bound: float) -> Callable:
+def geometric_ratio(bound: float) -> Callable:
     """exp(mean_t of log rho_t, bounded by +-bound on the side of A) A (GMPO)."""
 
     def gain(terms: Terms) -> np.ndarray:
         log = terms.lp - terms.old
         up = np.broadcast_to(terms.A > 0, log.shape)
-        kept = np.where(up, clip(log, high=bound), clip(log, low=-bound))
+        kept = np.where(up, within(log, high=bound), within(log, low=-bound))
         return np.exp(terms.mean(kept)) * terms.A
 
     return gain
@@ -326,7 +328,7 @@ def plain_logprob(terms: Terms) -> np.ndarray:
     return terms.A * terms.lp
 
 
-def importance(ratio: Callable = token_ratio) -> Callable:
+def importance(ratio: Callable = ratio_of_tokens) -> Callable:
     """rho A."""
     return lambda terms: ratio(terms) * terms.A
 
@@ -339,29 +341,29 @@ def token_mean(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     return mask / max(mask.sum(), 1)
 
 
-def sequence_mean(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
+def mean_of_completions(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / (completions * tokens of the completion). Empty completions are completions."""
     kept = max(int((~np.isnan(fixture.rewards)).sum()), 1)
     return mask / np.maximum(mask.sum(axis=1, keepdims=True), 1) / kept
 
 
-def nonempty_sequence_mean(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
+def mean_of_nonempty(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """The same, but empty completions are none."""
     kept = max(int(mask.any(axis=1).sum()), 1)
     return mask / np.maximum(mask.sum(axis=1, keepdims=True), 1) / kept
 
 
-def sequence_sum(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
+def sum_of_completions(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / completions."""
     return mask / max(int((~np.isnan(fixture.rewards)).sum()), 1)
 
 
-def constant_length(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
+def over_longest_allowed(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / (completions * the longest that a completion may be)."""
-    return sequence_sum(mask, fixture) / fixture.max_length
+    return sum_of_completions(mask, fixture) / fixture.max_length
 
 
-def padded_width(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
+def over_padded_width(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / (non-empty completions * columns of this batch)."""
     return mask / (max(int(mask.any(axis=1).sum()), 1) * mask.shape[1])
 
@@ -429,36 +431,36 @@ def off_policy_mask(delta: float, anchor: str = "sampler") -> Callable:
 # ---- the KL to the reference: the terms -> its estimate for each token
 
 
-def k1(terms: Terms) -> np.ndarray:
+def kl_k1(terms: Terms) -> np.ndarray:
     return terms.lp - terms.ref
 
 
-def k2(terms: Terms) -> np.ndarray:
+def kl_k2(terms: Terms) -> np.ndarray:
     return 0.5 * (terms.lp - terms.ref) ** 2
 
 
-def k3(terms: Terms) -> np.ndarray:
+def kl_k3(terms: Terms) -> np.ndarray:
     return np.exp(terms.ref - terms.lp) - (terms.ref - terms.lp) - 1
 
 
-def k3_clamped(terms: Terms) -> np.ndarray:
+def kl_k3_clamped(terms: Terms) -> np.ndarray:
     """k3 of d within [-20, 20], itself within [-10, 10]."""
-    d = clip(terms.ref - terms.lp, -20, 20)
-    return clip(np.exp(d) - d - 1, -10, 10)
+    d = within(terms.ref - terms.lp, -20, 20)
+    return within(np.exp(d) - d - 1, -10, 10)
 
 
-def k3_ratio(terms: Terms) -> np.ndarray:
+def kl_k3_ratio(terms: Terms) -> np.ndarray:
     """rho k3, with both gradients."""
-    return token_ratio(terms) * k3(terms)
+    return ratio_of_tokens(terms) * kl_k3(terms)
 
 
-def k3_value_k2_gradient(terms: Terms) -> np.ndarray:
-    return stop(k3(terms)) + k2(terms) - stop(k2(terms))
+def kl_k3_with_k2_gradient(terms: Terms) -> np.ndarray:
+    return stop(kl_k3(terms)) + kl_k2(terms) - stop(kl_k2(terms))
 
 
-def k3_exact(terms: Terms) -> np.ndarray:
+def kl_k3_exact(terms: Terms) -> np.ndarray:
     """sg[rho] (k3 as value, k2 as gradient)."""
-    return stop(token_ratio(terms)) * k3_value_k2_gradient(terms)
+    return stop(ratio_of_tokens(terms)) * kl_k3_with_k2_gradient(terms)
 
 
 def log_square(terms: Terms) -> np.ndarray:
@@ -549,7 +551,7 @@ def distillation(weighting: Callable = token_mean) -> Loss:
         terms = _terms(fixture, logprobs, np.zeros((1, 1)))
         advantages = terms.ref - terms.old
         weight = weighting(fixture.counted, fixture)
-        lost = -token_ratio(terms) * advantages
+        lost = -ratio_of_tokens(terms) * advantages
         return np.where(terms.mask, weight * lost, 0.0).sum(axis=(-2, -1))
 
     return loss

@@ -18,7 +18,7 @@ from tunix_lite.algorithms.algorithm import Algorithm, Policy
 from tunix_lite.config import build
 from tunix_lite.conformance.fixtures import FIXTURES, Fixture
 from tunix_lite.conformance.formulas import value_and_gradient
-from tunix_lite.conformance.variants import LONGEST, Variant
+from tunix_lite.conformance.rows import LONGEST, Variant
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.types import Batch, Graded, Rollout, RowBatch, TokenScores

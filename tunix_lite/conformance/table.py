@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from tunix_lite.conformance import adapters
 from tunix_lite.conformance.fixtures import FIXTURES
-from tunix_lite.conformance.variants import READ, VARIANTS, Variant
+from tunix_lite.conformance.rows import READ, Variant
+from tunix_lite.conformance.variants import VARIANTS
 
 GREEN = "🟩"
 RED = "🟥"
@@ -76,7 +77,7 @@ def settings_text(settings: dict) -> str:
     return " ".join(words)
 
 
-def text(found: list[Cell], with_formulas: bool = False) -> str:
+def as_text(found: list[Cell], with_formulas: bool = False) -> str:
     """For a terminal: a line for each, or three."""
     lines = []
     for cell in found:
