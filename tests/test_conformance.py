@@ -15,6 +15,7 @@ from tunix_lite.algorithms.variants import VARIANTS as OF_THE_SETTING
 from tunix_lite.commands.program import compose
 from tunix_lite.config import plain
 from tunix_lite.conformance import FIXTURES, VARIANTS, formulas, ours, table, value_and_gradient
+from tunix_lite.conformance.__main__ import main
 from tunix_lite.conformance.fixtures import Fixture
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
@@ -179,3 +180,14 @@ def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
 
 def test_the_page_is_what_the_module_gives():
     assert PAGE.read_text() == table.page(cells())
+
+
+def test_the_commands_of_the_page_print_the_table_and_some_formulas(capsys):
+    """Both of them; the results are those of the tests above."""
+    main([])
+    assert len(capsys.readouterr().out.splitlines()) == len(VARIANTS)
+    main(["cispo"])
+    shown = capsys.readouterr().out
+    assert "cispo@verl" in shown and "- sg[clip(rho, 0.8, 1.2)] A lp" in shown and "gspo" not in shown
+    with pytest.raises(SystemExit, match="no variant is called cipso"):
+        main(["cipso"])
