@@ -7,6 +7,8 @@ from tunix_lite.tasks.task import Task
 
 # examples of a split that become tokens before the start; of more, so many of them
 MEASURED = 10_000
+# and of those that are not in memory
+MEASURED_LAZILY = 200
 
 
 def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
@@ -36,6 +38,8 @@ def _known(task: Task, demonstrates: bool, num_held_out: int) -> str:
     train = task.config.source.train
     held_out = task.config.source.held_out
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+        # made or read one by one, and perhaps very many
+        _measure(task, train, len(train), "training", [], demonstrates, MEASURED_LAZILY)
         return ""
     if not isinstance(train, Rows):
         return _check(task, demonstrates, num_held_out)
@@ -105,15 +109,20 @@ def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int]
 
 
 def _measure(
-    task: Task, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool
+    task: Task,
+    examples: Sequence,
+    most: int,
+    which: str,
+    special: list[int],
+    demonstrates: bool,
+    limit: int | None = None,
 ) -> None:
     """Raises ValueError: how many of the first `most` are too long; or the place of one that cannot
-    be tokens."""
+    be tokens. limit: examples that become tokens, evenly spread; None: MEASURED."""
     count = min(most, len(examples))
+    limit = MEASURED if limit is None else limit
     places = (
-        range(count)
-        if count <= MEASURED
-        else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
+        range(count) if count <= limit else [i * (count - 1) // (limit - 1) for i in range(limit)]
     )
     looked = (
         f"{count:,}" if len(places) == count else f"the {len(places):,} (of {count:,}) looked at"

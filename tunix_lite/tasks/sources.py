@@ -16,6 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
 
 # examples, at least, before a search for prompts that fit is given up
@@ -283,11 +284,3 @@ class Problems:
             total = after
         lines = [*(steps if worked else []), f"The answer is {total}."]
         return {"question": question, "answer": str(total), "completion": "\n".join(lines)}
-
-
-def is_held_out(question: str) -> bool:
-    """One problem in eight, chosen by its text alone (FNV-1a, the same on every machine)."""
-    value = 2166136261
-    for byte in question.encode():
-        value = (value ^ byte) * 16777619 % 2**32
-    return (value >> 16) % 8 == 0
