@@ -9,6 +9,7 @@ COMMANDS = {
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
     "plan": "what fits on which devices, there or not, and how fast it can be",
+    "doctor": "why a run does not learn, from its files alone",
     "replay": "why an update was skipped, sequence by sequence",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }

@@ -209,13 +209,19 @@ def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunC
     return build(RunConfig, values)
 
 
-def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
+def run_command(
+    name: str,
+    kind: type,
+    action: Callable[[RunConfig, Any], None],
+    positional: str | None = None,
+) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
     settings. It has all settings of a run, too, but makes no folder as a run does. With
-    checkpoint=FOLDER the settings of `model` are those of the run in that folder. Errors end the
-    process with a message and an exit code.
+    checkpoint=FOLDER the settings of `model` are those of the run in that folder. positional: the
+    setting that a first word without `=` is short for. Errors end the process with a message and an
+    exit code.
     """
     keep_freed_memory()
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
@@ -224,8 +230,12 @@ def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None])
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("overrides", nargs="*")
     known = parser.parse_intermixed_args()
+    folder = ""
+    if positional and known.overrides and "=" not in known.overrides[0]:
+        folder = known.overrides.pop(0)
     if known.help:
-        print(f"usage: tunix-lite {name} [key=value ...] [--cfg job] [--config-dir DIR]\n")
+        place = f" [{positional.upper()}]" if positional else ""
+        print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
         print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
         return
 
@@ -239,6 +249,8 @@ def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None])
                 raise ConfigError(unknown_key(key, list(values)))
             if key in LITERAL:
                 values[key] = _unquoted(literal)
+        if folder:
+            values[positional] = folder
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
