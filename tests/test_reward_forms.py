@@ -1,0 +1,285 @@
+"""Formats, length, repetition, ROUGE-L, edit distance and comparisons within a group, against values worked by hand."""
+
+import math
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.groups import Diversity, LengthRank, ranks_of
+from tunix_lite.rewards.math import correct
+from tunix_lite.rewards.similarity import EditSimilarity, RougeL, common_length, edit_distance, units_of
+from tunix_lite.rewards.text import CosineLength, Matches, Repetition, SoftOverlong, Tags, TargetLength
+
+# ---- tags and patterns
+
+
+@pytest.mark.parametrize(
+    ("completion", "all_right", "share"),
+    [
+        ("<think>3 + 4</think><answer>7</answer>", 1, 1),
+        (" <think>3 + 4</think>\n\n<answer>7</answer>\n", 1, 1),
+        ("<think></think><answer></answer>", 1, 1),
+        ("So: <think>3 + 4</think><answer>7</answer>", 0, 1),
+        ("<think>3 + 4</think> so <answer>7</answer>", 0, 1),
+        ("<think>3 + 4</think><answer>7</answer> ok", 0, 1),
+        ("<answer>7</answer><think>3 + 4</think>", 0, 1),
+        ("<think><answer>7</answer></think>", 0, 1),
+        ("<think>3 + 4<answer>7</answer>", 0, 0.5),
+        ("</think>3 + 4<think><answer>7</answer>", 0, 0.5),
+        ("<think>3</think><think>4</think><answer>7</answer>", 0, 0.5),
+        ("<answer>7</answer>", 0, 0.5),
+        ("7", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_tags_stand_in_order_and_alone(completion, all_right, share):
+    assert Tags()(completion, {}) == all_right
+    assert Tags(partial=True)(completion, {}) == share
+
+
+def test_a_pattern_finds_a_part_or_the_whole():
+    assert Matches(r"\d+ apples")("I have 12 apples.", {}) == 1
+    assert Matches(r"\d+ apples", whole=True)("I have 12 apples.", {}) == 0
+    assert Matches(r".*\d+ apples\.", whole=True)("I have\n12 apples.", {}) == 1
+    assert Matches(r".*\d+ apples\.", whole=True, dot_all=False)("I have\n12 apples.", {}) == 0
+    assert Matches("APPLES", ignore_case=True)("12 apples", {}) == 1
+    assert Matches("APPLES")("12 apples", {}) == 0
+    with pytest.raises(ValueError, match=r"pattern='\(' is no regular expression"):
+        Matches("(")
+
+
+def test_a_pattern_that_never_ends_is_ended_and_leaves_no_alarm():
+    forever = Matches(r"(a+)+b", seconds=0.2)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"the pattern '\(a\+\)\+b' took more than 0.2 seconds"):
+        forever("a" * 40, {})
+    assert time.monotonic() - began < 2
+    time.sleep(0.3)
+    assert forever("aab", {}) == 1
+    # another thread has no signals; the process is then ended by rewards.timeout
+    found = []
+    thread = threading.Thread(target=lambda: found.append(forever("aab", {})))
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
+# ---- length
+
+
+def test_a_completion_knows_its_tokens_wherever_it_goes():
+    completion = pickle.loads(pickle.dumps(CompletionText("12 + 3", 5)))
+    assert completion == "12 + 3" and completion.num_tokens == 5 and type(completion) is CompletionText
+    assert type(completion + "") is str and hash(completion) == hash("12 + 3")
+    assert TargetLength(5, 1)(completion, {}) == 1
+    with pytest.raises(ValueError, match="a plain text has no number of tokens"):
+        TargetLength(5, 1)("12 + 3", {})
+
+
+@pytest.mark.parametrize(
+    ("length", "score"), [(10, 1), (8, 0.5), (12, 0.5), (6, 0), (14, 0), (0, 0), (100, 0), (11, 0.75)]
+)
+def test_a_target_length(length, score):
+    assert TargetLength(10, 4)(CompletionText("", length), {}) == score
+    assert TargetLength(10, 4, "characters")("x" * length, {}) == score
+    assert TargetLength(10, 4, "words")("x " * length, {}) == score
+
+
+@pytest.mark.parametrize(
+    ("length", "score"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1), (900, -1)]
+)
+def test_soft_overlong_is_that_of_dapo(length, score):
+    """penalty = clip(-(L - (L_max - L_buf)) / L_buf, -1, 0), and verl's factor."""
+    assert SoftOverlong(100, 20)(CompletionText("", length), {}) == pytest.approx(score)
+    assert SoftOverlong(100, 20, factor=2.0)(CompletionText("", length), {}) == pytest.approx(2 * score)
+
+
+@pytest.mark.parametrize(
+    ("length", "right", "wrong"),
+    [
+        (0, 1, -1),
+        (50, 0.75, -0.75),
+        (100, 0.5, -0.5),
+        (900, 0.5, -0.5),
+        (25, 0.75 + 0.25 / 2**0.5, -0.75 - 0.25 / 2**0.5),
+    ],
+)
+def test_the_cosine_of_the_length(length, right, wrong):
+    reward = CosineLength(correct, 100)
+    assert reward(CompletionText("it is 7", length), {"answer": "7"}) == pytest.approx(right)
+    assert reward(CompletionText("it is 8", length), {"answer": "7"}) == pytest.approx(wrong)
+
+
+def test_the_cosine_is_that_of_open_r1():
+    """min + (max - min) (1 + cos(pi L / L_max)) / 2, with the ends of wrong completions swapped."""
+    for length in (0, 13, 77, 100):
+        cosine = math.cos(length / 100 * math.pi)
+        expected = {"7": 0.5 + 0.5 * 0.5 * (1 + cosine), "8": -0.5 + 0.5 * (-1 + 0.5) * (1 + cosine)}
+        for text, score in expected.items():
+            assert CosineLength(correct, 100)(CompletionText(text, length), {"answer": "7"}) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("completion", "n", "score"),
+    [
+        ("a b a b a b", 2, -0.6),
+        ("A b a B a b", 2, -0.6),
+        ("a b c d", 2, 0),
+        ("a a a a", 1, -0.75),
+        ("a b", 3, 0),
+        ("", 3, 0),
+        ("x x x x", 3, -0.5),
+    ],
+)
+def test_repetition_by_hand(completion, n, score):
+    assert Repetition(n)(completion, {}) == pytest.approx(score)
+    assert Repetition(n, factor=0.5)(completion, {}) == pytest.approx(score / 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tags(()), "tags is empty"),
+        (lambda: Tags(("a b",)), "'a b' is no name of a tag"),
+        (lambda: TargetLength(5, 0), "width=0"),
+        (lambda: TargetLength(5, 1, "bytes"), "unit='bytes'; it is tokens, words or characters"),
+        (lambda: SoftOverlong(10, 20), "buffer_tokens=20 must be above 0 and at most max_tokens=10"),
+        (lambda: SoftOverlong(10, 5, -1.0), "factor=-1.0"),
+        (lambda: CosineLength(correct, 0), "max_length=0"),
+        (lambda: Repetition(0), "n=0"),
+        (lambda: Matches("a", seconds=0), "seconds=0"),
+        (lambda: RougeL(split="bytes"), "split='bytes'"),
+        (lambda: RougeL(measure="f2"), "measure='f2'"),
+        (lambda: EditSimilarity(most=0), "most=0"),
+        (lambda: LengthRank(unit="bytes"), "unit='bytes'"),
+        (lambda: Diversity(0), "n=0"),
+    ],
+)
+def test_wrong_settings_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- similarity
+
+
+def test_common_length_and_edit_distance_are_those_of_the_tables():
+    """Against the table of dynamic programming, for texts of few letters, so that much is common."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        first, second = ("".join(rng.choice(list("abc"), rng.integers(0, 80))) for _ in range(2))
+        common = np.zeros((len(first) + 1, len(second) + 1), int)
+        edits = np.add.outer(np.arange(len(first) + 1), np.arange(len(second) + 1))
+        for i, a in enumerate(first):
+            for j, b in enumerate(second):
+                common[i + 1, j + 1] = common[i, j] + 1 if a == b else max(common[i, j + 1], common[i + 1, j])
+                edits[i + 1, j + 1] = min(edits[i, j] + (a != b), edits[i, j + 1] + 1, edits[i + 1, j] + 1)
+        assert common_length(first, second) == common[-1, -1]
+        assert edit_distance(first, second) == edits[-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [
+        ("kitten", "sitting", 3),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("", "", 0),
+        ("flaw", "lawn", 2),
+        ("x" * 500, "y" * 300, 500),
+    ],
+)
+def test_edit_distances_that_are_known(first, second, distance):
+    assert edit_distance(first, second) == distance
+    longest = max(len(first), len(second), 1)
+    assert EditSimilarity()(first, {"answer": second}) == pytest.approx(1 - distance / longest)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "precision", "recall"),
+    [
+        ("police kill the gunman", "police killed the gunman", 3 / 4, 3 / 4),
+        ("the gunman kill police", "police killed the gunman", 2 / 4, 2 / 4),
+        ("The cat, on THE mat!", "the cat sat on the mat", 1, 5 / 6),
+        ("a", "a b c d", 1, 1 / 4),
+        ("x", "a b c d", 0, 0),
+        ("", "a", 0, 0),
+        ("a", "", 0, 0),
+    ],
+)
+def test_rouge_l_by_hand(completion, reference, precision, recall):
+    example = {"answer": reference}
+    assert RougeL(measure="precision")(completion, example) == pytest.approx(precision)
+    assert RougeL(measure="recall")(completion, example) == pytest.approx(recall)
+    f = 2 * precision * recall / (precision + recall) if precision else 0
+    assert RougeL()(completion, example) == pytest.approx(f)
+    assert RougeL()(completion, {"answer": ["zzz", reference]}) == pytest.approx(f), "the best of several"
+
+
+def test_rouge_l_is_that_of_rouge_score():
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
+    rng = np.random.default_rng(1)
+    words = np.array(["the", "cat", "Sat", "on", "a-mat", "it's", "naïve", "3.14", "--", "(x)"])
+    for _ in range(200):
+        texts = [" ".join(rng.choice(words, rng.integers(0, 30))) for _ in range(2)]
+        expected = scorer.score(texts[0], texts[1])["rougeL"]
+        for measure, value in (
+            ("f", expected.fmeasure),
+            ("precision", expected.precision),
+            ("recall", expected.recall),
+        ):
+            assert RougeL(measure=measure)(texts[1], {"answer": texts[0]}) == pytest.approx(value, abs=1e-12)
+
+
+def test_other_writings_have_words_of_their_own():
+    assert units_of("Привет, мир! 3", "rouge") == ["3"]
+    assert units_of("Привет, мир! 3", "words") == ["привет", "мир", "3"]
+    assert RougeL(split="characters")("東京", {"answer": "東京都"}) == pytest.approx(0.8)
+
+
+def test_long_texts_cost_little_time_and_are_cut():
+    began = time.process_time()
+    assert EditSimilarity()("ab" * 50_000, {"answer": "ba" * 50_000}) == pytest.approx(1 - 2 / 10_000)
+    assert RougeL()("a b " * 50_000, {"answer": "b a " * 50_000}) == pytest.approx(9_999 / 10_000)
+    assert time.process_time() - began < 2
+
+
+def test_a_reference_that_is_none_is_named():
+    with pytest.raises(ValueError, match="an example has no field 'answer': it has question"):
+        RougeL()("a", {"question": "b"})
+    for wrong in (3, [], ["a", 3]):
+        with pytest.raises(ValueError, match=r"answer=\[.*\] of an example is not a text or texts"):
+            EditSimilarity()("a", {"answer": wrong})
+
+
+# ---- groups
+
+
+def test_ranks_are_shared_by_equals():
+    assert ranks_of([5, 3, 5, 1]) == [2.5, 1, 2.5, 0]
+    assert ranks_of([]) == [] and ranks_of([2, 2]) == [0.5, 0.5]
+
+
+def test_the_shortest_of_a_group_ranks_first():
+    group = [CompletionText("it is 7", n) for n in (10, 30, 20)]
+    assert LengthRank()(group, {}) == [1, 0, 0.5]
+    assert LengthRank(longest_first=True)(group, {}) == [0, 1, 0.5]
+    assert LengthRank("characters")(["aa", "a", "aa"], {}) == [0.25, 1, 0.25]
+    assert LengthRank()(group[:1], {}) == [0]
+
+
+def test_only_right_completions_are_ranked_if_asked():
+    group = [CompletionText(text, n) for text, n in (("7", 10), ("8", 1), ("7", 30), ("it is 7", 20))]
+    assert LengthRank(correct=correct)(group, {"answer": "7"}) == [1, 0, 0, 0.5]
+    assert LengthRank(correct=correct)(group, {"answer": "8"}) == [0, 0, 0, 0]
+
+
+def test_diversity_by_hand():
+    assert Diversity(1)(["a b", "a b", "c d"], {}) == [0.5, 0.5, 1]
+    # bigrams: {ab, bc}, {ab, bd}: one in both, three in either
+    assert Diversity(2)(["a b c", "a b d"], {}) == [pytest.approx(2 / 3)] * 2
+    assert Diversity()(["a b"], {}) == [0] and Diversity()(["", ""], {}) == [0, 0]

@@ -1,0 +1,280 @@
+"""Answers that can be checked: a text, a number or a letter of a choice, read out of a completion.
+
+An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `The
+answer is ...`; of several marks the last one counts. `how` says what is read:
+
+  strict    only what a mark holds, and only if it is an answer as a whole
+  flexible  what the last mark holds, or begins with; without a mark the last one in the text
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from tunix_lite.rewards.numbers import LOOKED_AT, last_number, number_of, numbers_in, undecorated
+from tunix_lite.rewards.scores import no_answer
+
+HOW = ("strict", "flexible")
+PERCENT = ("unit", "fraction")
+MARKS = ("boxed", "tag", "hashes", "words")
+
+# Patterns whose time is bounded by the length of the text, whatever stands in it.
+_BOX_OR_BRACE = re.compile(
+    r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\boxed\s*(?P<bare>-?\d+(?:\.\d+)?)|(?<!\\)[{}]"
+)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_HASHES = re.compile(r"####[^\S\n]*([^\n#]*)")
+# marks that are tried, from the last one back
+MOST_MARKS = 16
+# characters of an answer after such words that are looked at
+_LINE = 500
+_WORDS = re.compile(
+    r"\banswer\b(?:[*_\s]{0,9}[:=][*_]*|\s+(?:is|would\s+be|should\s+be)\b(?!\s+not\b)[*_\s]{0,9}:?)"
+    rf"[*_]*[^\S\n]*(?=(.{{0,{_LINE}}}))",
+    re.IGNORECASE,
+)
+# A sentence ends at a full stop that is not a decimal point.
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
+
+
+class Mark(NamedTuple):
+    """An answer that the completion marks as such. place: the character where the mark begins."""
+
+    place: int
+    kind: str
+    text: str
+
+
+def marked_answers(completion: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
+    """What the completion marks as its answer, in the order in which the marks begin."""
+    # An end that is cut off at its front may begin within a mark, which is then not seen.
+    text = completion[-LOOKED_AT:]
+    found = []
+    if "boxed" in marks:
+        found += _boxed(text)
+    if "tag" in marks:
+        found += _tagged(text)
+    if "hashes" in marks:
+        found += [Mark(match.start(), "hashes", match[1]) for match in _HASHES.finditer(text)]
+    if "words" in marks:
+        found += _after_words(text)
+    return sorted(found)
+
+
+def read_answer(completion: str, how: str = "flexible") -> str | None:
+    """The answer as text, for display: what the last mark holds, or (flexible) the last number."""
+    if marks := marked_answers(completion):
+        return marks[-1].text.strip()
+    found = last_number(completion) if how == "flexible" else None
+    return None if found is None else found[0]
+
+
+@dataclass(frozen=True)
+class NumericAnswer:
+    """1 if the completion's answer is the example's as a number, else 0.
+
+    Signs, thousands separators, currency, units, fractions, powers of ten and percent signs are
+    read (see rewards.numbers). Numbers are compared exactly, unless a tolerance is given: they may
+    differ by `tolerance`, or by `relative_tolerance` times the expected one.
+    """
+
+    field: str = "answer"  # of the example: the expected number
+    how: str = "flexible"  # strict: only a marked answer; flexible: else the last number
+    tolerance: float = 0.0
+    relative_tolerance: float = 0.0
+    # unit: 50% is 50; fraction: 50% is 0.5
+    percent: str = "unit"
+
+    def __post_init__(self):
+        _check_choice("how", self.how, HOW)
+        _check_choice("percent", self.percent, PERCENT)
+        for name in ("tolerance", "relative_tolerance"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+    def __call__(self, completion: str, example: dict) -> float:
+        """Raises ValueError if the example's answer is no number."""
+        expected = number_of(str(_expected(example, self.field)), self.percent)
+        if expected is None:
+            wrong = f"{self.field}={_shown(example[self.field])} of an example"
+            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares texts")
+        found = read_number(completion, self.how, self.percent)
+        if found is None:
+            return no_answer(f"it holds no number ({self.how})")
+        allowed = max(
+            Fraction(self.tolerance),
+            Fraction(self.relative_tolerance) * abs(expected),
+        )
+        return float(abs(found - expected) <= allowed)
+
+
+def read_number(completion: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
+    """The number that the completion gives as its answer, or None."""
+    marks = [mark.text for mark in marked_answers(completion)]
+    if how == "strict":
+        return number_of(marks[-1], percent) if marks else None
+    for text in marks[: -MOST_MARKS - 1 : -1]:
+        value = number_of(text, percent)
+        if value is not None:
+            return value
+        # `5, not 6` and `5 (of 7)` begin with the answer
+        if numbers := numbers_in(text, percent):
+            return numbers[0][1]
+    found = last_number(completion, percent)
+    return None if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class ExactAnswer:
+    """1 if the completion's answer is the example's as text, else 0.
+
+    Both are compared without space around them, a full stop at the end, quotes, bold marks and
+    LaTeX's `\\text{}` and dollars, and with every space as one. Where the example's answer is a
+    list, any of its texts is right.
+    """
+
+    field: str = "answer"  # of the example: the expected text, or a list of texts
+    # strict: only a marked answer; flexible: without a mark, the last line that is not empty
+    how: str = "strict"
+    ignore_case: bool = True
+
+    def __post_init__(self):
+        _check_choice("how", self.how, HOW)
+
+    def __call__(self, completion: str, example: dict) -> float:
+        expected = _expected(example, self.field)
+        texts = expected if isinstance(expected, list | tuple) else [expected]
+        found = self._read(completion)
+        if not found:
+            return no_answer(f"it holds no answer ({self.how})")
+        return float(found in [self._normal(str(text)) for text in texts])
+
+    def _read(self, completion: str) -> str:
+        if marks := marked_answers(completion):
+            return self._normal(marks[-1].text)
+        if self.how == "strict":
+            return ""
+        lines = [self._normal(line) for line in completion[-LOOKED_AT:].splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+    def _normal(self, text: str) -> str:
+        text = " ".join(undecorated(text).split())
+        return text.casefold() if self.ignore_case else text
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """1 if the completion chooses the example's letter, else 0.
+
+    Strict reads a letter that a mark begins with (`The answer is (B) Paris.`), or a completion that
+    is nothing but a letter. Flexible also takes the last letter with a bracket, a full stop or a
+    colon behind it, and then the last one that stands alone.
+    """
+
+    field: str = "answer"  # of the example: the expected letter
+    choices: str = "ABCDE"  # the letters there are
+    how: str = "flexible"
+
+    def __post_init__(self):
+        _check_choice("how", self.how, HOW)
+        if not self.choices.isalpha() or not self.choices.isascii():
+            raise ValueError(f"choices={self.choices!r}; it is letters, as in ABCD")
+
+    def __call__(self, completion: str, example: dict) -> float:
+        """Raises ValueError if the example's answer is none of the letters."""
+        letters = self.choices.upper()
+        expected = str(_expected(example, self.field)).strip(" ().").upper()
+        if len(expected) != 1 or expected not in letters:
+            wrong = f"{self.field}={_shown(example[self.field])} of an example"
+            raise ValueError(f"{wrong} is none of choices={self.choices}")
+        found = self._read(completion, letters)
+        if found is None:
+            return no_answer(f"it chooses none of {letters} ({self.how})")
+        return float(found == expected)
+
+    def _read(self, completion: str, letters: str) -> str | None:
+        one = f"[{letters}{letters.lower()}]"
+        # `B`, `(B)`, `B) Paris`, `B. Paris`, `B: Paris`; but not the article of `A dog`
+        whole = re.compile(rf"\(?({one})(?:\s*[).:,].*|\s*)", re.DOTALL)
+        for mark in reversed(marked_answers(completion)):
+            if found := whole.fullmatch(_without_words(mark.text)):
+                return found[1].upper()
+            if self.how == "strict":
+                return None
+        if found := re.fullmatch(rf"\(?({one})\)?", undecorated(completion)):
+            return found[1].upper()
+        if self.how == "strict":
+            return None
+        text = undecorated(completion)
+        apart = rf"\(({one})\)|(?<!\w)([{letters}])(?:\)|[.:](?=\s|$))"
+        alone = rf"(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+        for pattern in (apart, alone):
+            if matches := re.findall(pattern, text):
+                return "".join(matches[-1]).upper()
+        return None
+
+
+# ---- marks
+
+
+def _boxed(text: str) -> Iterator[Mark]:
+    """`\\boxed{...}` with all braces inside of it, and `\\boxed 5`. Of boxes within a box, the
+    inner ones; one that is not closed is none."""
+    # where each open brace began, if it is that of a box
+    opened: list[re.Match | None] = []
+    last_closed = -1
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match["bare"]:
+            yield Mark(match.start(), "boxed", match["bare"])
+        elif match[0] != "}":
+            opened.append(match if match["box"] else None)
+        elif opened and (box := opened.pop()) and box.start() > last_closed:
+            last_closed = box.start()
+            yield Mark(box.start(), "boxed", text[box.end() : match.start()])
+
+
+def _tagged(text: str) -> Iterator[Mark]:
+    opened = None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            opened = tag
+        elif opened is not None:
+            yield Mark(opened.start(), "tag", text[opened.end() : tag.start()])
+            opened = None
+
+
+def _after_words(text: str) -> Iterator[Mark]:
+    for match in _WORDS.finditer(text):
+        said = match[1]
+        # on the next line, if nothing follows on this one
+        if not said.strip("*_ "):
+            said = text[match.end() : match.end() + _LINE].lstrip().partition("\n")[0]
+        end = _SENTENCE_END.search(said)
+        yield Mark(match.start(), "words", said[: end.start()] if end else said)
+
+
+# ---- small print
+
+
+def _without_words(text: str) -> str:
+    """`option (B)` and `choice B` without the word."""
+    return re.sub(r"^(?:option|choice|letter)\s+", "", undecorated(text), flags=re.IGNORECASE)
+
+
+def _expected(example: dict, field: str) -> object:
+    if field not in example:
+        raise ValueError(
+            f"an example has no field {field!r}: it has {', '.join(map(str, example))}"
+        )
+    return example[field]
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:200]
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; it is {' or '.join(choices)}")

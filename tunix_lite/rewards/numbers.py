@@ -1,0 +1,235 @@
+"""Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`.
+
+A number is read as an exact fraction, so that 0.1 + 0.2 is 0.3 here. What is not plainly one number
+is none: `1,23`, `3:45`, `2^5` and `5 or 6` are refused, not guessed at.
+"""
+
+import re
+from fractions import Fraction
+
+# Characters of a text that are looked at; of a longer one, those at its end.
+LOOKED_AT = 64 * 1024
+# digits of a number, and the largest power of ten, that are still computed with
+MOST_DIGITS = 400
+
+SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+VULGAR = {
+    "½": "1/2",
+    "⅓": "1/3",
+    "⅔": "2/3",
+    "¼": "1/4",
+    "¾": "3/4",
+    "⅕": "1/5",
+    "⅖": "2/5",
+    "⅗": "3/5",
+    "⅘": "4/5",
+    "⅙": "1/6",
+    "⅚": "5/6",
+    "⅛": "1/8",
+    "⅜": "3/8",
+    "⅝": "5/8",
+    "⅞": "7/8",
+}
+
+_CURRENCY = r"(?:(?:US|CA|AU)?\$|€|£|¥|₹|(?:USD|EUR|GBP|Rs\.?)\s?)"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+|\.(?![\d.]))?|\.\d+)"
+_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))"
+_POWER = (
+    r"(?:\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?|[eE]([-+]?\d+))"
+)
+# One number with its sign, currency, power of ten and percent sign; what follows it is a unit.
+NUMBER = re.compile(
+    rf"""
+    (?P<sign>[-+]\s*)? {_CURRENCY}? (?P<second>[-+])?
+    (?:
+        (?:(?P<whole>\d+)\s*)? (?P<frac>{_FRACTION})
+      | (?P<mixed>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)
+      | (?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
+      | 10\s*\^\s*\{{?\s*(?P<ten>[-+]?\d+)\s*\}}?
+      | (?P<decimal>{_DECIMAL})(?P<power>{_POWER})?
+    )
+    (?P<percent>\s*%|\s*percent\b)?
+    """,
+    re.VERBOSE,
+)
+# A unit: words without digits (but for powers, as in m^2 or s^{-1}).
+_UNIT = re.compile(r"(?:(?<=[^\W\d])\^\s*\{?\s*-?\d\s*\}?|[^\d^\\=<>+*/~|]|/(?=\s*[^\W\d]))*")
+_SCALE = re.compile(rf"(?:\s*\b(?:{'|'.join(SCALES)})s?\b)+", re.IGNORECASE)
+# Words before a number that say no more than that it comes.
+_PREFIX = re.compile(
+    r"(?:(?:is|equals?|equal to|just|only|exactly|about|approximately|roughly|around)\b|[:=])\s*",
+    re.IGNORECASE,
+)
+# A number behind these is a part of something else: a word, a power, a time, a date, a list.
+_BEFORE = re.compile(r"(?:[\w^]|\^\{|\d[:/.,])\Z")
+# As is one before these.
+_AFTER = re.compile(r"\s*\^|[:/.,]\d")
+
+
+def number_of(text: str, percent: str = "unit") -> Fraction | None:
+    """The number that the whole text is, or None. A unit behind it is passed over.
+
+    percent: "unit" passes over the sign, 50% is 50; "fraction": 50% is 1/2.
+
+    Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None.
+    """
+    text = undecorated(text)
+    # of an equation, what it comes to
+    text = text.rpartition("=")[2].strip()
+    while prefix := _PREFIX.match(text):
+        text = text[prefix.end() :]
+    if text[:1] + text[-1:] in ("()", "[]"):
+        text = text[1:-1].strip()
+    found = NUMBER.match(text)
+    if found is None or not _UNIT.fullmatch(_without_scale(text[found.end() :])):
+        return None
+    return _value(found, text, percent)
+
+
+def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
+    """The last number in running text, as it is written and as a value; None if there is none."""
+    return next(iter(reversed(numbers_in(text, percent))), None)
+
+
+def numbers_in(text: str, percent: str = "unit") -> list[tuple[str, Fraction]]:
+    """All numbers in running text, in order: as they are written, and as values."""
+    text = undecorated(text)
+    numbers = []
+    place = 0
+    while found := NUMBER.search(text, place):
+        place = found.end()
+        found = _without_binary_sign(found, text)
+        before = text[max(0, found.start() - 8) : found.start()]
+        is_part = _BEFORE.search(before) or _AFTER.match(text, found.end())
+        value = None if is_part else _value(found, text, percent)
+        if value is not None:
+            numbers.append((found.group().strip(), value))
+    return numbers
+
+
+def undecorated(text: str) -> str:
+    """The text without what is there for the eye: LaTeX's spaces and dollars, bold, quotes."""
+    text = text[-LOOKED_AT:]
+    text = text.translate(_CHARACTERS)
+    # escaped signs are meant: \$5, 50\%
+    text = _ESCAPED_DOLLAR.sub("\0", text)
+    text = text.replace("\\%", "%")
+    # `$5$` is mathematics and `$5` is money
+    text = _MATH.sub(r" \1 ", text)
+    text = text.replace("\0", "$")
+    text = _BOLD.sub(r"\1", text)
+    text = _SEPARATORS.sub(",", text)
+    text = _SPACES.sub(" ", text)
+    text = _TEXT.sub(r" \1 ", text)
+    text = _DEGREES.sub(" degrees", text)
+    text = _EQUALS.sub("=", text)
+    # `1½` is a mixed number
+    for sign, written in VULGAR.items():
+        text = text.replace(sign, f" {written}")
+    return text.strip(_QUOTES).rstrip(_END).strip(_QUOTES)
+
+
+_QUOTES = "*`'\" \n\t\r"
+_END = ".,;:!? *"
+_CHARACTERS = {
+    # minus signs and dashes
+    0x2212: "-",
+    0x2013: "-",
+    0xFE63: "-",
+    0xFF0D: "-",
+    # spaces that separate thousands
+    0x00A0: "\u202f",
+    0x2009: "\u202f",
+    # of another keyboard
+    0xFF05: "%",
+    0xFF04: "$",
+}
+_ESCAPED_DOLLAR = re.compile(r"\\\$")
+_MATH = re.compile(r"\$\$?([^$\n]{1,2000}?)\$\$?(?!\d)")
+_BOLD = re.compile(r"\*\*([^*\n]{1,2000})\*\*")
+_SEPARATORS = re.compile(r"(?<=\d)(?:\u202f|\{,\}|\\,|_|,\\!)(?=\d{3}(?!\d))")
+_SPACES = re.compile(r"\\[,;:! ()\[\]]|\\q?quad\b|~|\u202f|\\left\b|\\right\b|\\displaystyle\b")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]{0,200})\}")
+_EQUALS = re.compile(r"≈|≃|\\approx\b")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")
+
+
+def _without_scale(rest: str) -> str:
+    scale = _SCALE.match(rest)
+    return rest[scale.end() :] if scale else rest
+
+
+def _without_binary_sign(found: re.Match, text: str) -> re.Match:
+    """The match without a sign that belongs to a sum: in `5-3`, `x - 3` it is no sign of the 3."""
+    sign = found["sign"]
+    if not sign:
+        return found
+    before = text[max(0, found.start() - 8) : found.start()]
+    is_binary = bool(before.rstrip()) and (
+        before.rstrip()[-1].isalnum() or before.rstrip()[-1] in ")}]%"
+    )
+    is_apart = sign != sign.rstrip() or not before[-1:].isspace()
+    if not (is_binary and is_apart):
+        return found
+    return NUMBER.match(text, found.start() + len(sign)) or found
+
+
+def _value(found: re.Match, text: str, percent: str) -> Fraction | None:
+    """The number that was matched; None for one of too many digits, or over nothing."""
+    if sum(c.isdigit() for c in found.group()) > MOST_DIGITS:
+        return None
+    try:
+        value = _magnitude(found)
+    except (ZeroDivisionError, OverflowError):
+        return None
+    if value is None:
+        return None
+
+    # sign, per cent and words such as million
+    signs = f"{found['sign'] or ''}{found['second'] or ''}"
+    if signs.count("-") == 1:
+        value = -value
+    if found["percent"] and percent == "fraction":
+        value /= 100
+    if scale := _SCALE.match(text, found.end()):
+        for word in scale[0].lower().split():
+            value *= SCALES.get(word) or SCALES[word.removesuffix("s")]
+    return value
+
+
+def _magnitude(found: re.Match) -> Fraction | None:
+    if found["frac"]:
+        digits = [int(part) for part in re.findall(r"-?\d+", found["frac"])]
+        if len(digits) == 1:
+            # \frac34
+            digits = [int(digit) for digit in str(digits[0])]
+        return int(found["whole"] or 0) + Fraction(digits[0], digits[1])
+    if found["mixed"]:
+        return int(found["mixed"]) + Fraction(int(found["above"]), int(found["below"]))
+    if found["over"]:
+        return Fraction(_bare(found["over"])) / Fraction(_bare(found["under"]))
+    if found["ten"]:
+        return _power_of_ten(int(found["ten"]))
+
+    # a decimal, perhaps with a power of ten
+    value = Fraction(_bare(found["decimal"]))
+    if not found["power"]:
+        return value
+    power = _power_of_ten(int(re.search(r"[-+]?\d+\s*\}?$", found["power"])[0].rstrip("} ")))
+    return None if power is None else value * power
+
+
+def _power_of_ten(exponent: int) -> Fraction | None:
+    return None if abs(exponent) > MOST_DIGITS else Fraction(10) ** exponent
+
+
+def _bare(digits: str) -> str:
+    return digits.replace(",", "").rstrip(".") or "0"
