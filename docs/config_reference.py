@@ -15,11 +15,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from tunix_lite import config
 from tunix_lite.algorithms import advantages, grpo, sft, weighting
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor, DoctorOptions
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
-from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -88,6 +89,9 @@ GROUPS = (
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
+    Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
+    Group("The command doctor", "", Doctor, None),
+    Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
 # groups of which nobody chooses an option: a program begins with its own
 OF_PROGRAMS = {"command"}

@@ -13,6 +13,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
@@ -52,6 +53,7 @@ KINDS = {
     "algorithm/sft": SFT,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
@@ -138,7 +140,8 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
     for name, kind in KINDS.items():
         if name.startswith("command/"):
             values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-            assert {f.name: f.default for f in dataclasses.fields(kind)} == {
+            defaults = {f.name: f.default for f in dataclasses.fields(kind)}
+            assert {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in defaults.items()} == {
                 k: values[k] for k in values if k != "defaults"
             }
 

@@ -214,14 +214,15 @@ def run_command(
     kind: type,
     action: Callable[[RunConfig, Any], None],
     positional: str | None = None,
+    change_settings: Callable[[dict, list[str]], dict] | None = None,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
     settings. It has all settings of a run, too, but makes no folder as a run does. With
     checkpoint=FOLDER the settings of `model` are those of the run in that folder. positional: the
-    setting that a first word without `=` is short for. Errors end the process with a message and an
-    exit code.
+    setting that a first word without `=` is short for. change_settings: (values, overrides) -> the
+    values to build from, both plain. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
@@ -258,6 +259,8 @@ def run_command(
             if not isinstance(values["checkpoint"], str):
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
             values["model"] = _of_run(values, overrides)
+        if change_settings is not None:
+            values = change_settings(values, overrides)
 
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")

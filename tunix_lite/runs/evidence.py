@@ -239,6 +239,13 @@ def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
     return found
 
 
+def read_sample_file(folder: Path, step: int) -> list[dict] | None:
+    """The completions of a step, as samples/ has them; None if there is no file of it. Raises
+    ValueError."""
+    file = folder / "samples" / f"step_{step:06d}.jsonl"
+    return _sample_rows(file) if file.is_file() else None
+
+
 def _sample_rows(file: Path) -> list[dict]:
     rows = []
     for number, (line, is_whole) in enumerate(read_lines(file), 1):

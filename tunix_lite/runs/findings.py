@@ -94,7 +94,7 @@ def learning_rate_zero(run: Evidence) -> Finding | None:
     moved = run.series("train/update_norm")
     if rates is not None and rates.largest == 0:
         shown = f"train/learning_rate is 0 in all {len(rates)} steps"
-    elif moved is not None and moved.largest == 0 and not _all_skipped(run):
+    elif moved is not None and moved.largest == 0 and not _teaches_nothing(run):
         shown = f"train/update_norm is 0 in all {len(moved)} steps"
     else:
         return None
@@ -104,6 +104,12 @@ def learning_rate_zero(run: Evidence) -> Finding | None:
         [shown],
         ["optimizer.learning_rate=1e-4 (a small model), 1e-6 (a large one)"],
     )
+
+
+def _teaches_nothing(run: Evidence) -> bool:
+    """Whether there was no gradient to move by."""
+    gradient = run.series("train/grad_norm")
+    return _all_skipped(run) or (gradient is not None and gradient.largest == 0)
 
 
 def _all_skipped(run: Evidence) -> bool:
