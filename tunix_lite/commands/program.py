@@ -221,8 +221,9 @@ def run_command(
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
     settings. It has all settings of a run, too, but makes no folder as a run does. With
     checkpoint=FOLDER the settings of `model` are those of the run in that folder. positional: the
-    setting that a first word without `=` is short for. change_settings: (values, overrides) -> the
-    values to build from, both plain. Errors end the process with a message and an exit code.
+    setting that a first word without `=` is short for. change_settings: (values, keys that the
+    command line gives) -> the values to build from, all plain. Errors end the process with a
+    message and an exit code.
     """
     keep_freed_memory()
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
@@ -231,14 +232,10 @@ def run_command(
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("overrides", nargs="*")
     known = parser.parse_intermixed_args()
-    folder = ""
-    if positional and known.overrides and "=" not in known.overrides[0]:
-        folder = known.overrides.pop(0)
     if known.help:
-        place = f" [{positional.upper()}]" if positional else ""
-        print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
-        print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
+        _print_help(name, positional)
         return
+    folder = _without_equals(known.overrides) if positional else ""
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
@@ -260,7 +257,7 @@ def run_command(
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
             values["model"] = _of_run(values, overrides)
         if change_settings is not None:
-            values = change_settings(values, overrides)
+            values = change_settings(values, [_key(text) for text in overrides])
 
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")
@@ -270,6 +267,17 @@ def run_command(
         action(build(RunConfig, values), settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _print_help(name: str, positional: str | None) -> None:
+    place = f" [{positional.upper()}]" if positional else ""
+    print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
+    print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
+
+
+def _without_equals(words: list[str]) -> str:
+    """Takes the first word out if it has no `=`, and returns it; "" if it has."""
+    return words.pop(0) if words and "=" not in words[0] else ""
 
 
 # Settings whose value is text for the model: Hydra does not parse it.
@@ -293,6 +301,11 @@ def _unquoted(text: str) -> str | None:
     return None if text == "null" else text
 
 
+def _key(override: str) -> str:
+    """The key of an override, `model.weights` or `+model.more`."""
+    return OverridesParser.create().parse_override(override).get_key_element()
+
+
 def _of_run(values: dict, overrides: list[str]) -> dict:
     """The `model` settings of the run in values["checkpoint"], with the command line's on top.
 
@@ -301,7 +314,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
     """
     own = {}
     for text in overrides:
-        key = OverridesParser.create().parse_override(text).get_key_element()
+        key = _key(text)
         group, _, name = key.partition(".")
         if group.lstrip("+~") != "model":
             continue

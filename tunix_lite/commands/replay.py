@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.algorithms.algorithm import Algorithm, check_loss
 from tunix_lite.checkpoint import Checkpoints
@@ -104,12 +103,12 @@ def replay(run: RunConfig, settings: Replay) -> None:
 # ---- the settings of the run
 
 
-def with_settings_of_run(values: dict, overrides: list[str]) -> dict:
+def with_settings_of_run(values: dict, keys: list[str]) -> dict:
     """The settings that the run was started with, and on top what the command line says.
 
-    values: the settings that the command line gives, composed. The mesh and what belongs to this
-    machine are the command line's. The batch of skipped= is looked at with the settings of the
-    command line alone. Raises ConfigError.
+    values: the settings that the command line gives, composed; keys: which it names. The mesh and
+    what belongs to this machine are the command line's. The batch of skipped= is looked at with the
+    settings of the command line alone. Raises ConfigError.
     """
     file = Path(values["checkpoint"]).expanduser() / ".hydra" / "config.yaml"
     if values["skipped"] is not None or not file.is_file():
@@ -123,8 +122,7 @@ def with_settings_of_run(values: dict, overrides: list[str]) -> dict:
     kept = {"model", "launch", "resume", *(f.name for f in dataclasses.fields(Replay))}
     changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
     found = {**values, **changed}
-    for text in overrides:
-        key = OverridesParser.create().parse_override(text).get_key_element().lstrip("+~")
+    for key in (key.lstrip("+~") for key in keys):
         if key.partition(".")[0] not in kept:
             _copy_setting(values, found, key.split("."))
     return _on_this_mesh(found, theirs)

@@ -623,13 +623,13 @@ def never_ends(run: Evidence) -> Finding | None:
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
-    """Whether most completions of the last file hold an answer, although they are cut."""
-    if not run.samples:
-        return False
-    last = max(run.samples)
-    answered = run.share(lambda row: row.get("extracted") is not None, last)
-    # A file of a run that ends well holds completions of any length; see completions/truncated.
-    return answered is not None and answered >= 0.7
+    """Whether many of the cut completions are right all the same: they had answered before."""
+    cut = [row for row in run.sampled if row.get("finish_reason") == "length"]
+    if not cut and not any("finish_reason" in row for row in run.sampled):
+        # Files of earlier versions do not say which were cut: where nearly all are, it is all.
+        share = run.series("completions/truncated")
+        cut = run.sampled if share is not None and share.mean > 0.9 else []
+    return bool(cut) and float(np.mean([row.get("correct") is True for row in cut])) >= 0.1
 
 
 def parse_failures(run: Evidence) -> Finding | None:
