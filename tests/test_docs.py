@@ -24,6 +24,7 @@ from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.doctor import Doctor
+from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
@@ -59,6 +60,7 @@ PROGRAMS = {
     "plan": PlanConfig,
     "replay": Replay,
     "doctor": Doctor,
+    "evaluate": EvaluateConfig,
 }
 POSITIONAL = {"doctor": "folder", "replay": "checkpoint"}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each

@@ -110,8 +110,10 @@ def with_settings_of_run(values: dict, keys: list[str]) -> dict:
     what belongs to this machine are the command line's. The batch of skipped= is looked at with the
     settings of the command line alone. Raises ConfigError.
     """
+    if values["checkpoint"] is None or values["skipped"] is not None:
+        return values
     file = Path(values["checkpoint"]).expanduser() / ".hydra" / "config.yaml"
-    if values["skipped"] is not None or not file.is_file():
+    if not file.is_file():
         return values
     with error_context("checkpoint"):
         theirs = with_new_names(read_yaml(file))

@@ -142,8 +142,12 @@ class Evidence:
         return [row for step in sorted(self.samples) for row in self.samples[step]]
 
     def groups(self, step: int) -> list[list[dict]]:
-        """The completions of a step, group by group as they stand in the file."""
+        """The completions of a step by their group; where the file does not say it, as they stand
+        there."""
         rows = self.samples[step]
+        if all(type(row.get("group")) is int for row in rows):
+            numbers = sorted({row["group"] for row in rows})
+            return [[row for row in rows if row["group"] == number] for number in numbers]
         size = self.group_size
         if size < 2 or len(rows) % size:
             return []

@@ -388,12 +388,19 @@ def _completions_a_step(run: Evidence) -> int | None:
     return sizes[0] if sizes else None
 
 
+def _has_one_reward(run: Evidence) -> bool:
+    """Whether advantages follow one reward: of several, each may be normalised alone."""
+    row = run.sampled[0] if run.sampled else {}
+    rewards = row.get("rewards")
+    return not isinstance(rewards, dict) or len(rewards) < 2
+
+
 def groups_mixed(run: Evidence) -> Finding | None:
     """Completions of different prompts are compared as one group."""
     found = [(step, group) for step in run.samples for group in run.groups(step)]
     mixed = [step for step, group in found if len({row.get("prompt") for row in group}) > 1]
     # An advantage has the sign of the reward against the mean of its group.
-    wrong = [step for step, group in found if _against_rewards(group)]
+    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group)]
     if len(mixed) + len(wrong) < max(2, len(found) // 5):
         return None
     shown = []
@@ -623,13 +630,21 @@ def never_ends(run: Evidence) -> Finding | None:
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
-    """Whether many of the cut completions are right all the same: they had answered before."""
-    cut = [row for row in run.sampled if row.get("finish_reason") == "length"]
-    if not cut and not any("finish_reason" in row for row in run.sampled):
-        # Files of earlier versions do not say which were cut: where nearly all are, it is all.
-        share = run.series("completions/truncated")
-        cut = run.sampled if share is not None and share.mean > 0.9 else []
-    return bool(cut) and float(np.mean([row.get("correct") is True for row in cut])) >= 0.1
+    """Whether the completions that were cut are right now and then: they had answered before.
+
+    The first steps count. Later a run whose completions are cut has learned to answer shortly.
+    """
+    for step in sorted(run.samples):
+        cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
+        if len(cut) > 0.2 * len(run.samples[step]):
+            return float(np.mean([row.get("correct") is True for row in cut])) >= 0.1
+
+    # Files of earlier versions do not say which were cut: where all are, it is all.
+    share, correct = run.series("completions/truncated"), run.series("completions/correct")
+    has_reasons = any("finish_reason" in row for row in run.sampled)
+    if has_reasons or share is None or correct is None:
+        return False
+    return share.first > 0.9 and correct.first >= 0.1
 
 
 def parse_failures(run: Evidence) -> Finding | None:

@@ -31,9 +31,9 @@ from tunix_lite.runs.evidence import read_sample_file
 from tunix_lite.runs.experience import Experience, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.reference import find_reference
+from tunix_lite.runs.samples import advantages_of, sample_rows
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts, check_resumed, find_parts
-from tunix_lite.runs.watch import sample_rows
 from tunix_lite.tracking.console import OUR_PARTS, Console
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
@@ -112,7 +112,7 @@ def replay_step(
         began,
         {name: x for name, x in metrics.items() if _is_repeated(name)},
         logged_metrics(run_dir, step),
-        None if graded is None else sample_rows(graded),
+        None if graded is None else sample_rows(graded, advantages_of(graded, experience.batch)),
         read_sample_file(folder, step),
         gradient,
         exact,
