@@ -244,12 +244,7 @@ def run_command(
         # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
-        for text in known.overrides:
-            key, _, literal = text.partition("=")
-            if key in LITERAL and key not in values:
-                raise ConfigError(unknown_key(key, list(values)))
-            if key in LITERAL:
-                values[key] = _unquoted(literal)
+        _take_literals(values, known.overrides)
         if folder:
             values[positional] = folder
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
@@ -274,6 +269,16 @@ def run_command(
             action(run, settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _take_literals(values: dict, words: list[str]) -> None:
+    """Puts the texts for the model among the settings. Raises ConfigError where there is none."""
+    for text in words:
+        key, _, literal = text.partition("=")
+        if key in LITERAL and key not in values:
+            raise ConfigError(unknown_key(key, list(values)))
+        if key in LITERAL:
+            values[key] = _unquoted(literal)
 
 
 def _print_help(name: str, positional: str | None) -> None:
