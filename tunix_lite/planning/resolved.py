@@ -99,7 +99,7 @@ class ResolvedRun:
         return tuple(found)
 
     @property
-    def samples(self) -> bool:
+    def has_rollouts(self) -> bool:
         """Whether anything is sampled: to learn from, or to evaluate."""
         return bool(self.rollouts)
 
@@ -254,10 +254,6 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 
 
-# How attention.choose ends its message where cuDNN is not installed on this machine.
-NOT_TRIED = "a small one does not compile"
-
-
 def choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
@@ -270,11 +266,10 @@ def choose_attention(
     shares_prompts = rows.packing == "prefix"
     try:
         return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
-    except ValueError as error:
-        assume_available = not is_attached and (asked, platform) == ("cudnn", "cuda")
-        if not assume_available or NOT_TRIED not in str(error):
+    except attention.CannotCompile:
+        if is_attached:
             raise
-        return "cudnn", "as training.attention says"
+        return asked, "as training.attention says"
 
 
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:

@@ -22,7 +22,10 @@ from tunix_lite.planning.resolved import ResolvedRun
 
 @dataclass(frozen=True)
 class Bound:
-    """The least that a phase takes."""
+    """The least that a phase takes.
+
+    Example: Bound(4e12, 2e9, 0.0, seconds=0.004, limit="compute").
+    """
 
     flops: float  # on all devices together
     read_bytes: float  # from the memory of one device
@@ -56,7 +59,10 @@ def bounds(
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis."""
+    """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis.
+
+    Example: ProgramWork(4e12, 2e9, {"fsdp": 1e8}).
+    """
 
     flops: float
     read: float
