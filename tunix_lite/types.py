@@ -11,7 +11,7 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -115,6 +115,24 @@ class Graded:
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
     # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
+
+
+def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
+    """Completions number `rows` of all parts together. Metrics and weights, which are no values of
+    single completions, are those of the first part."""
+
+    def chosen(values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, dict):
+            return {name: chosen([value[name] for value in values]) for name in first}
+        if isinstance(first, list):
+            together = [item for value in values for item in value]
+            return [together[row] for row in rows] if together else []
+        return None if first is None else np.concatenate(values)[rows]
+
+    names = {field.name for field in fields(Graded)} - {"metrics", "weights"}
+    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **taken)
 
 
 @flax.struct.dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tunix_lite.algorithms.algorithm import rescores
+from tunix_lite.algorithms.algorithm import num_mini_batches, rescores
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import Optimizer, scaled_for
@@ -90,7 +90,8 @@ class ResolvedRun:
         """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
         found = []
         if not self.run.algorithm.needs_demonstrations:
-            found.append((self.batch.prompts, self.run.algorithm.num_generations))
+            prompts = self.batch.prompts * num_mini_batches(self.run.algorithm)
+            found.append((prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
             found.append((self.run.evaluation.num_examples, 1))
         if self.run.evaluation.num_examples and self.run.evaluation.num_samples:

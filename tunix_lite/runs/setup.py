@@ -286,6 +286,10 @@ def startup_summary(
     prompt, new = resolved.lengths
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
 
+    # What is minimised, if the algorithm says it.
+    formula = getattr(run.algorithm, "formula", [])
+    rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
+
     # How long, and where to.
     steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"
     if parts.resume_from is not None:
