@@ -229,12 +229,7 @@ def run_command(
     code.
     """
     keep_freed_memory()
-    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("overrides", nargs="*")
-    known = parser.parse_intermixed_args()
+    known = _words_of(name)
     if known.help:
         _print_help(name, positional)
         return
@@ -269,6 +264,16 @@ def run_command(
             action(run, settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _words_of(name: str) -> argparse.Namespace:
+    """The command line of a command: its flags, and `overrides`, the other words."""
+    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args()
 
 
 def _take_literals(values: dict, words: list[str]) -> None:
