@@ -45,7 +45,10 @@ OF_THE_MACHINE = ("time", "perf", "memory", "eval")
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a step, arrays of the host, with the metrics of the update."""
+    """The gradient of a step, arrays of the host, with the metrics of the update.
+
+    Example: `gradient_of(learner, state, experience).metrics["train/loss"]`.
+    """
 
     grads: Params
     metrics: dict[str, float]
@@ -53,7 +56,10 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was made again, and what the run logged of it."""
+    """A step that was made again, and what the run logged of it.
+
+    Example: `replay_step(run, Path("outputs/latest"), 12, False, print).metrics["train/loss"]`.
+    """
 
     step: int
     # the step of the checkpoint that it began from; 0: the weights that the run began with
