@@ -13,13 +13,24 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite import config
-from tunix_lite.algorithms import advantages, grpo, sft, weighting
+from tunix_lite.algorithms import (
+    advantages,
+    corrections,
+    grpo,
+    ratios,
+    sft,
+    shaping,
+    surrogates,
+    weighting,
+)
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor, DoctorOptions
+from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
-from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -100,9 +111,14 @@ GROUPS = (
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
     Group("The command chat", "", ChatConfig, None),
+    Group("The command evaluate", "", EvaluateConfig, None),
+    Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
+    Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
+    Group("The command doctor", "", Doctor, None),
+    Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
 # groups of which nobody chooses an option: a program begins with its own
 OF_PROGRAMS = {"command"}
@@ -110,7 +126,25 @@ OF_PROGRAMS = {"command"}
 # rest are settings.
 FUNCTIONS = (
     ("Rewards to advantages: `algorithm.advantages`", (advantages,), ("rewards_PG",)),
+    (
+        "The same with statistics of the whole batch: `algorithm.advantages`",
+        (advantages,),
+        ("rewards_PG", "whole"),
+    ),
     ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
+    ("What is maximised per token: `algorithm.surrogate`", (surrogates,), ("terms",)),
+    (
+        "The same with `algorithm.clip_low` and `clip_high`: `algorithm.surrogate`",
+        (surrogates,),
+        ("terms", "bounds"),
+    ),
+    ("Ratios: `algorithm.ratio`", (ratios,), ("log_ratio_RW", "batch")),
+    (
+        "Trainer and sampler: `algorithm.correction`",
+        (corrections,),
+        ("log_weight_BT", "mask_BT"),
+    ),
+    ("Lengths to penalties: `algorithm.shaping`", (shaping,), ("lengths_B",)),
     (
         "Completion to reward: `task.rewards.<name>.fn` and `task.correct`",
         (math, text),

@@ -40,7 +40,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "rollout": {"rollout", "distributed.allgather", "models", "parallel", "plain_text", "types"},
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
-    "evaluation": {"evaluation"},
+    "evaluation": {"evaluation", "rewards.similarity"},
     "tasks": {"tasks", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
@@ -282,6 +282,42 @@ def test_comments_stand_above_what_they_explain():
 def test_a_public_name_has_one_home():
     several = house.names_with_several_homes(SOURCES)
     assert len(several) <= 5, f"rename all but one of each: {several}"
+
+
+NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
+    "checkpoint.py",
+    "distributed",
+    "files",
+    "inference",
+    "learner",
+    "models",
+    "parallel",
+    "planning",
+    "rollout",
+    "runs",
+    "tracking",
+    "types.py",
+}
+
+
+def is_noun(node: ast.AST) -> bool:
+    """A public dataclass or NamedTuple that is no class of settings: conf/ shows those."""
+    if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name.endswith("Config"):
+        return False
+    words = [ast.unparse(part) for part in (*node.decorator_list, *node.bases)]
+    return any("dataclass" in word or "NamedTuple" in word for word in words)
+
+
+@pytest.mark.parametrize("room", sorted(NOUNS_WITH_AN_EXAMPLE))
+def test_nouns_show_themselves_in_an_example(room):
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in FILES
+        if rule_of(file) == room
+        for node in ast.parse(file.read_text()).body
+        if is_noun(node) and "Example" not in (ast.get_docstring(node) or "")
+    ]
+    assert not found, f"write an `Example: ` into the docstring, with values or how to get one: {found}"
 
 
 def test_classes_of_settings_are_named_alike():
