@@ -21,10 +21,11 @@ from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.checks import check_settings
 from tunix_lite.algorithms.formula import formula_of
+from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.oversampling import sample_mixed_groups
 from tunix_lite.algorithms.ratios import token_ratio, token_terms
-from tunix_lite.algorithms.surrogates import Bounds, clip, gain_of, ratio_metrics
+from tunix_lite.algorithms.surrogates import Bounds, clip
 from tunix_lite.algorithms.variants import apply_variant
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
@@ -118,7 +119,7 @@ class GRPO:
         terms = token_terms(scores, batch, self.ratio)
         bounds = Bounds(self.clip_low, self.clip_high)
         gain = gain_of(self.surrogate, terms, bounds)
-        gain, metrics = corrections.applied(self.off_policy_delta, terms, gain)
+        gain, metrics = corrected_gain(self.off_policy_delta, terms, gain)
         loss = -jnp.sum(batch.loss_weight * gain.gain)
         metrics |= ratio_metrics(self.surrogate, terms, bounds, gain)
 

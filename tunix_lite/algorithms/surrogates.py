@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.sequences import sequence_mean
-from tunix_lite.types import Max, Metrics
 
 
 class Bounds(NamedTuple):
@@ -122,33 +121,6 @@ def policy_gradient(terms: TokenTerms) -> Gain:
     return Gain(terms.ratio * terms.advantages)
 
 
-# ---- of any surrogate
-
-
 def takes_bounds(surrogate: Callable) -> bool:
     """Whether clip_low and clip_high mean anything to it."""
     return "bounds" in inspect.signature(surrogate).parameters
-
-
-def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
-    """What the surrogate gives."""
-    return surrogate(terms, bounds) if takes_bounds(surrogate) else surrogate(terms)
-
-
-def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: Gain) -> Metrics:
-    """How far the policy is from the one that sampled, and what the surrogate made of it."""
-    weight_RW = terms.batch.loss_weight
-    gap_RW = jnp.abs(terms.gap)
-    metrics = {
-        "train/sampler_gap": jnp.sum(weight_RW * gap_RW),
-        "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(gap_RW))),
-    }
-    if takes_bounds(surrogate):
-        is_outside_RW = terms.ratio != bounds.clip(terms.ratio)
-        metrics["train/ratio_outside_clip"] = jnp.sum(weight_RW * is_outside_RW)
-    if gain.limited is not None:
-        is_low_RW = gain.limited & (terms.ratio < 1)
-        is_high_RW = gain.limited & (terms.ratio > 1)
-        metrics["train/clipped_low"] = jnp.sum(weight_RW * is_low_RW)
-        metrics["train/clipped_high"] = jnp.sum(weight_RW * is_high_RW)
-    return metrics

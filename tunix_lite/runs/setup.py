@@ -46,6 +46,8 @@ class Parts:
     data: str = ""
     # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
+    # which of its checkpoints; None: the newest
+    resume_step: int | None = None
     # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
     # text: settings that differ from those of the run that made the checkpoints
@@ -284,6 +286,10 @@ def startup_summary(
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+
+    # What is minimised, if the algorithm says it.
+    formula = getattr(run.algorithm, "formula", [])
+    rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
 
     # How long, and where to.
     steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"
