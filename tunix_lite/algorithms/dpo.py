@@ -105,6 +105,8 @@ class DPO:
         counts[paired] = completion_mask[paired]
         weight = (counts / max(len(chosen), 1)).astype(np.float32)
         batch = Batch(tokens=tokens, token_mask=token_mask, loss_weight=weight)
+
+        # Two forwards: the policy as it is now, and the reference.
         today = policy.rescore(params, batch)
         reference = policy.scorers["reference"](batch)
         gap = np.float64(today) - np.float64(reference)
@@ -114,6 +116,7 @@ class DPO:
         self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
     ) -> Batch:
         """The batch with the slope of each pair's loss as advantages, and what is logged."""
+        # Each pair: its margin, its loss, and the slope of that.
         counts_BT = np.asarray(batch.loss_weight) != 0
         scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
         margins = scores_B[chosen] - scores_B[rejected]
@@ -121,6 +124,7 @@ class DPO:
         losses = np.logaddexp(0.0, -self.beta * margins)
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
 
+        # They go to all tokens of the two completions.
         values = np.zeros((4, len(counts_BT)))
         values[0, chosen] = slopes
         values[0, rejected] = -slopes
@@ -174,6 +178,7 @@ def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     of equals; of groups that agree, or have no tokens in the two, none."""
     G = groups.rewards_PG.shape[1]
     lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
+    # a dropped completion is neither best nor worst
     pairs = []
     for p, (rewards, kept) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
         best = p * G + int(np.where(kept, rewards, -np.inf).argmax())

@@ -16,6 +16,7 @@ def main(arguments: list[str]) -> None:
     """Does what the arguments ask for."""
     if arguments[:1] == ["--record"]:
         return record()
+    # our algorithms and jax are imported from here on
     from tunix_lite.conformance import table
 
     if arguments[:1] == ["--write"]:
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> None:
 
 def record() -> None:
     """Keep what the installed frameworks gave beside what others gave before."""
+    # what cannot be run here stays as it was
     known = adapters.recorded()
     for framework, (_, name, install) in adapters.INSTALL.items():
         if not adapters.is_installed(framework):

@@ -41,6 +41,7 @@ def run(framework: str) -> dict[str, Any]:
     formula. The framework must be installed."""
     from tunix_lite.conformance.variants import VARIANTS
 
+    # every fixture that the formula is for
     cells = {}
     for name, own in ADAPTERS.items():
         variant = VARIANTS[name]
@@ -82,11 +83,13 @@ def _trl(advantages: Callable, **settings: Any) -> Callable[[Fixture], Numbers]:
         def tensor(x: np.ndarray) -> Any:
             return torch.tensor(np.asarray(x), dtype=torch.float64)
 
+        # float64 throughout, so that a difference is one of the formula
         logprobs = tensor(fixture.array("logprobs")).requires_grad_()
         mask = fixture.counted
         # of dropped completions TRL knows nothing: they are not in its batch
         kept = ~np.isnan(fixture.rewards).reshape(-1)
         rows = torch.tensor(np.flatnonzero(kept))
+        # what _generate_and_score_completions hands to the loss
         A = np.reshape(advantages(fixture), (-1, 1))
         inputs = {
             "prompt_ids": torch.zeros((len(rows), 1), dtype=torch.long),
@@ -99,6 +102,7 @@ def _trl(advantages: Callable, **settings: Any) -> Callable[[Fixture], Numbers]:
             "ref_per_token_logps": tensor(fixture.array("ref_logprobs"))[rows],
             "num_items_in_batch": tensor(mask.sum()),
         }
+        # with vLLM the weights come with the batch
         if factor is not None:
             terms = f._terms(fixture, fixture.array("logprobs"), A)
             weight = np.broadcast_to(factor(terms), mask.shape)
@@ -118,6 +122,7 @@ def _trl_trainer(
     import torch
 
     given = {name: field.default for name, field in Config.__dataclass_fields__.items()} | settings
+    # as __init__ of the trainer reads its settings
     low = given["epsilon"]
     high = given["epsilon_high"]
     own = SimpleNamespace(
@@ -165,6 +170,7 @@ def _tunix(estimator: str, **settings: Any) -> Callable[[Fixture], Numbers]:
 
         kept = ~np.isnan(fixture.rewards).reshape(-1)
         advantages = _tunix_advantages(getattr(algo_core, estimator), fixture)
+        # settings of GRPOConfig, without its KL unless a row asks for it
         given = {
             "beta": 0.0,
             "epsilon": 0.2,
@@ -187,6 +193,7 @@ def _tunix(estimator: str, **settings: Any) -> Callable[[Fixture], Numbers]:
             ref_per_token_logps=arrays["ref"] if given["beta"] else None,
         )
 
+        # the log-probabilities are put in where a model would give them
         def loss(here: Any) -> Any:
             before = common.compute_per_token_logps
             common.compute_per_token_logps = lambda *_, **__: (here, jnp.zeros((*here.shape, 2)))
@@ -196,6 +203,7 @@ def _tunix(estimator: str, **settings: Any) -> Callable[[Fixture], Numbers]:
                 common.compute_per_token_logps = before
             return found[0]
 
+        # dropped completions have no gradient
         here = jnp.asarray(fixture.array("logprobs")[kept])
         value, slope = jax.value_and_grad(loss)(here)
         gradient = np.zeros(fixture.mask.shape)

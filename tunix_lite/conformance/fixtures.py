@@ -51,6 +51,7 @@ def _fixture(
     far: float = 0.0,
 ) -> Fixture:
     """far: a log-ratio, of either sign, that some tokens have between two of the policies."""
+    # Rewards and masks are given, the rest is drawn.
     rng = np.random.default_rng(seed)
     rewards = np.array(rewards, np.float64)
     mask = np.arange(width) < lengths.reshape(-1, 1)
@@ -65,7 +66,9 @@ def _fixture(
     old = near(sampler, 0.02) + np.where(moved == 0, sign * far, 0)
     logprobs = near(old, 0.35) + np.where(moved == 1, sign * far, 0)
     ref = near(logprobs, 0.3) + np.where(moved == 2, sign * far, 0)
+    # What stands off the tokens must never matter.
     arrays = (np.where(mask, x, np.nan) for x in (logprobs, old, sampler, ref))
+    # Two rewards that add up to the one.
     share = rng.uniform(0, 1, rewards.shape)
     components = np.stack([rewards * share, rewards * (1 - share)])
     return Fixture(name, about, rewards, mask, *arrays, components, max_length=width + 3)

@@ -20,10 +20,13 @@ Loss = Callable[[Fixture, np.ndarray], np.ndarray]
 
 def value_and_gradient(loss: Loss, fixture: Fixture) -> tuple[float, np.ndarray]:
     """The loss at the fixture's log-probabilities, and its gradient [B, T], 0 off the tokens."""
+    # A copy of the batch for each token, which is moved in it alone.
     here = fixture.array("logprobs")
     places = np.argwhere(fixture.counted)
     moved = np.repeat(here[None].astype(complex), len(places), axis=0)
     moved[np.arange(len(places)), places[:, 0], places[:, 1]] += 1j * STEP
+
+    # How the loss of each copy has moved.
     gradient = np.zeros(here.shape)
     gradient[fixture.counted] = np.imag(loss(fixture, moved)) / STEP
     return float(np.real(loss(fixture, here))), gradient
@@ -63,6 +66,7 @@ def _kept(fixture: Fixture) -> np.ndarray:
 
 def _in_groups(values_PG: np.ndarray, of_group: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """of_group(the kept values of a group) of every group with two or more; 0 elsewhere."""
+    # a completion that is alone has nothing to be compared with
     found = np.zeros(values_PG.shape)
     for row, values in zip(found, values_PG):
         kept = ~np.isnan(values)
@@ -73,6 +77,7 @@ def _in_groups(values_PG: np.ndarray, of_group: Callable[[np.ndarray], np.ndarra
 
 def _centred(values: np.ndarray) -> np.ndarray:
     """Less the mean, exactly 0 where all agree."""
+    # a mean of equal numbers can be off by a rounding
     if values.size == 0 or values.min() == values.max():
         return np.zeros(values.shape)
     return values - values.mean()
@@ -109,6 +114,7 @@ def peers_std(eps: float) -> Callable:
         for i, own in enumerate(values):
             others = np.delete(values, i)
             spread = np.sqrt((_centred(others) ** 2).sum() / max(len(others) - 1, 1))
+            # this is where one of a group is left undivided and the others are not
             gap = own - others.mean()
             found.append(gap / (spread + eps) if spread > 0 else gap)
         return np.array(found)
@@ -124,6 +130,7 @@ def batch_std(eps: float, mean: str = "group", ddof: int = 1) -> Callable:
         values = fixture.rewards[kept]
         spread = np.sqrt((_centred(values) ** 2).sum() / max(len(values) - ddof, 1))
         found = less_group_mean(fixture)
+        # a prompt that is easy then has advantages for that
         if mean == "batch":
             found[kept] = _centred(values)
         return found / (spread + eps)
@@ -137,6 +144,7 @@ def whitened(baseline: bool, over: str = "tokens", ddof: int = 1, eps: float = 1
     def advantages(fixture: Fixture) -> np.ndarray:
         kept = _kept(fixture)
         values = (less_group_mean(fixture) if baseline else fixture.rewards)[kept]
+        # a completion counts as often as it has tokens, or once
         lengths = fixture.mask.sum(axis=1).reshape(kept.shape)[kept]
         counts = lengths if over == "tokens" else np.ones(len(values))
         found = np.zeros(kept.shape)
@@ -154,6 +162,7 @@ def over_mean(eps: float = 0.0) -> Callable:
     """(r - mean) / (mean + eps); without eps, 0 where the mean is 0 (MaxRL)."""
 
     def of_group(values: np.ndarray) -> np.ndarray:
+        # of negative rewards the sign would turn
         mean = values.mean() + eps
         return _centred(values) / mean if mean else np.zeros(len(values))
 
@@ -165,12 +174,14 @@ def each_reward(eps: float, batch_eps: float) -> Callable:
 
     def advantages(fixture: Fixture) -> np.ndarray:
         kept = _kept(fixture)
+        # each on a scale of its own
         total = np.zeros(kept.shape)
         for values in fixture.components:
             total += _in_groups(
                 values,
                 lambda r: _centred(r) / (np.sqrt((_centred(r) ** 2).sum() / (len(r) - 1)) + eps),
             )
+        # and their sum on one of the batch
         found = np.zeros(kept.shape)
         centred = _centred(total[kept])
         spread = np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + batch_eps
@@ -260,6 +271,7 @@ def clipped(
         found = minimum(rho * terms.A, within(rho, 1 - low, 1 + high) * terms.A)
         if dual is None:
             return found
+        # where A < 0 the minimum has no lower end
         least = dual * terms.A
         is_below = (terms.A < 0) & (np.real(found) < least)
         return np.where(is_below, least, found)
@@ -298,11 +310,13 @@ def tv_masked(
     """rho A, but 0 for a token whose probability has moved by more than delta along A (DPPO)."""
 
     def gain(terms: Terms) -> np.ndarray:
+        # probabilities, not their logarithms, have a bound here
         before = getattr(terms, anchor)
         rho = np.exp(terms.lp - before)
         moved = stop(np.exp(terms.lp)) - np.exp(before)
         is_low = terms.A <= 0 if drops_zero else terms.A < 0
         out = ((terms.A > 0) & (moved > delta)) | (is_low & (moved < -delta))
+        # the gradient of the ratio, or of the logarithm with a weight
         found = rho * terms.A
         if cap is not None:
             found = stop(within(rho, high=cap)) * terms.A * terms.lp
@@ -315,6 +329,7 @@ def geometric_ratio(bound: float) -> Callable:
     """exp(mean_t of log rho_t, bounded by +-bound on the side of A) A (GMPO)."""
 
     def gain(terms: Terms) -> np.ndarray:
+        # one side only: what moves along A too far
         log = terms.lp - terms.old
         up = np.broadcast_to(terms.A > 0, log.shape)
         kept = np.where(up, within(log, high=bound), within(log, low=-bound))
@@ -516,6 +531,7 @@ def preferences(beta: float, length_mean: bool = False, ipo: bool = False) -> Lo
         score = (terms.lp - terms.ref).sum(axis=-1)
         if length_mean:
             score = score / np.maximum(terms.mask.sum(axis=-1), 1)
+        # a pair counts once, however long its completions are
         pairs = pairs_of(fixture)
         total = 0.0
         for best, worst in pairs:
@@ -549,6 +565,7 @@ def distillation(weighting: Callable = token_mean) -> Loss:
 
     def loss(fixture: Fixture, logprobs: np.ndarray) -> np.ndarray:
         terms = _terms(fixture, logprobs, np.zeros((1, 1)))
+        # how much likelier the teacher finds what was sampled
         advantages = terms.ref - terms.old
         weight = weighting(fixture.counted, fixture)
         lost = -ratio_of_tokens(terms) * advantages

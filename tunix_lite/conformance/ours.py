@@ -62,6 +62,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
     rollout = Rollout(
         tokens, token_mask, mask, logprobs("sampler"), finish, logprobs(sampled), metrics={}
     )
+    # What the rewards gave.
     rewards = fixture.rewards.reshape(-1)
     texts = [""] * len(mask)
     first, second = fixture.components.reshape(2, -1)
@@ -77,7 +78,8 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         weights={"first": 1.0, "second": 1.0},
     )
 
-    # What is asked of a policy and of a task, answered from the fixture.
+    # What else is asked of a policy, answered from the fixture. Preferences are scored under the
+    # weights of now, a sampler is checked against the trainer when it sampled.
     today = np.where(mask, _with_prompt(fixture.logprobs, 0), 0).astype(np.float32)
     is_preference = not hasattr(algorithm, "advantages")
     rescored = today if is_preference else np.where(mask, logprobs("old"), 0)
@@ -87,6 +89,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         scorers={name: lambda batch: logprobs("ref") for name in ("reference", "teacher")},
         rescore=lambda params, batch: rescored,
     )
+    # And what of a task.
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
     counted = _with_prompt(fixture.counted, False)
     task = SimpleNamespace(
@@ -112,6 +115,7 @@ def in_rows(
     current mesh, micro-batch by micro-batch."""
     from tunix_lite.learner.micro_batches import cut
 
+    # every value goes where its token goes
     rows, packed = layout.lay_out(batch)
     logprobs = np.nan_to_num(_with_prompt(fixture.logprobs, 0)).astype(np.float32)
     here = packed.place(logprobs)
@@ -179,7 +183,9 @@ def _unpacked(
     def loss(here: jax.Array, row: RowBatch) -> jax.Array:
         return algorithm.loss(TokenScores(here, jnp.zeros_like(here)), row)[0]
 
+    # all fixtures in one pass
     values, gradients = jax.vmap(jax.value_and_grad(loss))(*stacked)
+    # without the padding
     found = {}
     for fixture, value, gradient in zip(made, np.asarray(values), np.asarray(gradients)):
         B, T = fixture.mask.shape

@@ -55,6 +55,7 @@ def _own(variant: Variant) -> tuple[str, str]:
     """What the framework's own function gave when it was last run, and of which version."""
     if variant.name not in adapters.ADAPTERS:
         return "", ""
+    # as they were when somebody had the framework
     known = adapters.recorded().get(variant.by, {})
     if variant.name not in known.get("cells", {}):
         return GREY, f"not run; {adapters.INSTALL[variant.by][2]}"
@@ -81,6 +82,7 @@ def as_text(found: list[Cell], with_formulas: bool = False) -> str:
     """For a terminal: a line for each, or three."""
     lines = []
     for cell in found:
+        # why it is not green, if it is not
         variant = cell.variant
         word = {GREEN: "green", RED: "red", GREY: "grey"}[cell.ours]
         reason = cell.differs or (variant.why if cell.ours == RED else "")
@@ -131,6 +133,7 @@ def page(found: list[Cell]) -> str:
 
 
 def _summary(found: list[Cell]) -> str:
+    # counts of the table below
     green = sum(cell.ours == GREEN for cell in found)
     frameworks = sorted({cell.variant.by for cell in found} - {"paper"})
     objectives = len({cell.variant.objective for cell in found})
@@ -161,6 +164,7 @@ def _rows(rows: list[Cell]) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for cell in rows:
+        # settings first, then what differs and why
         variant = cell.variant
         settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
         remark = "; ".join(part for part in (settings, cell.differs, variant.why) if part)
