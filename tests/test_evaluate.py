@@ -1,14 +1,7 @@
 """Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
 
-import numpy as np
-import pytest
-
-from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.commands.program import compose
-from tunix_lite.errors import ConfigError
 from tunix_lite.runs.hints import WINDOW, GroupsHint
 from tunix_lite.tracking.console import Console
-
 
 # ---- what a run says of its groups
 

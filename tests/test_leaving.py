@@ -27,8 +27,9 @@ from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import RunFailed
 from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.runs import leaving
+from tunix_lite.tasks import reward_calls
 from tunix_lite.tasks import task as task_module
-from tunix_lite.tasks.task import SharedError
+from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
@@ -128,12 +129,12 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
             if len(evaluations) == 2:
                 if how == "error":
                     raise ValueError("a reward of your own")
-                self.task.stopping._signal_name = "SIGTERM"  # as the handler notes it
+                self.task.processes.stopping._signal_name = "SIGTERM"  # as the handler notes it
         return graded(self, rollout)
 
     with monkeypatch.context() as patch:
         patch.setattr(task_module.Grader, "results", ends)
-        patch.setattr(task_module, "_results", waits_for_ever)
+        patch.setattr(reward_calls, "_results", waits_for_ever)
         if how == "error":
             with pytest.raises(RunFailed, match="^evaluation: a reward of your own"):
                 train(run, tmp_path)
@@ -150,7 +151,7 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
     assert statuses[0]["eval"] == statuses[1]["eval"] and statuses[0]["status"] == "completed"
 
 
-really = task_module._results
+really = reward_calls._results
 
 
 def waits_for_ever(futures, gives_up):
@@ -181,11 +182,10 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
     own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
     stopping = Stopping(None, print)
     stopping.may_stop, stopping._signal_name = True, "SIGTERM" if ours else None
-    task = SimpleNamespace(stopping=stopping, share=lambda value: [value, own])
-    grader = SimpleNamespace(task=task)
+    processes = Processes(0, 2, lambda value: [value, own], stopping)
     began = time.monotonic()
     with pytest.raises(StopRun) if ours or theirs else contextlib.nullcontext():
-        found = task_module.Grader._found(grader, (waiting if ours else done, None), "digest")
+        found = reward_calls.shared_outcomes((waiting if ours else done, None), "digest", processes)
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
     assert time.monotonic() - began < 2
 

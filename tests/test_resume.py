@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,11 +12,10 @@ import pytest
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
-from tunix_lite.learner.optim import make_optimizer
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.planning.resolved import find_model
-from tunix_lite.runs.learner import initial_state
+from tunix_lite.runs.learner import build_learner
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.tracking.rundir import RunDir
 
@@ -78,9 +78,10 @@ def begun(run, folder):
     """What a run holds when it has been loaded, or resumed: (state, frozen base, policy)."""
     parts = prepare(run, RunDir(folder))
     jax.set_mesh(parts.mesh)
-    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    state, frozen, policy, *_ = initial_state(run, parts, RunDir(folder), optimizer, Quiet())
-    return parts, state, frozen, policy
+    stopping = SimpleNamespace(check_between_chunks=lambda: None)
+    session = SimpleNamespace(run=run, parts=parts, run_dir=RunDir(folder), console=Quiet(), stopping=stopping)
+    learner = build_learner(session)
+    return parts, learner.state, learner.frozen, learner.policy
 
 
 @pytest.mark.parametrize(

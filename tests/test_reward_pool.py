@@ -48,6 +48,7 @@ from tunix_lite.rewards.worker import text
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.watch import keep_samples
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
@@ -699,7 +700,7 @@ def test_two_processes_share_groups_and_completions():
             return ranked(completions, example)
 
         task = task_of(THREE_GROUPS, {"rank": Reward(seen, group=True)}, length)
-        task = replace(task, process=process, num_processes=2, share=share)
+        task = replace(task, processes=Processes(process, 2, share))
         return task.grade(three_examples(), said(9)).rewards.tolist()
 
     with ThreadPoolExecutor(2) as pool:

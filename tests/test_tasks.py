@@ -20,7 +20,9 @@ from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import prepare, startup_summary
-from tunix_lite.tasks import task as tasks
+from tunix_lite.tasks import check_rows
+from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
@@ -291,6 +293,28 @@ def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
     np.testing.assert_allclose(graded.rewards, [1 + 0.5 * short, 0.5 * short])
     assert graded.completions == said and graded.extracted == ["3", "4"] and list(graded.correct) == [True, False]
     assert graded.metrics["reward/correct"] == 0.5 and graded.metrics["completions/truncated"] == 0.5
+    np.testing.assert_allclose(graded.each["correct"], [1, 0])
+    np.testing.assert_allclose(graded.each["short"], [short, short])
+
+
+def test_a_failed_reward_is_nan_by_its_name_and_counts_zero_in_the_sum(tokenizer):
+    """Of three completions, `odd` fails for the second; with on_error=drop that one is dropped, with zero it counts."""
+    rewards = {"right": Reward(correct), "odd": Reward(odd, 0.5)}
+    rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", "3 bad", "4")])
+    examples = [{"question": "1 + 2", "answer": "3"}] * 3
+    for on_error, total in (("zero", [1.5, 1, 0.5]), ("drop", [1.5, np.nan, 0.5])):
+        task = Task(TaskConfig(Arithmetic(), "{question}", rewards), tokenizer, 32, 48)
+        with task.with_workers(RewardsConfig(on_error, workers=0), print) as task:
+            graded = task.grade(examples, rollout)
+        np.testing.assert_allclose(graded.each["right"], [1, 1, 0])
+        np.testing.assert_allclose(graded.each["odd"], [1, np.nan, 1])
+        np.testing.assert_allclose(graded.rewards, total)
+        assert all(one is examples[0] for one in graded.examples) and len(graded.examples) == 3
+        assert graded.metrics["reward/odd"] == (2 / 3 if on_error == "zero" else 1)
+
+
+def odd(completion, example) -> float:
+    return float("nan") if "bad" in completion else 1.0
 
 
 def test_a_reward_that_is_no_number_is_an_error(tokenizer):
@@ -320,7 +344,7 @@ def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
 
             examples = [{"question": "1 + 2", "answer": ["3", second_answer][process]}] * 3
             config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
-            task = Task(config, tokenizer, 32, 48, process=process, num_processes=2, share=share)
+            task = Task(config, tokenizer, 32, 48, processes=Processes(process, 2, share))
             try:
                 return task.grade(examples, rollout).rewards.tolist()
             except ValueError as error:
@@ -374,8 +398,8 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
     def learn(process, share, step, is_running=True):
         source = SimpleNamespace(train=rows[process], held_out=[])
         config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
-        whole = Task(config, tokenizer, 16, 8, process=process, num_processes=2, share=share)
-        with whole.with_workers(RewardsConfig(workers=0), print) as task:
+        whole = Task(config, tokenizer, 16, 8)
+        with whole.with_workers(RewardsConfig(workers=0), print, Processes(process, 2, share)) as task:
             examples, dropped = (task if is_running else whole).batch(3, 0, step)
         batch, _, graded = SFT().collect(None, task, None, examples, None)
         return batch.tokens.tolist(), dropped, graded
@@ -391,15 +415,15 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
 def test_a_host_that_finds_too_few_examples_says_so_to_all():
     def taken(process, share):
         rows = of_length(*([9, 9, 2] if process else [2, 2, 2]))
-        among = {"process": process, "num_processes": 2, "share": share, "is_running": True}
-        return replace(numbers_task(rows, "drop"), **among).batch(2, 0, 0)
+        processes = Processes(process, 2, share)
+        return replace(numbers_task(rows, "drop"), processes=processes).batch(2, 0, 0)
 
     first, second = of_two_hosts(taken)
     assert first == second and first.startswith("only 1 of the 3 training prompts looked at fit")
 
 
 def test_one_process_shares_nothing():
-    task = replace(numbers_task(of_length(1, 2, 3), "error"), share=None, is_running=True)
+    task = replace(numbers_task(of_length(1, 2, 3), "error"), processes=Processes(share=None))
     assert len(task.batch(2, 0, 0)[0]) == 2
 
 
@@ -531,7 +555,7 @@ def test_a_line_of_json_ends_with_a_newline_and_nothing_else(tmp_path, tokenizer
 )
 def test_a_bad_row_is_one_short_line_with_file_and_line(tmp_path, tokenizer, line, says):
     with pytest.raises(ValueError, match=says) as failed:
-        of_lines(tmp_path, [GOOD, b"", line], tokenizer, [GOOD]).check_examples(False, 1)
+        check_all_rows(of_lines(tmp_path, [GOOD, b"", line], tokenizer, [GOOD]), False, 1)
     assert "train.jsonl, line 3" in str(failed.value) and len(str(failed.value)) < 600
     assert "\n" not in str(failed.value)
 
@@ -552,7 +576,7 @@ def test_no_message_prints_a_whole_row(tmp_path, tokenizer, line):
         except ValueError as error:
             assert len(str(error)) < 600 and "train.jsonl, line 1: the " in str(error)
     with pytest.raises(ValueError) as failed:
-        replace(task, config=replace(task.config, prompt="{question.x}")).ask(line)
+        replace(task, config=replace(task.config, prompt="{question.x}")).text.ask(line)
     assert len(str(failed.value)) < 600
 
 
@@ -562,34 +586,34 @@ def test_long_prompts_and_completions_are_counted_before_the_start(tmp_path, tok
     count = len(tokenizer.prompt(long["question"] + " + 1?"))
     says = rf"^2 of 4 training prompts are longer than generation.max_prompt_length=48; the longest has {count} tokens "
     with pytest.raises(ValueError, match=rf"{says}\(.*train.jsonl, line 4\); raise it to at least {count}, or set"):
-        task.check_examples(False, 1)
+        check_all_rows(task, False, 1)
     task.prompts([json.loads(GOOD)])
     short = of_lines(tmp_path, [GOOD, {"question": "1", "completion": "x" * 40}], tokenizer, [GOOD])
     says = r"^1 of 2 training completions are longer than generation.max_new_tokens=16; the longest has 41 tokens "
     with pytest.raises(ValueError, match=rf"{says}\(.*line 2\); raise it to at least 41$"):
-        short.check_examples(True, 1)
+        check_all_rows(short, True, 1)
     with pytest.raises(ValueError, match="line 2: an example for sft needs a `completion`; this one has question"):
-        of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer).check_examples(True, 1)
+        check_all_rows(of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer), True, 1)
 
 
 def test_of_very_many_prompts_some_are_measured_and_that_is_said(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(tasks, "MEASURED", 3)
+    monkeypatch.setattr(check_rows, "MEASURED", 3)
     rows = [GOOD, GOOD, {"question": "1" * 80}, GOOD, {"question": "1" * 90}]  # the first, the middle one and the last
     with pytest.raises(ValueError, match=r"^2 of the 3 \(of 5\) looked at training prompts are longer"):
-        of_lines(tmp_path, rows, tokenizer, [GOOD]).check_examples(False, 1)
+        check_all_rows(of_lines(tmp_path, rows, tokenizer, [GOOD]), False, 1)
 
 
 def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
     rows = [{"question": f"{i} + 1"} for i in range(5)]
-    assert of_lines(tmp_path, rows, tokenizer, [{"question": "9"}]).check_examples(False, 1) == (
+    assert check_all_rows(of_lines(tmp_path, rows, tokenizer, [{"question": "9"}]), False, 1) == (
         "5 examples to train on, 1 held out"
     )
-    assert of_lines(tmp_path, rows, tokenizer, [rows[2], {"question": "9"}]).check_examples(False, 1) == (
+    assert check_all_rows(of_lines(tmp_path, rows, tokenizer, [rows[2], {"question": "9"}]), False, 1) == (
         "5 examples to train on, 2 held out; 1 of the held-out prompts are training prompts, too"
     )
     same = of_lines(tmp_path, [*rows, {"question": "<bos> 1"}], tokenizer, None)
     same = replace(same, config=replace(same.config, source=Jsonl(*[str(tmp_path / "train.jsonl")] * 2)))
-    assert same.check_examples(False, 1) == (
+    assert check_all_rows(same, False, 1) == (
         "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"
     )
@@ -623,11 +647,10 @@ def test_a_run_of_before_special_tokens_had_a_setting_goes_on():
 
 def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, monkeypatch):
     first, second = (of_lines(tmp_path, [GOOD] * 3, tokenizer, [{"question": "9"}]) for _ in range(2))
-    said = first.check_examples(False, 1)
+    said = check_all_rows(first, False, 1)
     assert first.config.source.train is second.config.source.train
-    monkeypatch.setattr(Task, "_texts", None)
-    monkeypatch.setattr(tasks, "digest", None)
-    assert second.check_examples(False, 1) == said
+    monkeypatch.setattr(check_rows, "_check", None)
+    assert check_all_rows(second, False, 1) == said
 
 
 # ---- special tokens in rows
@@ -637,34 +660,36 @@ def test_special_tokens_in_a_row_are_text_and_end_no_turn(tmp_path, tokenizer):
     rows = [{"question": EVIL + " <bos>", "completion": "no <end_of_turn> yet"}]
     task = of_lines(tmp_path, rows, tokenizer, long_prompts="truncate")
     start, end = (tokenizer.backend.token_to_id(f"<{edge}_of_turn>") for edge in ("start", "end"))
-    ids = task._tokens(rows[0])
+    ids = task.text.prompt(rows[0])
     assert [i for i in ids if i in (start, end)] == [start, end, start] and ids.count(ids[0]) == 1
     turn = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n"
     assert tokenizer.decode(ids, skip_special=False) == "<bos>" + turn.format(EVIL + " <bos>?")
-    said = task._demonstration(rows[0])
+    said = task.text.demonstration(rows[0])
     assert said[-1] == end and said.count(end) == 1 and tokenizer.decode(said) == "no <end_of_turn> yet"
     control = replace(task, config=replace(task.config, special_tokens_in_data="control"))
-    assert control._tokens({"question": EVIL}) == tokenizer.prompt(EVIL + "?")
-    assert tokenizer.decode(control._demonstration({**rows[0], "question": ""})) == "no "
+    assert control.text.prompt({"question": EVIL}) == tokenizer.prompt(EVIL + "?")
+    assert tokenizer.decode(control.text.demonstration({**rows[0], "question": ""})) == "no "
     with pytest.raises(ValueError, match="train.jsonl, line 1: .* more than one <bos>"):
         control.prompts(task.config.source.train)
     for demonstrates, text in ((False, EVIL), (True, "x")):
         rows = [GOOD, {"question": text, "completion": "no <end_of_turn>"}]
         task = of_lines(tmp_path, rows, tokenizer, [GOOD], special_tokens_in_data="error", long_prompts="drop")
         with pytest.raises(ValueError, match="line 2: .* holds the special token '<end_of_turn>'; task.special_tokens"):
-            task.check_examples(demonstrates, 1)
+            check_all_rows(task, demonstrates, 1)
             task.demonstrations(task.config.source.train[1:])
 
 
 def test_special_tokens_of_the_prompt_setting_are_meant(tokenizer, tmp_path):
     task = of_lines(tmp_path, [GOOD], tokenizer, prompt="<start_of_turn>{question:>16}<{answer}>{answer}{question!r}")
     row = {"question": "<bos>", "answer": "bos"}
-    ids = task._tokens(row)
+    ids = task.text.prompt(row)
     text = "<start_of_turn>" + " " * 11 + "<bos><bos>bos'<bos>'"
     assert tokenizer.decode(ids, skip_special=False).split("user\n")[1].split("<end_of_turn>")[0] == text
     assert ids.count(ids[0]) == 1 and ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3
     with pytest.raises(ValueError, match="both hold a special token, and !r or a format hides which is which"):
-        replace(task, config=replace(task.config, prompt="<bos>{question!r}"))._tokens({"question": 'it\'s "<bos>"'})
+        replace(task, config=replace(task.config, prompt="<bos>{question!r}")).text.prompt(
+            {"question": 'it\'s "<bos>"'}
+        )
 
 
 def test_the_setting_is_one_of_three():

@@ -238,43 +238,48 @@ class RunConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
 
     def __post_init__(self):
-        check_seed(self.seed)
-        if self.rewards.workers:
-            with error_context("task"):
-                check_portable(self.task.functions())
-        check_loss(self.algorithm)
-        declared = reduction_of(self.algorithm)
-        if declared not in (None, *LOSS_REDUCTIONS) or (
-            declared is None and self.training.packing != "none"
-        ):
-            raise ValueError(_undeclared(self.algorithm, declared, self.training.packing))
-        if self.training.packing != "none" and self.model.lora.dropout:
-            raise ValueError(
-                f"training.packing={self.training.packing} and "
-                f"model.lora.dropout={self.model.lora.dropout}: what is "
-                "dropped belongs to a sequence, and a packed row has several; one of the two has "
-                "to go"
-            )
-        if self.training.keep_best_checkpoints and not self.evaluation.num_examples:
-            raise ValueError(
-                "training.keep_best_checkpoints ranks by held-out accuracy; "
-                "evaluation.num_examples is 0"
-            )
-        every = self.training.save_interval_steps
-        updates = self.algorithm.updates_per_rollout
-        if every % updates or self.training.max_steps % updates:
-            raise ValueError(
-                f"training.save_interval_steps={every} and "
-                f"training.max_steps={self.training.max_steps} must be "
-                f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
-                "between two rollouts"
-            )
+        check_together(self)
 
     @property
     def learning_temperature(self) -> float:
         """What scores are divided by in the policy that learns: that of sampling, and 1 where
         nothing is sampled."""
         return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
+
+
+def check_together(run: RunConfig) -> None:
+    """Raises ValueError for settings that exclude each other."""
+    check_seed(run.seed)
+    if run.rewards.workers:
+        with error_context("task"):
+            check_portable(run.task.functions())
+    check_loss(run.algorithm)
+    declared = reduction_of(run.algorithm)
+    if declared not in (None, *LOSS_REDUCTIONS) or (
+        declared is None and run.training.packing != "none"
+    ):
+        raise ValueError(_undeclared(run.algorithm, declared, run.training.packing))
+    if run.training.packing != "none" and run.model.lora.dropout:
+        raise ValueError(
+            f"training.packing={run.training.packing} and "
+            f"model.lora.dropout={run.model.lora.dropout}: what is "
+            "dropped belongs to a sequence, and a packed row has several; one of the two has "
+            "to go"
+        )
+    if run.training.keep_best_checkpoints and not run.evaluation.num_examples:
+        raise ValueError(
+            "training.keep_best_checkpoints ranks by held-out accuracy; "
+            "evaluation.num_examples is 0"
+        )
+    every = run.training.save_interval_steps
+    updates = run.algorithm.updates_per_rollout
+    if every % updates or run.training.max_steps % updates:
+        raise ValueError(
+            f"training.save_interval_steps={every} and "
+            f"training.max_steps={run.training.max_steps} must be "
+            f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
+            "between two rollouts"
+        )
 
 
 LOSS_REDUCTIONS = {
@@ -463,8 +468,24 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _build_target(kind: Any, values: dict, where: str) -> Any:
+    """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
-    path = _expect_type(str, values[TARGET], f"{where}.{TARGET}")
+    target = _find_target(kind, values[TARGET], where)
+    if dataclasses.is_dataclass(target):
+        return _build_dataclass(target, settings, where)
+    parameters = inspect.signature(target).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _refuse_unknown(settings, list(parameters), where)
+    if isinstance(target, type):
+        with error_context(where):
+            return target(**settings)
+    return partial(target, **settings) if settings else target
+
+
+def _find_target(kind: Any, path: Any, where: str) -> Any:
+    """The class or function of this dotted path. Raises ConfigError if it may not stand where
+    `kind` is expected."""
+    path = _expect_type(str, path, f"{where}.{TARGET}")
     if path in RENAMED:
         _print_once(f"{TARGET}: {path} is {RENAMED[path]} now; please write that")
         path = RENAMED[path]
@@ -492,19 +513,9 @@ def _build_target(kind: Any, values: dict, where: str) -> Any:
         raise ConfigError(
             f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it"
         )
-
-    # A class is built, a function gets its settings bound.
-    if dataclasses.is_dataclass(target):
-        return _build_dataclass(target, settings, where)
     if not callable(target):
         raise ConfigError(f"{where}._target_: {path} is neither a class nor a function")
-    parameters = inspect.signature(target).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _refuse_unknown(settings, list(parameters), where)
-    if isinstance(target, type):
-        with error_context(where):
-            return target(**settings)
-    return partial(target, **settings) if settings else target
+    return target
 
 
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:

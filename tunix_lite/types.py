@@ -88,7 +88,7 @@ class Graded:
     """Completions as text, and what they are worth. One entry per completion, B of them.
 
     Example: two completions of `2 + 2 = ?`, one right -> completions ["4", "5"], rewards [1., 0.],
-    correct [T, F], extracted ["4", "5"], dropped [F, F].
+    correct [T, F], extracted ["4", "5"], dropped [F, F], each {"correct": [1., 0.]}.
     """
 
     prompts: list[str]  # the user's messages
@@ -98,10 +98,12 @@ class Graded:
     extracted: list[str | None]  # the answer that was read out of each, for display
     metrics: Metrics
     dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
-    # each reward by name, [B] float64, without its weight; 0 where it failed
+    # every reward by name, without its weight: [B] float64, nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
-    # by name, what each counts in the sum
+    # by name, what each reward counts in the sum
     weights: dict[str, float] = field(default_factory=dict)
+    # the example that each completion answers; those of a group are one and the same dict
+    examples: list[dict] = field(default_factory=list)
 
 
 @flax.struct.dataclass

@@ -48,7 +48,7 @@ def choose_micro_batch(
         chosen = estimate.choose_sampling_weights(sized, machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         updates[size] = train_step_of(sized)
-        compile_it = partial(updates[size].compiled, *update_arguments(sized, abstract(sized)))
+        compile_it = partial(updates[size].compile, *update_arguments(sized, abstract(sized)))
         is_tpu = machine.platform == "tpu"
         update = compiled("update", compile_it, sized.mesh_shape, is_tpu)
         peak = assemble_plan(machine, sized, {"update": update}).peak_bytes

@@ -65,73 +65,74 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     settings = run.training
     G = run.algorithm.num_generations
     prompts = settings.prompts_per_step
-    is_packed = settings.packing != "none"
-    is_auto = settings.micro_batch_size == "auto"
-    if prompts is None and (is_packed or is_auto):
-        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {asked} needs prompts_per_step")
-    if is_packed:
+    micro = settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
+    _check_given(settings)
+    if settings.packing != "none":
         return BatchPlan(prompts, G, fsdp, 0, 0)
 
     # A micro-batch that is still to be chosen: as large as the batch allows.
-    micro = settings.micro_batch_size
-    accumulation = settings.gradient_accumulation_steps
-    if is_auto:
-        if accumulation:
-            raise ConfigError(
-                "training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null"
-            )
+    if micro == "auto":
         micro = None
         accumulation = settings.sync_gradients_every
 
     # What is derived.
     if prompts is None:
-        prompts = _prompts_of(micro, fsdp, accumulation or 1, G)
-    return _divided(settings, prompts, G, fsdp, micro, accumulation)
+        accumulation = accumulation or 1
+        prompts = micro * fsdp * accumulation // G
+    per_shard = prompts * G // fsdp
+    micro = micro or per_shard // (accumulation or 1)
+    accumulation = accumulation or per_shard // max(micro, 1)
+    batch = BatchPlan(prompts, G, fsdp, micro, accumulation)
+    _check_identity(settings, batch)
+    return batch
 
 
-def _prompts_of(micro: int | None, fsdp: int, accumulation: int, G: int) -> int:
-    """Prompts of an update, from the other sizes. Raises ConfigError."""
-    if micro is None:
+def _check_given(settings: TrainingConfig) -> None:
+    """Raises ConfigError unless enough is given to derive the rest from."""
+    is_packed = settings.packing != "none"
+    is_auto = settings.micro_batch_size == "auto"
+    if settings.prompts_per_step is None and (is_packed or is_auto):
+        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {asked} needs prompts_per_step")
+    if is_auto and not is_packed and settings.gradient_accumulation_steps:
+        raise ConfigError(
+            "training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null"
+        )
+    if settings.prompts_per_step is None and settings.micro_batch_size is None:
         raise ConfigError(
             "training: give prompts_per_step or micro_batch_size; the rest is derived"
         )
-    prompts, left = divmod(micro * fsdp * accumulation, G)
-    if left:
+
+
+def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
+    """Raises ConfigError, with the arithmetic, where the numbers of a batch do not fit together."""
+    G = batch.num_generations
+    fsdp = batch.fsdp
+    accumulation = batch.num_micro_batches
+    made = batch.micro_batch_size * fsdp * accumulation
+    if settings.prompts_per_step is None and made % G:
         raise ConfigError(
-            f"training: micro_batch_size={micro} x fsdp={fsdp} x "
+            f"training: micro_batch_size={batch.micro_batch_size} x fsdp={fsdp} x "
             f"gradient_accumulation_steps={accumulation} = "
-            f"{micro * fsdp * accumulation} sequences, not a multiple of "
-            f"algorithm.num_generations={G}"
+            f"{made} sequences, not a multiple of algorithm.num_generations={G}"
         )
-    return prompts
-
-
-def _divided(
-    settings: TrainingConfig,
-    prompts: int,
-    G: int,
-    fsdp: int,
-    micro: int | None,
-    accumulation: int | None,
-) -> BatchPlan:
-    """The batch of so many prompts, its sequences divided over shards and micro-batches."""
-    total = f"prompts_per_step={prompts} x num_generations={G} = {prompts * G} sequences per update"
-    per_shard, left = divmod(prompts * G, fsdp)
-    if left:
+    total = (
+        f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
+        "update"
+    )
+    if batch.sequences % fsdp:
         raise ConfigError(
             f"training: {total} do not divide over fsdp={fsdp}; use a multiple of "
             f"{_least_prompts(G, fsdp)} prompts"
         )
-    micro = micro or per_shard // (accumulation or 1)
-    accumulation = accumulation or per_shard // micro
-    if micro * accumulation != per_shard:
+    if made != batch.sequences:
         raise ConfigError(
             f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x "
             f"fsdp={fsdp} x "
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
-            f"cannot make {prompts * G}: each of the {fsdp} shards has {per_shard} sequences. Set "
-            "one of the three to null to have it derived"
+            f"cannot make {batch.sequences}: each of the {fsdp} shards has "
+            f"{batch.sequences // fsdp} sequences. Set one of the three to null to have it derived"
         )
     if accumulation % settings.sync_gradients_every:
         raise ConfigError(
@@ -139,7 +140,6 @@ def _divided(
             f"{accumulation} "
             f"micro-batches of an update ({total})"
         )
-    return BatchPlan(prompts, G, fsdp, micro, accumulation)
 
 
 def _least_prompts(G: int, fsdp: int) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
-from tunix_lite.tasks.task import FAILED, Task
+from tunix_lite.tasks.grading import FAILED
+from tunix_lite.tasks.task import Task
 from tunix_lite.types import Graded, Metrics, Params
 
 # folded into the seed before the number of samples: a step of training folds in one number

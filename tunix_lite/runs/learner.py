@@ -7,15 +7,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from tunix_lite.config import RunConfig
+from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
 from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
 from tunix_lite.planning.resolved import ResolvedRun
@@ -24,10 +24,7 @@ from tunix_lite.rollout.engine import make_generate
 from tunix_lite.runs import resume
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
-from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, RowBatch, TrainState
 
 
@@ -74,30 +71,35 @@ def build_learner(session: Session) -> Learner:
     """
     run = session.run
     parts = session.parts
+    model = parts.model
+    resolved = parts.resolved
     console = session.console
-
-    # Weights: loaded, or restored from the checkpoint that the run goes on from.
-    optimizer = optimizer_of(parts.resolved)
-    check_at_rest(parts.resolved, console.say)
+    check_at_rest(resolved, console.say)
     console.busy("loading the model…")
-    state, frozen, policy, resolved, skipped = initial_state(
-        run, parts, session.run_dir, optimizer, console
-    )
 
-    # The update: choosing the micro-batch may have compiled it already.
+    # Weights: the reference of the KL term is made of those that are loaded. Then a checkpoint, if
+    # the run goes on from one, replaces them.
+    with error_context("model.weights"):
+        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
+    with error_context("resume"):
+        reference = reference_of(
+            session.run_dir, parts.reference, model, resolved.dtype, frozen, params
+        )
+    state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
+
+    # The policy, which samples and scores, and the update.
+    acting = acting_params(frozen, state.params, model.lora)
+    resolved = _with_sampling_weights(resolved, acting, console.say)
+    policy = policy_of(resolved, _generate_of(resolved, model.tokenizer), reference)
     train_step = parts.train_step
     if train_step is None:
         train_step = train_step_of(resolved, policy)
-
-    # The policy as the loop uses it: a signal ends a rollout, and the reference's time is taken.
     seconds: Counter = Counter()
-    generate = partial(policy.generate, between_chunks=session.stopping.check_between_chunks)
-    policy = timed(replace(policy, generate=generate), seconds)
     return Learner(
         state=state,
         frozen=frozen,
-        lora=parts.model.lora,
-        policy=policy,
+        lora=model.lora,
+        policy=_watched(policy, session.stopping, seconds),
         train_step=train_step,
         resolved=resolved,
         stopping=session.stopping,
@@ -107,51 +109,39 @@ def build_learner(session: Session) -> Learner:
     )
 
 
-def initial_state(
-    run: RunConfig,
-    parts: Parts,
-    run_dir: RunDir,
-    optimizer: optax.GradientTransformation,
-    console: Console,
-) -> tuple[TrainState, Params | None, Policy, ResolvedRun, int]:
-    """(what trains, the frozen base beside it or None, the policy that acts with both, what the
-    run comes to with all its choices made, updates skipped in a row until now).
-
-    The reference of the KL term (reference.py) is made of the weights as they are loaded, before a
-    checkpoint is read.
-    """
-    model = parts.model
-    resolved = parts.resolved
-
-    # Weights: the reference is made of those that were loaded, before they are replaced.
-    with error_context("model.weights"):
-        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
-    with error_context("resume"):
-        reference = reference_of(run_dir, parts.reference, model, resolved.dtype, frozen, params)
-    state, skipped = resume.state_at_start(run, parts, optimizer, params, console)
-
-    # Where the sampler keeps the weights, beside all that is on the devices by now.
-    sampling_weights, why = memory.choose_weights(
-        acting_params(frozen, state.params, model.lora),
-        model.cfg,
+def _generate_of(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
+    """How the run samples."""
+    return make_generate(
+        resolved.cfg,
+        resolved.run.generation,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
         resolved.dtype,
-        run.generation,
-        run.rollout,
+        resolved.rollout,
+        tokenizer,
+        jnp.dtype(resolved.run.training.tp_reduce_dtype),
+    )
+
+
+def _with_sampling_weights(
+    resolved: ResolvedRun, params: Params, say: Callable[[str], None]
+) -> ResolvedRun:
+    """Choose whether the sampler gathers the weights over fsdp: a matter of memory, never of the
+    numbers. All that stays on the devices is there by now."""
+    sampling_weights, why = memory.choose_weights(
+        params,
+        resolved.cfg,
+        resolved.dtype,
+        resolved.run.generation,
+        resolved.run.rollout,
         resolved.slots,
         resolved.rollouts,
     )
-    console.say(f"sampling: {resolved.slots} slots, {why}")
-    resolved = replace(resolved, sampling_weights=sampling_weights)
+    say(f"sampling: {resolved.slots} slots, {why}")
+    return replace(resolved, sampling_weights=sampling_weights)
 
-    # The policy, which samples and scores.
-    generate = make_generate(
-        model.cfg,
-        run.generation,
-        model.tokenizer.eos_ids,
-        model.tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        model.tokenizer,
-        jnp.dtype(run.training.tp_reduce_dtype),
-    )
-    return state, frozen, policy_of(resolved, generate, reference), resolved, skipped
+
+def _watched(policy: Policy, stopping: Stopping, seconds: Counter) -> Policy:
+    """The same policy, but a signal ends its rollouts, and what scorers take is in `seconds`."""
+    generate = partial(policy.generate, between_chunks=stopping.check_between_chunks)
+    return timed(replace(policy, generate=generate), seconds)

@@ -13,6 +13,7 @@ import jax
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
@@ -24,6 +25,7 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
@@ -61,12 +63,15 @@ class Session:
     console: Console
     status: Status
     stopping: Stopping
-    # the parts' task with its reward workers running
-    task: Task
+    # the parts' task; in an open run its reward workers are running
+    task: Task = field(init=False)
     # closes, in reverse order, what the run has opened
-    closing: contextlib.ExitStack
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     # the last state; None until the loop has ended
     state: TrainState | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        self.task = self.parts.task
 
     @property
     def begins_here(self) -> bool:
@@ -86,7 +91,6 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     """
     job = job or Job()
     began = job.began or time.time()
-    resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
 
     # Checks: whatever the settings get wrong ends here.
     run_dir = RunDir(folder, jax.process_index())
@@ -96,53 +100,77 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
-    with explained(), contextlib.ExitStack() as console_stack:
-        # The folder and its log.
-        console = open_console(run, run_dir)
-        console_stack.push(closed_at_end(console.close))
-
-        # The micro-batch, where it is chosen by compiling; the fingerprint; the start-up summary.
-        if chooses_micro_batch(run):
-            console.busy("compiling, to choose training.micro_batch_size…")
-            resolved, train_step = choose_micro_batch(parts.resolved, console.say)
-            parts = replace(parts, resolved=resolved, train_step=train_step)
-            run = resolved.run
-        if not parts.overwrites_other_run(run_dir):
-            write_fingerprint(run, parts, run_dir)
-        status.about = run_metadata(run, parts)
-        console.panel(*startup_summary(run, parts, run_dir))
-        passed = time.time() - began
-        stopping = Stopping(
-            run.training.max_minutes, console.say, passed, run.training.grace_seconds
-        )
-        job.stopping = stopping
+    with explained(), open_console(run, run_dir) as console:
+        parts = _with_micro_batch(parts, console)
+        introduce(parts, run_dir, status, console)
+        job.stopping = stopping_of(run, began, console)
+        session = Session(parts.resolved.run, parts, run_dir, console, status, job.stopping)
 
         # Inside, the run is made; then the status says how it ended.
-        session = Session(
-            run, parts, run_dir, console, status, stopping, parts.task, contextlib.ExitStack()
-        )
-        try:
-            with explained(), session.closing as closing:
-                # Reward workers start while the model loads.
-                workers = parts.task.with_workers(run.rewards, console.say, stopping)
-                session.task = closing.enter_context(workers)
-                yield session
-        except StopRun as stop:
-            session.state = stop.state
-        except BaseException as error:
-            _failed(session, error)
-            raise
-        status.write("stopped" if status.stopped else "completed")
-        for text, style in status.closing_lines(resume_hint):
-            console.say(text, style=style)
+        resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
+        with _status_at_the_end(session, resume_hint), explained(), session.closing:
+            # Reward workers start while the model loads.
+            processes = _processes(job.stopping)
+            workers = parts.task.with_workers(run.rewards, console.say, processes)
+            session.task = session.closing.enter_context(workers)
+            yield session
 
 
-def open_console(run: RunConfig, run_dir: RunDir) -> Console:
+def _with_micro_batch(parts: Parts, console: Console) -> Parts:
+    """The parts with a micro-batch: where none is given it is chosen by compiling updates."""
+    if not chooses_micro_batch(parts.resolved.run):
+        return parts
+    console.busy("compiling, to choose training.micro_batch_size…")
+    resolved, train_step = choose_micro_batch(parts.resolved, console.say)
+    return replace(parts, resolved=resolved, train_step=train_step)
+
+
+def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -> None:
+    """Say which run this is: its fingerprint in the folder, facts for status.json, a summary."""
+    run = parts.resolved.run
+    if not parts.overwrites_other_run(run_dir):
+        write_fingerprint(run, parts, run_dir)
+    status.about = run_metadata(run, parts)
+    console.panel(*startup_summary(run, parts, run_dir))
+
+
+def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
+    """What asks the run to stop: signals, and training.max_minutes from `began` on."""
+    passed = time.time() - began
+    return Stopping(run.training.max_minutes, console.say, passed, run.training.grace_seconds)
+
+
+@contextlib.contextmanager
+def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
+    """status.json and the console say how what is inside ended. A stop is no error."""
+    try:
+        yield
+    except StopRun as stop:
+        session.state = stop.state
+    except BaseException as error:
+        _failed(session, error)
+        raise
+    status = session.status
+    status.write("stopped" if status.stopped else "completed")
+    for text, style in status.closing_lines(resume_hint):
+        session.console.say(text, style=style)
+
+
+def _processes(stopping: Stopping) -> Processes:
+    """The processes of this run, as its task sees them."""
+    return Processes(jax.process_index(), jax.process_count(), allgather_values, stopping)
+
+
+@contextlib.contextmanager
+def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
     run_dir.make()
     gloo.log_into(run_dir.log)
     every = run.training.log_interval_steps
-    return Console(run_dir.log, run.training.max_steps, every, quiet=not run_dir.is_first)
+    console = Console(run_dir.log, run.training.max_steps, every, quiet=not run_dir.is_first)
+    with contextlib.ExitStack() as at_end:
+        at_end.push(closed_at_end(console.close))
+        yield console
 
 
 def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:

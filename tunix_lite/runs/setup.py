@@ -11,7 +11,6 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
@@ -23,6 +22,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
+from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -101,39 +101,41 @@ def find_parts(run: RunConfig) -> Parts:
         mesh.devices.flat[0].platform,
         is_attached=True,
     )
-    task, data = find_task(run, model, resolved.batch.prompts)
+    task = make_task(run, model)
+    data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data)
 
 
-def find_task(run: RunConfig, model: FoundModel, num_prompts: int) -> tuple[Task, str]:
-    """The task, and what there is to know about its examples; num_prompts: of an update.
-
-    Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
-    what the model and the algorithm can take.
-    """
-    task = Task(
+def make_task(run: RunConfig, model: FoundModel) -> Task:
+    """The task of the run, whose prompts are tokens of the model."""
+    return Task(
         run.task,
         model.tokenizer,
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
         run.generation.long_prompts,
-        process=jax.process_index(),
-        num_processes=jax.process_count(),
-        share=allgather_values,
     )
+
+
+def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) -> str:
+    """What there is to know about the examples; num_prompts: of an update.
+
+    Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
+    what the model and the algorithm can take.
+    """
     with error_context("task"):
-        data = task.check_examples(run.algorithm.needs_demonstrations, run.evaluation.num_examples)
+        demonstrates = run.algorithm.needs_demonstrations
+        data = check_all_rows(task, demonstrates, run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
-        if highest >= model.cfg.vocab_size:
+        if highest >= vocab_size:
             raise ValueError(
-                f"a prompt holds token {highest}, beyond the model's "
-                f"vocab_size={model.cfg.vocab_size}"
+                f"a prompt holds token {highest}, beyond the model's vocab_size={vocab_size}"
             )
         if run.algorithm.needs_demonstrations:
             task.demonstrations(first)
-    return task, data
+    return data
 
 
 def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
@@ -150,6 +152,7 @@ def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
         model = source.download(parts.model)
+    parts = replace(parts, model=model, resume_from=resume_from)
 
     # Which run made the checkpoints, and whether its files are whole.
     differs = ""
@@ -160,14 +163,7 @@ def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
         damaged = check_own_files(run, run_dir)
     with error_context("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
-    return replace(
-        parts,
-        model=model,
-        resume_from=resume_from,
-        reference=reference,
-        differs=differs,
-        damaged=damaged,
-    )
+    return replace(parts, reference=reference, differs=differs, damaged=damaged)
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,33 @@ def fitting_batch_at(
             if lengths[i] <= limit:
                 chosen[gaps.pop(0)] = i
     return [examples[i] for i in chosen], sum(n > limit for n in lengths.values())
+
+
+def first_fitting(
+    examples: Sequence[dict], count: int, length: Callable[[dict], int] | None, limit: int
+) -> list[dict]:
+    """The first `count` held-out examples with no prompt longer than `limit`. Raises ValueError if
+    there are too few.
+
+    length: example -> tokens; None: all fit.
+    """
+    if len(examples) < count:
+        raise ValueError(
+            f"evaluation.num_examples={count}, but the held-out set has {len(examples)}"
+        )
+    if length is None:
+        return [examples[i] for i in range(count)]
+    # examples are made one by one, so no more of them than needed
+    everything = (examples[i] for i in range(len(examples)))
+    fitting = list(islice((e for e in everything if length(e) <= limit), count))
+    if len(fitting) < count:
+        raise ValueError(
+            f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
+            f"{len(fitting)} fit "
+            f"generation.max_prompt_length={limit}; lower the one or raise "
+            "the other"
+        )
+    return fitting
 
 
 def _order(examples: Sequence[dict], seed: int) -> grain.MapDataset:

@@ -1,0 +1,137 @@
+"""The check of all rows before a run starts: each must make a prompt, and must not be too long."""
+
+from collections.abc import Sequence
+
+from tunix_lite.plain_text import shortened
+from tunix_lite.tasks.sources import Rows, where
+from tunix_lite.tasks.task import Task
+
+NO_TEXT = "half of a character (a lone surrogate), which is no text"
+# examples of a split that become tokens before the start; of more, so many of them
+MEASURED = 10_000
+
+
+def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
+    """Checks all examples in memory before the start. Returns a summary of them for people; "" if
+    they are not in memory.
+
+    Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split must
+    not be too long, if that is an error. Raises ValueError with the place of the first that is
+    wrong, or with how many are too long.
+    """
+    train = task.config.source.train
+    held_out = task.config.source.held_out
+    if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+        return ""
+    if not isinstance(train, Rows):
+        return _check(task, demonstrates, num_held_out)
+    settings = (
+        task.config.prompt,
+        task.config.special_tokens_in_data,
+        task.long_prompts,
+        demonstrates,
+        num_held_out,
+    )
+    asked = (
+        settings,
+        str(task.tokenizer.folder),
+        task.max_prompt_length,
+        task.max_new_tokens,
+        id(held_out),
+    )
+    # a start asks twice
+    if asked not in train.known:
+        train.known[asked] = _check(task, demonstrates, num_held_out)
+    return train.known[asked]
+
+
+def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
+    train = task.config.source.train
+    held_out = task.config.source.held_out
+    asked, special = _read(task, train, demonstrates)
+    _measure(task, train, len(train), "training", special, demonstrates)
+    asked_then, special_then = _read(task, held_out, False)
+    _measure(task, held_out, num_held_out, "held-out", special_then, False)
+
+    # what people are to know
+    said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
+    in_training = {*asked}
+    if both := sum(prompt in in_training for prompt in asked_then):
+        said.append(f"{both:,} of the held-out prompts are training prompts, too")
+    if count := len(special) + (0 if held_out is train else len(special_then)):
+        taken = {"text": "as mere text", "control": "as control tokens"}[
+            task.config.special_tokens_in_data
+        ]
+        said.append(
+            f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)"
+        )
+    return "; ".join(said)
+
+
+def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int], list[int]]:
+    """A hash of each prompt, and the examples whose fields spell special tokens."""
+    asked = []
+    special = []
+    for i, example in enumerate(examples):
+        try:
+            message = task.text.ask(example)
+            message.encode()
+            spells = bool(task.text.special_in(message, example))
+            if demonstrates:
+                spells |= bool(task.tokenizer.special_in(task.text.completion(example)))
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where(examples, i)}: {NO_TEXT}, in {shortened(message)}") from error
+        except ValueError as error:
+            raise ValueError(f"{where(examples, i)}: {error}") from error
+        asked.append(hash(message))
+        if spells:
+            special.append(i)
+    return asked, special
+
+
+def _measure(
+    task: Task, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool
+) -> None:
+    """Raises ValueError: how many of the first `most` are too long; or the place of one that cannot
+    be tokens."""
+    count = min(most, len(examples))
+    places = (
+        range(count)
+        if count <= MEASURED
+        else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
+    )
+    looked = (
+        f"{count:,}" if len(places) == count else f"the {len(places):,} (of {count:,}) looked at"
+    )
+    lengths = {i: task.text.length(examples[i]) for i in special[:MEASURED] if i < count}
+    if task.long_prompts == "error":
+        lengths |= {i: task.text.length(examples[i]) for i in places if i not in lengths}
+        _check_lengths(
+            lengths,
+            task.max_prompt_length,
+            f"of {looked} {which} prompts are longer than generation.max_prompt_length",
+            ", or set generation.long_prompts=truncate or drop",
+            examples,
+        )
+    if demonstrates:
+        measured = {*places, *special[:MEASURED]}
+        _check_lengths(
+            {i: len(task.text.demonstration(examples[i])) for i in measured},
+            task.max_new_tokens,
+            f"of {looked} {which} completions are longer than generation.max_new_tokens",
+            "",
+            examples,
+        )
+
+
+def _check_lengths(
+    lengths: dict[int, int], limit: int, what: str, remedy: str, examples: Sequence
+) -> None:
+    """lengths: tokens, by the number of the example."""
+    too_long = {i: length for i, length in lengths.items() if length > limit}
+    if too_long:
+        longest = max(too_long, key=too_long.get)
+        raise ValueError(
+            f"{len(too_long):,} {what}={limit}; the longest has {too_long[longest]:,} tokens "
+            f"({where(examples, longest)}); raise it to at least {too_long[longest]}{remedy}"
+        )

@@ -1,0 +1,93 @@
+"""Outcomes of rewards as arrays, as metrics and in words."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from tunix_lite.rewards.pool import Outcome
+from tunix_lite.tasks.processes import SharedError
+from tunix_lite.tasks.reward_calls import RewardCalls
+from tunix_lite.types import Metrics, Rollout
+
+# a metric -> the kind of failure of which it counts the calls
+FAILED = {
+    "rewards/errors": "error",
+    "rewards/timeouts": "timeout",
+    "rewards/crashes": "crash",
+    "rewards/not_numbers": "not_number",
+}
+
+
+def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
+    """What a function says of each completion, [B] float64; nan where it failed."""
+    found = (one[name] for one in outcomes)
+    return np.array([np.nan if failed else value for failed, value in found], np.float64)
+
+
+def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
+    """What a function reads out of each completion; None where it failed."""
+    return [None if failed else value for failed, value in (one[name] for one in outcomes)]
+
+
+def reward_metrics(
+    total_B: np.ndarray, each: dict[str, np.ndarray], dropped_B: np.ndarray
+) -> Metrics:
+    """Of the weighted sum and of each reward, over the completions that are kept. A failed reward
+    counts 0."""
+    kept_B = ~dropped_B
+    means = {
+        f"reward/{name}": float(np.nan_to_num(values_B)[kept_B].mean())
+        for name, values_B in each.items()
+    }
+    return {
+        "reward/mean": float(total_B[kept_B].mean()),
+        "reward/std": float(total_B[kept_B].std()),
+        **means,
+    }
+
+
+def failure_metrics(
+    calls: RewardCalls,
+    outcomes: list[dict[str, Outcome]],
+    dropped_B: np.ndarray,
+    say: Callable[[str], None] | None,
+) -> Metrics:
+    """How many calls failed in which way, and how many completions are dropped for it; a line to
+    `say` if there is anything. Raises SharedError if all are dropped.
+
+    outcomes: of all calls, as RewardCalls.outcomes returns them.
+    """
+    kinds = Counter(kind for one in outcomes for kind, _ in one.values())
+    counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
+    counts["rewards/dropped"] = int(dropped_B.sum())
+    if not any(counts.values()):
+        return counts
+    first = calls.first_failure(outcomes)
+    if dropped_B.all():
+        raise SharedError(f"all {len(dropped_B)} completions were dropped; the first: {first}")
+    if say is not None:
+        failed = ", ".join(
+            f"{metric.removeprefix('rewards/')} {number}"
+            for metric, number in counts.items()
+            if number
+        )
+        say(f"rewards that failed, of {len(dropped_B)} completions: {failed}; the first: {first}")
+    return counts
+
+
+def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
+    """How many are right, how long they are, and how many ran out of room."""
+    lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
+    return {
+        "completions/correct": float(np.mean(right_B)),
+        "completions/mean_length": float(lengths_B.mean()),
+        "completions/max_length": int(lengths_B.max()),
+        "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
+    }
+
+
+def with_full_prompts(examples: list[dict], rollout: Rollout) -> list[dict]:
+    """The examples whose prompt fills its row: only such a prompt can have been cut."""
+    full_B = np.asarray(rollout.token_mask)[:, 0]
+    return [example for example, is_full in zip(examples, full_B) if is_full]

@@ -1,0 +1,139 @@
+"""The calls of rewards on the completions of a batch: who makes which, and what came out."""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from itertools import groupby
+
+from tunix_lite.rewards.pool import Outcome, Pool
+from tunix_lite.tasks.processes import Processes, SharedError, unlike_the_first
+from tunix_lite.tasks.sources import digest
+
+# seconds between two checks whether the run is to end, while grades are waited for
+LOOK_SECONDS = 0.2
+
+
+class RewardCalls:
+    """Calls the functions of `pool` on completions as they end; `examples` has one entry each.
+
+    There is a call for each completion and, for functions of a group, one for each group: its
+    completions stand side by side, and belong to one and the same example. Calls are numbered in
+    this order, and divided over the processes of the run.
+    """
+
+    def __init__(
+        self, pool: Pool, group_names: list[str], examples: list[dict], processes: Processes
+    ):
+        self.pool = pool
+        self.examples = examples
+        # row -> its text
+        self.completions: dict[int, str] = {}
+        self._processes = processes
+        self._group_names = group_names
+        self._names = [name for name in pool.functions if name not in group_names]
+        # rows of each group, and the group of each row
+        runs = groupby(range(len(examples)), key=lambda row: id(examples[row]))
+        self._groups = [list(rows) for _, rows in runs]
+        self._group_of = {row: g for g, rows in enumerate(self._groups) for row in rows}
+        # number of a call -> its outcomes; None: another process makes it
+        self._futures: dict[int, Future | None] = {}
+
+    def submit(self, row: int, completion: str) -> None:
+        """Calls the functions on a completion and, if it is the last of its group, on the group."""
+        self.completions[row] = completion
+        self._call(row, completion, row, self._names)
+        group = self._group_of[row]
+        rows = self._groups[group]
+        if self._group_names and all(other in self.completions for other in rows):
+            completions = [self.completions[other] for other in rows]
+            self._call(len(self.examples) + group, completions, row, self._group_names)
+
+    def _call(self, number: int, completion: str | list[str], row: int, names: list[str]) -> None:
+        is_ours = number % self._processes.count == self._processes.index
+        example = self.examples[row]
+        self._futures[number] = self.pool.submit(completion, example, names) if is_ours else None
+
+    def outcomes(self) -> list[dict[str, Outcome]]:
+        """Waits for all calls of all processes. Returns the outcomes of each call, by function.
+
+        Raises SharedError if a reward failed and rewards.on_error=raise, or if processes graded
+        other completions; StopRun if the run was asked to stop while it waited.
+        """
+        completions = [self.completions[row] for row in range(len(self.examples))]
+        futures = tuple(self._futures[number] for number in sorted(self._futures))
+        return shared_outcomes(futures, digest([self.examples, completions]), self._processes)
+
+    def of_completions(self, outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
+        """The outcomes for each completion; of a group's call, what it says of that completion."""
+        count = len(self.examples)
+        found = [dict(one) for one in outcomes[:count]]
+        for rows, of_group in zip(self._groups, outcomes[count:]):
+            for name, (kind, values) in of_group.items():
+                for place, row in enumerate(rows):
+                    found[row][name] = (kind, values if kind else values[place])
+        return found
+
+    def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
+        """In words: `reward 'short' is nan for the completion '...'`."""
+        texts = [self.completions[row] for row in range(len(self.examples))]
+        of_groups = [[texts[row] for row in rows] for rows in self._groups]
+        return next(
+            self.pool.describe_failure(name, outcome, called_on)
+            for called_on, one in zip([*texts, *of_groups], outcomes)
+            for name, outcome in one.items()
+            if outcome[0]
+        )
+
+
+def shared_outcomes(
+    futures: tuple[Future | None, ...], graded: str, processes: Processes
+) -> list[dict[str, Outcome]]:
+    """What came out of each call, by whichever process. Raises ValueError on all if one of them
+    does.
+
+    graded: a digest of it, which must be the same everywhere; held-out examples are compared
+    nowhere else.
+    """
+    stopping = processes.stopping
+    gives_up = (lambda: False) if stopping is None else stopping.is_requested
+    own: list | None = []
+    error = None
+    try:
+        own = _results(tuple(future for future in futures if future is not None), gives_up)
+    except ValueError as failed:
+        error = str(failed)
+
+    # every process raises, or stops, or none does
+    everyone = processes.share([own, error, graded])
+    if stopping is not None:
+        stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
+    errors = [error for _, error, _ in everyone if error is not None]
+    if errors:
+        raise SharedError(errors[0])
+    others = unlike_the_first([theirs for *_, theirs in everyone])
+    if others:
+        raise SharedError(
+            f"{others} graded other prompts or completions than process 0: do all hosts have the "
+            "same data files and the same tokenizer?"
+        )
+    count = len(everyone)
+    return [everyone[call % count][0][call // count] for call in range(len(futures))]
+
+
+def _results(
+    futures: tuple[Future, ...], gives_up: Callable[[], bool]
+) -> list[dict[str, Outcome]] | None:
+    """In the order of calls, whatever that of the workers is; None if gives_up() says so before all
+    are there.
+
+    Raises what one of them raises, without the others.
+    """
+    left = set(futures)
+    while left:
+        done, left = wait(futures, timeout=LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            break
+        if left and gives_up():
+            return None
+    for future in (future for future in futures if future in done):
+        future.result()
+    return [future.result() for future in futures]
