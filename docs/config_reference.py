@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from tunix_lite import config
 from tunix_lite.algorithms import advantages, grpo, sft, weighting
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
@@ -85,6 +86,8 @@ GROUPS = (
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
     Group("The command chat", "", ChatConfig, None),
+    Group("The command evaluate", "", EvaluateConfig, None),
+    Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),

@@ -13,6 +13,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
@@ -56,6 +57,7 @@ KINDS = {
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
     "command/replay": Replay,
+    "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,
     "sharding": ShardingConfig,

@@ -15,6 +15,7 @@ import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands.program import compose
 from tunix_lite.commands.replay import Replay, nearest, read_batch, replay, saw
 from tunix_lite.config import build
@@ -101,7 +102,8 @@ def test_a_run_leaves_what_it_promises(finished):
     assert list(folder.glob("events.out.tfevents.*"))
     samples = [json.loads(line) for line in (folder / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 16
-    assert set(samples[0]) == {"prompt", "completion", "extracted", "correct", "reward"}
+    of_old = {"prompt", "completion", "extracted", "correct", "reward"}
+    assert set(samples[0]) == of_old | SAMPLE_KEYS
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "4"]
     latest = folder.parent / "latest"
     ((pointed_at, steps),) = LATEST
@@ -143,6 +145,46 @@ def test_samples_of_an_evaluation_leave_training_as_it_is_to_the_bit(finished, t
         assert with_samples["eval/avg_at_4"] <= with_samples["eval/pass_at_4"]
         # 20 examples, 4 samples of each
         assert with_samples["eval/avg_at_4"] * 80 == pytest.approx(round(with_samples["eval/avg_at_4"] * 80))
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_path, monkeypatch, capsys):
+    """The run's own newest checkpoint against its older one; each number again from the completions."""
+    folder, _ = finished
+    asked = [
+        "evaluate.num_examples=20",
+        "evaluate.num_samples=2",
+        f"evaluate.against={folder}",
+        "evaluate.against_step=2",
+    ]
+    words = [*SHORT[1:], *asked, "evaluate.tasks=[arithmetic]", "evaluate.reference=completion"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", f"checkpoint={folder}", f"out={tmp_path}", *words])
+    evaluating.main()
+    found = json.loads((tmp_path / "results.json").read_text())
+    result = found["tasks"]["arithmetic"]
+    assert found["models"] == {
+        "model": {"weights": str(folder), "step": 4},
+        "against": {"weights": str(folder), "step": 2},
+    }
+    measured = {row["step"]: row for row in lines(folder) if "eval/accuracy" in row}
+    for which, step in (("model", 4), ("against", 2)):
+        scores = {name: score["value"] for name, score in result["scores"][which].items()}
+        assert scores["accuracy"] == measured[step]["eval/accuracy"]
+        assert scores["length"] == pytest.approx(measured[step]["eval/mean_length"])
+        assert scores["reward"] == pytest.approx(measured[step]["eval/reward"])
+
+        rows = [json.loads(line) for line in (tmp_path / f"{which}.arithmetic.jsonl").read_text().splitlines()]
+        right = np.array([row["correct"] for row in rows if row["sampled"]]).reshape(20, 2)
+        assert scores["avg_at_2"] == scores["pass_at_1"] == pytest.approx(right.mean())
+        assert scores["pass_at_2"] == pytest.approx(right.any(axis=1).mean())
+    change = result["comparison"]["accuracy"]
+    better = change["better"] - change["worse"]
+    assert change["difference"]["value"] == pytest.approx(better / 20) and 0 < change["p_value"] <= 1
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "results.md").read_text() and "## arithmetic: 20 examples" in printed
+    assert "| score | model | against | difference | 95% interval | p | better, worse |" in printed
+    with pytest.raises(SystemExit, match="2"):
+        evaluating.main()
+    assert capsys.readouterr().err.startswith(f"error: out={tmp_path} holds results.json; give another folder, or over")
 
 
 def test_resuming_equals_never_stopping(finished, tmp_path):
@@ -218,6 +260,59 @@ def test_several_updates_from_one_rollout_make_the_ratio_count(tmp_path):
     assert gaps[1] > 1e-3 and gaps[3] > 1e-3, "the second is not"
     assert rows[2]["train/clipped_low"] + rows[2]["train/clipped_high"] > 0
     assert "reward/mean" in rows[1] and "reward/mean" not in rows[2]
+
+
+SAMPLE_KEYS = {"example", "expected", "group", "rewards", "advantage", "tokens", "logprobs", "finish_reason", "failed"}
+
+
+def samples_of(folder, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
+    """The weights are 1 and 1; the advantage is (r - mean) / (std + 1e-4), 0 where a group agrees, kept in float32."""
+    folder, _ = finished
+    row, samples = lines(folder)[2], samples_of(folder, "step_000002")
+    each = {name: np.array([sample["rewards"][name] for sample in samples]) for name in ("correct", "short")}
+    rewards = each["correct"] + each["short"]
+    assert [sample["reward"] for sample in samples] == rewards.tolist()
+    lengths = np.array([len(sample["tokens"]) for sample in samples])
+    again = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        **{f"reward/{name}": values.mean() for name, values in each.items()},
+        "completions/correct": np.mean([sample["correct"] for sample in samples]),
+        "completions/mean_length": lengths.mean(),
+        "completions/max_length": lengths.max(),
+        "completions/truncated": 1 - np.mean([sample["finish_reason"] != "length" for sample in samples]),
+    }
+    assert again == {name: row[name] for name in again}
+
+    groups = rewards.reshape(4, 4)
+    assert [sample["group"] for sample in samples] == np.repeat(range(4), 4).tolist()
+    agree = groups.min(axis=1) == groups.max(axis=1)
+    assert row["reward/groups_that_agree"] == agree.mean()
+    spread = np.where(agree, 1.0, groups.std(axis=1, ddof=1))[:, None]
+    expected = np.where(agree[:, None], 0.0, (groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-4))
+    advantages = np.array([sample["advantage"] for sample in samples]).reshape(4, 4)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    for sample in samples:
+        assert len(sample["logprobs"]) == len(sample["tokens"]) and max(sample["logprobs"]) <= 0
+        assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
+
+
+def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):
+    folder, _ = finished
+    for row in lines(folder):
+        if "eval/accuracy" not in row:
+            continue
+        samples = samples_of(folder, f"evaluation_{row['step']:06d}")
+        assert np.mean([sample["correct"] for sample in samples]) == row["eval/accuracy"]
+        assert np.mean([sample["reward"] for sample in samples]) == row["eval/reward"]
+        assert np.mean([len(sample["tokens"]) for sample in samples]) == row["eval/mean_length"]
+        assert {sample["advantage"] for sample in samples} == {None} and not any(s["sampled"] for s in samples)
+    names = [f"{kind}_{step:06d}.jsonl" for kind in ("evaluation", "step") for step in (0, 2, 4)]
+    assert sorted(file.name for file in (folder / "samples").iterdir()) == sorted({*names} - {"step_000000.jsonl"})
 
 
 @dataclass(frozen=True)

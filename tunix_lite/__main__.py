@@ -8,6 +8,7 @@ COMMANDS = {
     "launch": "start the processes of a run on this machine, and watch them",
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
+    "evaluate": "how good a model is at a task, and how sure that is; or two models",
     "plan": "what fits on which devices, there or not, and how fast it can be",
     "replay": "why an update was skipped, sequence by sequence",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",

@@ -104,6 +104,9 @@ class Graded:
     weights: dict[str, float] = field(default_factory=dict)
     # the example that each completion answers; those of a group are one and the same dict
     examples: list[dict] = field(default_factory=list)
+    rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
+    # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
+    failures: list[dict[str, str]] = field(default_factory=list)
 
 
 @flax.struct.dataclass

@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -209,11 +208,15 @@ def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunC
     return build(RunConfig, values)
 
 
-def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None]) -> None:
+def run_command(
+    name: str, kind: type, action: Callable[..., None], composes_again: bool = False
+) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
-    settings. It has all settings of a run, too, but makes no folder as a run does. With
+    settings. composes_again: `action` gets a third argument, a function from overrides that come
+    last, ["task=gsm8k"], to the RunConfig that the command line makes with them. A command has all
+    settings of a run, too, but makes no folder as a run does. With
     checkpoint=FOLDER the settings of `model` are those of the run in that folder. Errors end the
     process with a message and an exit code.
     """
@@ -252,9 +255,29 @@ def run_command(name: str, kind: type, action: Callable[[RunConfig, Any], None])
             return
         own = {f.name: values.pop(f.name) for f in dataclasses.fields(kind)}
         settings = build(kind, own)
-        action(build(RunConfig, values), settings)
+        run = build(RunConfig, values)
+        if composes_again:
+            action(run, settings, _composer(values, list(own), name, overrides, known.config_dir))
+        else:
+            action(run, settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _composer(
+    values: dict, own: list[str], command: str, overrides: list[str], more_conf: str | None
+) -> Callable[[list[str]], RunConfig]:
+    """A function from overrides that come last to the RunConfig of a command with them.
+
+    values: the settings without them, of which the model stays. own: the keys of the command.
+    """
+
+    def composed_again(more: list[str]) -> RunConfig:
+        everything = compose_values([*overrides, *more], more_conf, (f"+command={command}",))
+        others = {key: item for key, item in everything.items() if key not in own}
+        return build(RunConfig, others | {"model": values["model"]})
+
+    return composed_again
 
 
 # Settings whose value is text for the model: Hydra does not parse it.

@@ -51,6 +51,19 @@ def evaluate(
     two of them differ by the policy alone. Raises RunFailed if a reward fails.
     """
     examples = task.held_out(num_examples)
+    return complete_held_out(policy, task, params, examples, key, num_samples, temperature)
+
+
+def complete_held_out(
+    policy: Policy,
+    task: Task,
+    params: Params,
+    examples: list[dict],
+    key: jax.Array,
+    num_samples: int,
+    temperature: float,
+) -> Evaluated:
+    """As `evaluate`, of these examples."""
     greedy = complete_and_grade(policy, task, params, examples, key)
     metrics = greedy_metrics(greedy)
     if not num_samples:
@@ -80,8 +93,7 @@ def complete_and_grade(
         params, prompts, key, num_samples, temperature=temperature, on_finished=grader.submit
     )
     with error_context("evaluation", RunFailed):
-        graded = grader.results(rollout)
-    return graded
+        return grader.results(rollout)
 
 
 def greedy_metrics(graded: Graded) -> Metrics:

@@ -32,13 +32,13 @@ from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
+from tunix_lite.runs.samples import evaluation_rows, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
-from tunix_lite.tracking.console import OUR_PARTS, Console
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Graded, Metrics, TrainState
+from tunix_lite.types import Metrics, TrainState
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,10 @@ class Watch:
             session.run.evaluation.temperature,
         )
         session.status.record_accuracy(found.metrics["eval/accuracy"])
+        step = int(self.state.step)
+        every = session.run.tracking.samples_interval_steps
+        if every and (step == 0 or self.is_due(step, every)):
+            session.run_dir.write_samples(step, evaluation_rows(found), "evaluation")
         return {**found.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
@@ -263,7 +267,9 @@ class Watch:
             done.step, self.session.run.tracking.samples_interval_steps
         ):
             shown = self.session.run.tracking.samples_shown
-            keep_samples(self.session.run_dir, self.session.console, done.step, graded, shown)
+            batch = done.experience.batch
+            console = self.session.console
+            keep_samples(self.session.run_dir, console, done.step, graded, batch, shown)
         self.session.status.steps = done.step
 
     def save(self) -> None:
@@ -376,34 +382,6 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
-
-
-def keep_samples(
-    run_dir: RunDir, console: Console, step: int, graded: Graded, num_shown: int
-) -> None:
-    """Write all completions of a step, and show so many of them, from best to worst."""
-    rows = sample_rows(graded)
-    run_dir.write_samples(step, rows)
-    rewarded = [row for row in rows if row["reward"] is not None]
-    ranked = sorted(rewarded, key=lambda row: -row["reward"])
-    count = min(num_shown, len(ranked))
-    chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
-    console.samples(step, [ranked[i] for i in chosen])
-
-
-def sample_rows(graded: Graded) -> list[dict[str, Any]]:
-    """The lines of samples/step_000010.jsonl: a completion each, and its rewards."""
-    rows = []
-    for i, text in enumerate(graded.completions):
-        row = {
-            "prompt": graded.prompts[i],
-            "completion": text,
-            "extracted": graded.extracted[i],
-            "correct": bool(graded.correct[i]),
-            "reward": None if graded.dropped[i] else float(graded.rewards[i]),
-        }
-        rows.append(row)
-    return rows
 
 
 def _checked_metrics(found: Any) -> Metrics:

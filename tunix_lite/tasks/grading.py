@@ -30,6 +30,13 @@ def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
     return [None if failed else value for failed, value in (one[name] for one in outcomes)]
 
 
+def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Why functions failed on a completion, by their names: {"reward 'near'": "error: ..."}."""
+    return {
+        name: f"{kind}: {how}" if how else kind for name, (kind, how) in outcomes.items() if kind
+    }
+
+
 def reward_metrics(
     total_B: np.ndarray, each: dict[str, np.ndarray], dropped_B: np.ndarray
 ) -> Metrics:

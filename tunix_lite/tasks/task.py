@@ -18,6 +18,7 @@ from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.grading import (
     completion_metrics,
     failure_metrics,
+    reasons_of,
     reward_metrics,
     texts_of,
     values_of,
@@ -298,4 +299,6 @@ class Grader:
             each=each,
             weights={name: reward.weight for name, reward in config.rewards.items()},
             examples=self.examples,
+            rollout=rollout,
+            failures=[reasons_of(one) for one in outcomes],
         )

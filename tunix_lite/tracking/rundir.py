@@ -1,6 +1,7 @@
 """The folder of a run: the names of its files, and status.json, which says how the run ended."""
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -208,22 +209,42 @@ class RunDir:
             fresh.replace(file)
         return file
 
-    def write_samples(self, step: int, rows: list[dict]) -> None:
-        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line."""
+    def write_samples(self, step: int, rows: list[dict], name: str = "step") -> None:
+        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line.
+
+        name: what the file begins with; `evaluation` for the completions of an evaluation.
+        """
         if not self.is_first:
             return
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
+        (folder / f"{name}_{step:06d}.jsonl").write_text(json_lines(rows))
 
-        # JSON escapes control characters, but not the half characters that a model may produce.
-        lines = []
-        for row in rows:
-            clean = {
-                name: encodable(value) if isinstance(value, str) else value
-                for name, value in row.items()
-            }
-            lines.append(json.dumps(clean) + "\n")
-        (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+
+def json_lines(rows: list[dict]) -> str:
+    """One JSON object a line; `json_value` says how values are written."""
+    return "".join(json.dumps(json_value(row), allow_nan=False) + "\n" for row in rows)
+
+
+def json_value(value: Any) -> Any:
+    """A value of a user's data as JSON can hold it: what JSON does not know becomes text.
+
+    JSON escapes control characters, but not the half characters that a model may produce. Numbers
+    that are not finite become null.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {encodable(str(key)): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [json_value(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return encodable(str(value))
 
 
 class Status:

@@ -1,0 +1,231 @@
+"""`tunix-lite evaluate checkpoint=outputs/latest`: how good a model is at a task, and how sure that
+is; or two models at several tasks."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import program
+from tunix_lite.commands.generate import escape_for_terminal
+from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.evaluation import report
+from tunix_lite.inference.language_model import LanguageModel, load
+from tunix_lite.inference.rollouts import generate_of
+from tunix_lite.models import source
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.plain_text import visible
+from tunix_lite.runs.samples import evaluation_rows
+from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
+from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
+
+# the files of an evaluation
+RESULTS = ("results.json", "results.md")
+
+
+@dataclass(frozen=True)
+class EvaluateTaskConfig:
+    """What is asked, how often, and whom the model is compared with."""
+
+    # options of the group `task`, a table each; empty: the one that task= says
+    tasks: tuple[str, ...] = ()
+    num_examples: int | None = None  # held-out examples of each task; null: all
+    # samples of each example beside its greedy completion: avg@k, pass@k, maj@k; 0: greedy only
+    num_samples: int = 0
+    temperature: float = 1.0  # of those samples
+    # another model on the same examples: the folder of a run or of weights, or a name on the hub
+    against: str | None = None
+    against_step: int | None = None  # of an older checkpoint of that run; null: the newest
+    # a field of the examples that ROUGE compares completions with; null: no ROUGE
+    reference: str | None = None
+    level: float = 0.95  # of the intervals
+
+    def __post_init__(self):
+        if self.num_examples is not None and self.num_examples < 1:
+            raise ValueError(f"num_examples={self.num_examples} must be at least 1, or null: all")
+        if self.num_samples < 0:
+            raise ValueError(f"num_samples={self.num_samples} must not be negative; 0: none")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0; greedy completions are there "
+                "without samples"
+            )
+        if not 0 < self.level < 1:
+            raise ValueError(f"level={self.level} is between 0 and 1, such as 0.95")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks={list(self.tasks)} names one of them twice")
+        if self.against is None and self.against_step is not None:
+            raise ValueError("against_step is of a run: give against=FOLDER, too")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(WhichWeights):
+    """Which model, what is asked, and where the results go."""
+
+    evaluate: EvaluateTaskConfig = field(default_factory=EvaluateTaskConfig)
+    # a folder for the results; null: evaluation/ in the folder of the run, else in outputs/
+    out: str | None = None
+    # replace the results in that folder
+    overwrite: bool = False
+
+
+def main() -> None:
+    program.run_command("evaluate", EvaluateConfig, evaluate_models, composes_again=True)
+
+
+def evaluate_models(
+    run: RunConfig, settings: EvaluateConfig, composed_again: Callable[[list[str]], RunConfig]
+) -> None:
+    """Evaluates the model, and the one that it is compared with; prints and writes the results.
+
+    Raises ConfigError for tasks or an `out` that cannot be used, before a model is loaded.
+    """
+    asked = settings.evaluate
+    runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
+    for name in asked.tasks:
+        runs[name] = composed_again([f"task={name}"])
+    out = output_folder(run, settings, list(runs))
+    with error_context(""):
+        tokenizer = source.locate(run.model).tokenizer
+    for name, each in runs.items():
+        _examples(name, each, tokenizer, asked)
+
+    # One model after the other: the second may need the memory of the first.
+    models = {}
+    scores: dict[str, dict[str, dict[str, np.ndarray]]] = {name: {} for name in runs}
+    rows: dict[str, list[dict]] = {}
+    for which in ("model", "against"):
+        if which == "against" and asked.against is None:
+            continue
+        model = open_chosen_model(run, settings) if which == "model" else _other_model(run, asked)
+        models[which] = _described(model)
+        for name, each in runs.items():
+            held_out = _examples(name, each, model.tokenizer, asked)
+            found, scores[name][which] = _evaluate_one(each, asked, model, held_out, which, name)
+            rows[f"{which}.{name}"] = found
+        del model
+
+    results = {
+        name: report.task_result(found, asked.level, run.seed) for name, found in scores.items()
+    }
+    _write(out, run, settings, models, results, rows)
+
+
+def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) -> Path:
+    """The folder for the results. Raises ConfigError if it could not be written, or holds others
+    already."""
+    if settings.out is not None:
+        out = Path(settings.out).expanduser()
+    elif settings.checkpoint is not None:
+        folder = Path(settings.checkpoint).expanduser()
+        step = settings.step
+        if step is None:
+            step = Checkpoints(RunDir(folder).checkpoints).latest_step()
+        out = folder / "evaluation" / f"step_{step or 0:06d}" / "+".join(tasks)
+    else:
+        now = time.strftime("%Y-%m-%d/%H-%M-%S")
+        out = Path("outputs") / run.project_name / "evaluation" / now
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; give a folder")
+    there = [name for name in RESULTS if (out / name).exists()]
+    if there and not settings.overwrite:
+        raise ConfigError(
+            f"out={out} holds {there[0]}; give another folder, or overwrite=true to replace it"
+        )
+    return out
+
+
+def _examples(
+    name: str, run: RunConfig, tokenizer: Tokenizer, asked: EvaluateTaskConfig
+) -> HeldOut:
+    """The held-out examples of a task. Raises ConfigError, which names the task if there are
+    several."""
+    if not asked.tasks:
+        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+    with error_context(name):
+        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+
+
+def _other_model(run: RunConfig, asked: EvaluateTaskConfig) -> LanguageModel:
+    """The model that evaluate.against names."""
+    mesh_shape = run.model.mesh_shape
+    dtype = run.training.mixed_precision
+    with error_context("evaluate.against"):
+        return load(asked.against, step=asked.against_step, mesh_shape=mesh_shape, dtype=dtype)
+
+
+def _described(model: LanguageModel) -> dict:
+    """Which model it is, as results.json has it."""
+    weights = model.source.name if model.run is None else model.run
+    return {"weights": str(weights), "step": model.step}
+
+
+def _evaluate_one(
+    run: RunConfig,
+    asked: EvaluateTaskConfig,
+    model: LanguageModel,
+    held_out: HeldOut,
+    which: str,
+    name: str,
+) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """The rows of the completions of a model on a task, and its scores."""
+    count = len(held_out.examples)
+    drawn = f" and {asked.num_samples} samples of each" if asked.num_samples else ""
+    _say(f"{name}, {which}: {count} greedy completions{drawn}…")
+    counts = [(count, max(asked.num_samples, 1))]
+    dtype = run.training.tp_reduce_dtype
+    generate = generate_of(model, run.generation, run.rollout, counts, dtype)
+    with held_out.task.with_workers(run.rewards, _say) as task:
+        evaluated, scores = model_scores(
+            Policy(generate, None),
+            model.params,
+            HeldOut(task, held_out.examples),
+            run.seed,
+            asked.num_samples,
+            asked.temperature,
+            asked.reference,
+        )
+    about = {"model": which, "task": name}
+    return [about | row for row in evaluation_rows(evaluated)], scores
+
+
+def _say(text: str) -> None:
+    """Results go to standard output, all else to standard error."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def _write(
+    out: Path,
+    run: RunConfig,
+    settings: EvaluateConfig,
+    models: dict[str, dict],
+    results: dict[str, report.TaskResult],
+    rows: dict[str, list[dict]],
+) -> None:
+    """Prints the tables, and writes them, their numbers and all completions into the folder."""
+    asked = asdict(settings.evaluate) | {
+        "seed": run.seed,
+        "generation": asdict(run.generation),
+        "mixed_precision": run.training.mixed_precision,
+    }
+    text = report.as_markdown(models, asked, results)
+    print(escape_for_terminal(text), end="")
+    plain = json_value(report.as_plain(models, asked, results))
+    with error_context("out"):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            for name, found in rows.items():
+                (out / f"{name}.jsonl").write_text(json_lines(found))
+            (out / "results.md").write_text(text, encoding="utf-8")
+            (out / "results.json").write_text(json.dumps(plain, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"{out} cannot be written: {error.strerror}") from error
+    _say(f"results.json, results.md and all completions are in {out}")

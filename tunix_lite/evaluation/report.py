@@ -1,0 +1,133 @@
+"""The results of an evaluation as JSON and as Markdown.
+
+Results are nested plain values: {"models": {...}, "settings": {...}, "tasks": {name: TaskResult}}.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from tunix_lite.evaluation.statistics import Comparison, Estimate, compare, estimate
+
+# scores that are shares, and are shown in percent; the others are plain numbers
+SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What came of one task.
+
+    Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}}).
+    """
+
+    num_examples: int
+    # by the name of a model, "model" or "against", and the name of a score
+    scores: dict[str, dict[str, Estimate]]
+    # by the name of a score: the model minus the one it is compared with; empty: there is none
+    comparison: dict[str, Comparison] = field(default_factory=dict)
+
+
+def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: int) -> TaskResult:
+    """The means and intervals of per-example scores [E] of one model, or of two and their
+    comparison.
+
+    scores: by the name of a model, "model" first, and of a score. An example whose score is nan,
+    because a reward failed, does not count.
+    """
+    names = list(scores)
+    estimates = {
+        model: {name: estimate(_there(values), level, seed=seed) for name, values in found.items()}
+        for model, found in scores.items()
+    }
+    num_examples = len(next(iter(scores[names[0]].values())))
+    if len(names) == 1:
+        return TaskResult(num_examples, estimates)
+    first, second = names
+    comparison = {}
+    for name in scores[first].keys() & scores[second].keys():
+        differences = scores[first][name] - scores[second][name]
+        both = ~np.isnan(differences)
+        ours = scores[first][name][both]
+        comparison[name] = compare(ours, scores[second][name][both], level, seed=seed)
+    ordered = {name: comparison[name] for name in scores[first] if name in comparison}
+    return TaskResult(num_examples, estimates, ordered)
+
+
+def _there(values_E: np.ndarray) -> np.ndarray:
+    return values_E[~np.isnan(values_E)]
+
+
+def as_plain(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> dict:
+    """What results.json holds."""
+    found = {name: asdict(result) for name, result in tasks.items()}
+    return {"models": models, "settings": settings, "tasks": found}
+
+
+# ---- Markdown
+
+
+def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> str:
+    """The same for people: which models, and a table of each task."""
+    lines = ["# Evaluation", ""]
+    for name, model in models.items():
+        lines.append(f"- {name}: {_described(model)}")
+    level = settings["level"]
+    samples = settings["num_samples"]
+    drawn = f"{samples} samples at temperature {settings['temperature']:g}" if samples else "none"
+    lines.append(f"- samples: {drawn}; seed {settings['seed']}")
+    lines.append(f"- intervals hold {level:.0%}: bootstrap over the examples")
+    for name, result in tasks.items():
+        lines += ["", f"## {name}: {result.num_examples:,} examples", ""]
+        lines += _table(result, level)
+    return "\n".join(lines) + "\n"
+
+
+def _described(model: dict) -> str:
+    step = f", step {model['step']}" if model.get("step") is not None else ""
+    return f"{model['weights']}{step}"
+
+
+def _table(result: TaskResult, level: float) -> list[str]:
+    names = list(result.scores)
+    ours = result.scores[names[0]]
+    if len(names) == 1:
+        rows = [_row(["score", "value", f"{level:.0%} interval"]), _row(["---"] * 3)]
+        for name, found in ours.items():
+            rows.append(_row([name, _shown(name, found.value), _interval(name, found)]))
+        return rows
+    heads = [
+        "score",
+        *names,
+        "difference",
+        f"{level:.0%} interval",
+        "p",
+        "better, worse",
+    ]
+    rows = [_row(heads), _row(["---"] * len(heads))]
+    theirs = result.scores[names[1]]
+    for name, found in result.comparison.items():
+        cells = [
+            name,
+            _shown(name, ours[name].value),
+            _shown(name, theirs[name].value),
+            _shown(name, found.difference.value, "+"),
+            _interval(name, found.difference, "+"),
+            f"{found.p_value:.3g}",
+            f"{found.better}, {found.worse}",
+        ]
+        rows.append(_row(cells))
+    return rows
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _interval(name: str, found: Estimate, sign: str = "") -> str:
+    return f"{_shown(name, found.low, sign)} to {_shown(name, found.high, sign)}"
+
+
+def _shown(name: str, value: float, sign: str = "") -> str:
+    if name.startswith(SHARES):
+        return f"{100 * value:{sign}.1f} %"
+    return f"{value:{sign}.4g}"

@@ -1,0 +1,50 @@
+"""A loaded model as what samples the completions of a task, as a run does: on its mesh, in slots
+that are refilled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.rollout import memory
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.types import Params, Prompts, Rollout
+
+
+def generate_of(
+    model: LanguageModel,
+    generation: GenerationConfig,
+    rollout: RolloutConfig,
+    counts: list[tuple[int, int]],
+    tp_reduce_dtype: str = "float32",
+) -> Callable[..., Rollout]:
+    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it.
+
+    counts: (prompts, completions of each) of the largest calls to come; where the weights stay
+    while sampling is chosen by them and by the memory that is free.
+    """
+    with jax.set_mesh(model.mesh):
+        largest = max(prompts * completions for prompts, completions in counts)
+        slots = rollout.slots(largest, model.mesh.shape["fsdp"])
+        weights, _ = memory.choose_weights(
+            model.params, model.cfg, model.dtype, generation, rollout, slots, counts
+        )
+    generate = make_generate(
+        model.cfg,
+        generation,
+        model.tokenizer.eos_ids,
+        model.tokenizer.pad_id,
+        model.dtype,
+        RolloutConfig(slots, rollout.chunk, weights, rollout.cache),
+        model.tokenizer,
+        jnp.dtype(tp_reduce_dtype),
+    )
+
+    def on_the_mesh(params: Params, prompts: Prompts, *args: Any, **settings: Any) -> Rollout:
+        with jax.set_mesh(model.mesh):
+            return generate(params, prompts, *args, **settings)
+
+    return on_the_mesh

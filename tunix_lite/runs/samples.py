@@ -1,0 +1,109 @@
+"""samples/*.jsonl: every completion of a step, and all that made its reward and its advantage.
+
+From the rows of a file the means that the step logged can be computed again, to the bit.
+"""
+
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.runs.evaluate import Evaluated
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import FINISH, Batch, Graded
+
+
+def keep_samples(
+    run_dir: RunDir, console: Console, step: int, graded: Graded, batch: Batch, num_shown: int
+) -> None:
+    """Write all completions of a step, and show so many of them, from best to worst."""
+    rows = sample_rows(graded, advantages_of(graded, batch))
+    run_dir.write_samples(step, rows)
+    rewarded = [row for row in rows if row["reward"] is not None]
+    ranked = sorted(rewarded, key=lambda row: -row["reward"])
+    count = min(num_shown, len(ranked))
+    chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
+    console.samples(step, [ranked[i] for i in chosen])
+
+
+def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
+
+    advantages_B: what is learned from each; None: nothing is, as in an evaluation.
+    """
+    rows: list[dict[str, Any]] = []
+    groups = group_numbers(graded.examples)
+    for i, text in enumerate(graded.completions):
+        row = {
+            "prompt": graded.prompts[i],
+            "completion": text,
+            "extracted": graded.extracted[i],
+            "correct": bool(graded.correct[i]),
+            "reward": None if graded.dropped[i] else float(graded.rewards[i]),
+            "rewards": {name: _number(values_B[i]) for name, values_B in graded.each.items()},
+            "advantage": None if advantages_B is None else _number(advantages_B[i]),
+        }
+        if graded.failures:
+            row["failed"] = graded.failures[i]
+        if graded.examples:
+            row["group"] = groups[i]
+            row["expected"] = graded.examples[i].get("answer")
+            row["example"] = graded.examples[i]
+        rows.append(row | _of_rollout(graded, i))
+    return rows
+
+
+def evaluation_rows(found: Evaluated) -> list[dict[str, Any]]:
+    """The lines of samples/evaluation_000010.jsonl: greedy completions first, then the samples."""
+    rows = [{"sampled": False} | row for row in sample_rows(found.greedy)]
+    if found.sampled is not None:
+        rows += [{"sampled": True} | row for row in sample_rows(found.sampled)]
+    return rows
+
+
+def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
+    """How a completion ended, its tokens and their log-probabilities as they were drawn."""
+    rollout = graded.rollout
+    if rollout is None:
+        return {}
+    mask_T = np.asarray(rollout.completion_mask)[i]
+    return {
+        "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
+        "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
+        "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
+    }
+
+
+def group_numbers(examples: list[dict]) -> list[int]:
+    """The group of each completion, counted from 0: those of one and the same example that stand
+    side by side."""
+    runs = groupby(examples, key=id)
+    return [number for number, (_, group) in enumerate(runs) for _ in group]
+
+
+def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
+    """[B] float64: the advantage of each completion, the mean over its tokens where they differ.
+
+    None if the batch has none, or if its sequences are not these completions.
+    """
+    rollout = graded.rollout
+    if batch is None or batch.advantages is None or rollout is None:
+        return None
+    mask_BT = np.asarray(rollout.completion_mask)
+    if np.shape(batch.tokens) != mask_BT.shape or not np.array_equal(batch.tokens, rollout.tokens):
+        return None
+    advantages_BT = np.asarray(batch.advantages, np.float64)
+    first_B = mask_BT.argmax(axis=1)
+    one_B = advantages_BT[np.arange(len(first_B)), first_B]
+
+    # The mean of equal numbers is not always the number itself.
+    are_equal_B = (~mask_BT | (advantages_BT == one_B[:, None])).all(axis=1)
+    lengths_B = np.maximum(mask_BT.sum(axis=1), 1)
+    means_B = np.where(mask_BT, advantages_BT, 0.0).sum(axis=1) / lengths_B
+    return np.where(are_equal_B, one_B, means_B)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no nan: what failed has no number."""
+    return float(value) if np.isfinite(value) else None

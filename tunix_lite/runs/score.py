@@ -1,0 +1,134 @@
+"""The scores of a model on a task, one number of each example: what `tunix-lite evaluate` computes
+its tables of."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import error_context
+from tunix_lite.evaluation.rouge import rouge_l, rouge_n
+from tunix_lite.evaluation.statistics import (
+    avg_at_k,
+    maj_at_k,
+    pass_at_k,
+    powers_up_to,
+)
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.runs.evaluate import Evaluated, complete_held_out
+from tunix_lite.tasks.task import Task
+from tunix_lite.types import Graded, Params
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out examples of a task, checked: what is needed to grade a model on them."""
+
+    task: Task
+    examples: list[dict]
+
+
+def held_out_examples(
+    run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
+) -> HeldOut:
+    """The first `num_examples` held-out examples of the run's task; None: all of them.
+
+    reference: the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError
+    if there are fewer, if a prompt is too long, or if an example has no such field.
+    """
+    generation = run.generation
+    task = Task(
+        run.task,
+        tokenizer,
+        generation.max_prompt_length,
+        generation.max_new_tokens,
+        generation.long_prompts,
+    )
+    if num_examples is None:
+        num_examples = len(run.task.source.held_out)
+    with error_context("task"):
+        if not num_examples:
+            raise ValueError("the held-out set has no examples")
+        examples = task.held_out(num_examples)
+        task.prompts(examples)
+        for example in examples:
+            if reference is not None and reference not in example:
+                raise ValueError(
+                    f"evaluate.reference={reference}, but an example has {', '.join(example)}"
+                )
+    return HeldOut(task, examples)
+
+
+def model_scores(
+    policy: Policy,
+    params: Params,
+    held_out: HeldOut,
+    seed: int,
+    num_samples: int,
+    temperature: float,
+    reference: str | None = None,
+) -> tuple[Evaluated, dict[str, np.ndarray]]:
+    """The completions of a model, and its scores by name, [E] float64 each: one number an example.
+
+    A reward that failed makes nan. The completions are those of an evaluation of a run with this
+    seed. Raises RunFailed if a reward fails and rewards.on_error=raise.
+    """
+    found = complete_held_out(
+        policy,
+        held_out.task,
+        params,
+        held_out.examples,
+        jax.random.key(seed),
+        num_samples,
+        temperature,
+    )
+    scores = greedy_scores(found.greedy)
+    if reference is not None:
+        scores |= rouge_scores(found.greedy, held_out.examples, reference)
+    if found.sampled is not None:
+        scores |= sampled_scores(found.sampled, num_samples)
+    return found, scores
+
+
+def greedy_scores(graded: Graded) -> dict[str, np.ndarray]:
+    """accuracy, reward, length in tokens, and truncated: 1 if it ran out of length."""
+    rollout = graded.rollout
+    return {
+        "accuracy": graded.correct.astype(np.float64),
+        "reward": graded.rewards,
+        "length": np.asarray(rollout.completion_mask).sum(axis=1).astype(np.float64),
+        "truncated": 1.0 - np.asarray(rollout.finished),
+    }
+
+
+def rouge_scores(graded: Graded, examples: list[dict], reference: str) -> dict[str, np.ndarray]:
+    """rouge_1, rouge_2 and rouge_l of each completion against this field of its example."""
+    pairs = [(text, str(example[reference])) for text, example in zip(graded.completions, examples)]
+    return {
+        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_l": np.array([rouge_l(text, other) for text, other in pairs]),
+    }
+
+
+def sampled_scores(graded: Graded, num_samples: int) -> dict[str, np.ndarray]:
+    """avg_at_8, pass_at_1 ... pass_at_8, maj_at_2 ... maj_at_8, and the mean reward of samples."""
+    correct_EN = graded.correct.reshape(-1, num_samples)
+    texts = graded.extracted
+    rows = range(0, len(texts), num_samples)
+    extracted = [texts[row : row + num_samples] for row in rows]
+    scores = {f"avg_at_{num_samples}": avg_at_k(correct_EN)}
+    for k in powers_up_to(num_samples):
+        scores[f"pass_at_{k}"] = pass_at_k(correct_EN, k)
+    for k in powers_up_to(num_samples)[1:]:
+        scores[f"maj_at_{k}"] = maj_at_k(extracted, correct_EN, k)
+
+    # A dropped sample does not count; an example without samples has no reward.
+    rewards_EN = graded.rewards.reshape(-1, num_samples)
+    kept_EN = ~np.isnan(rewards_EN)
+    total_E = np.where(kept_EN, rewards_EN, 0.0).sum(axis=1)
+    count_E = kept_EN.sum(axis=1)
+    scores["sampled_reward"] = np.where(count_E > 0, total_E / np.maximum(count_E, 1), np.nan)
+    return scores
