@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from tunix_lite.rewards.limits import call_with_limits, time_limit
+from tunix_lite.rewards.numbers import number_of
 from tunix_lite.rewards.scores import Score, no_answer
 
 # characters of a completion that are parsed: its last ones
@@ -75,7 +76,9 @@ def _expected(answer: str, seconds: float) -> tuple:
     """The parsed answer of an example, as LaTeX; marks of mathematics may stand around it."""
     # Without dollars, math-verify takes a number out of LaTeX: of 2\sqrt{2} the first 2.
     is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    for text in (answer,) if is_marked else (f"${answer}$", answer):
+    texts = (answer,) if is_marked else (f"${answer}$", answer)
+    # A plain number is parsed as it stands, as a completion's is.
+    for text in reversed(texts) if number_of(answer) is not None else texts:
         with time_limit(seconds, "math-verify"):
             found = _package().parse(text, parsing_timeout=None)
         if _holds_mathematics(found):

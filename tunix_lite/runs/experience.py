@@ -70,7 +70,7 @@ class FreshExperience:
         with error_context(f"step {step + 1}", RunFailed):
             examples, dropped = self._task.batch(self._num_prompts, self._run.seed, step // updates)
             batch, metrics, graded = algorithm.collect(
-                self._policy, self._task, params, examples, key
+                self._policy, self._task.at_step(step), params, examples, key
             )
         if self._long_prompts == "drop":
             metrics["prompts/dropped"] = dropped
