@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.judge import Judge, JudgeError
 from tunix_lite.rewards.pool import Pool, RewardsConfig
 
@@ -229,3 +231,12 @@ def test_a_prompt_that_names_another_field_is_named():
 
 def test_what_a_call_may_take_is_known():
     assert Judge("http://a", "m", PROMPT, timeout=4.0, retries=3, backoff=0.5).most_seconds == 4 * 4 + 0.5 * 7
+
+
+def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
+    prompt = "prompt: '{completion}'"
+    fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
+    asks = [f"+task.rewards.judge={{fn: {fn}}}"]
+    with pytest.raises(ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; raise"):
+        compose(asks)
+    compose([*asks, "rewards.timeout=20"])

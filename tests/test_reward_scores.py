@@ -176,8 +176,8 @@ def test_weights_are_those_of_the_step_and_are_logged():
     for step, weight in ((0, 1), (1, 0.75), (4, 0), (9, 0)):
         graded = grade(["1", "3"], RewardsConfig(workers=0), rewards, step=step)
         np.testing.assert_array_equal(graded.rewards, [weight + 2, 3 * weight + 2])
-        assert graded.metrics["reward_weight/r"] == weight == graded.weights["r"]
-        assert "reward_weight/one" not in graded.metrics and graded.metrics["reward/r"] == 2
+        assert graded.metrics["rewards/weight_r"] == weight == graded.weights["r"]
+        assert "rewards/weight_one" not in graded.metrics and graded.metrics["reward/r"] == 2
 
 
 def test_yaml_gives_a_weight_as_a_number_or_as_a_schedule():

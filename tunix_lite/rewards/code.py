@@ -68,6 +68,11 @@ class PassesTests:
         if sys.platform != "linux":
             raise ValueError("rewards.code.PassesTests limits code by means of Linux only")
 
+    @property
+    def most_seconds(self) -> float:
+        """What a call may take; rewards.timeout must be above it."""
+        return self.total_seconds
+
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError for tests that are none, RuntimeError if they cannot be run here."""
         tests = self._tests(example)

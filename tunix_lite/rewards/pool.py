@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
 
@@ -96,6 +97,20 @@ def check_portable(functions: dict[str, Callable]) -> None:
         except Exception as error:
             # pickling runs what objects say of themselves, so it can be any
             raise ValueError(_cannot_be_sent(name, str(error))) from error
+
+
+def check_times(functions: dict[str, Callable], settings: RewardsConfig) -> None:
+    """Raises ValueError naming a function that may take longer than rewards.timeout, by its own
+    settings (`most_seconds`)."""
+    for name, fn in functions.items():
+        # as TaskConfig.functions binds it
+        reward = fn.args[0] if isinstance(fn, partial) and fn.args else fn
+        seconds = getattr(reward, "most_seconds", 0.0)
+        if settings.workers and seconds >= settings.timeout:
+            raise ValueError(
+                f"{name} may take {seconds:g} seconds by its settings, and "
+                f"rewards.timeout={settings.timeout:g}; raise that above it"
+            )
 
 
 class _Job(NamedTuple):

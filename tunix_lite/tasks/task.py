@@ -121,7 +121,7 @@ class TaskConfig:
     def weight_metrics(self, step: int) -> Metrics:
         """The weights that change over the run."""
         return {
-            f"reward_weight/{name}": float(weight)
+            f"rewards/weight_{name}": float(weight)
             for name, weight in self.weights(step).items()
             if callable(self.rewards[name].weight)
         }
