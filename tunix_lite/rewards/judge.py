@@ -154,7 +154,7 @@ class Judge:
         raise JudgeError(f"the judge at {self.base_url} gave no answer, {asked}: {failure}")
 
     def _post(self, body: dict) -> str:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json; charset=utf-8"}
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
         request = urllib.request.Request(
