@@ -81,6 +81,11 @@ def kind_of(file: Path):
     return KINDS.get(path) or KINDS[path.split("/")[0]]
 
 
+def class_of(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 MODELS = sorted(f.name.removesuffix(".yaml") for f in (CONF / "model").glob("*.yaml"))
 
 
@@ -97,7 +102,8 @@ def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
 @pytest.mark.parametrize("file", [f for f in FILES if "model" not in f.parts], ids=lambda f: str(f.relative_to(CONF)))
 def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
     values = yaml.safe_load(file.read_text())
-    fields = {f.name for f in dataclasses.fields(kind_of(file))}
+    kind = class_of(values["_target_"]) if file.parent.name == "task" and "_target_" in values else kind_of(file)
+    fields = {f.name for f in dataclasses.fields(kind) if f.init}
     if file.name == "config.yaml":
         groups = {next(iter(entry)) for entry in values.pop("defaults") if isinstance(entry, dict)}
         values.pop("hydra")
@@ -109,7 +115,8 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
         return
     assert set(values) - {"_target_"} == fields
     if source := values.get("source"):
-        assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(Arithmetic)}
+        kind = class_of(source["_target_"])
+        assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(kind)}
 
 
 # a size is numbers whose meaning its family's part says
@@ -228,7 +235,7 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
     assert compose(["task=mine"], str(tmp_path)).task == compose([]).task
     with pytest.raises(ConfigError, match="did you mean 'training.max_steps'"):
         compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
-    with pytest.raises(ConfigError, match="there is arithmetic, mine"):
+    with pytest.raises(ConfigError, match="there is arithmetic, .*mine"):
         compose(["task=mien"], str(tmp_path))
 
 
