@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     found = table.cells(arguments)
     if not found:
         sys.exit(f"no variant is called {' or '.join(arguments)}; without a name, all are shown")
-    print(table.as_text(found, with_formulas=bool(arguments)))
+    print(table.for_terminal(found, with_formulas=bool(arguments)))
 
 
 def record() -> None:
@@ -36,7 +36,7 @@ def record() -> None:
         if not adapters.is_installed(framework):
             print(f"{name} is not installed: {install}")
             continue
-        known[framework] = adapters.run(framework)
+        known[framework] = adapters.run_own_functions(framework)
         print(f"{name} {known[framework]['version']}: {len(known[framework]['cells'])} functions")
     adapters.RECORDED.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 

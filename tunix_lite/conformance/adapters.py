@@ -36,7 +36,7 @@ def is_installed(framework: str) -> bool:
     return importlib.util.find_spec(INSTALL[framework][0]) is not None
 
 
-def run(framework: str) -> dict[str, Any]:
+def run_own_functions(framework: str) -> dict[str, Any]:
     """The version, and of each cell "" or on which fixtures its own function departs from the
     formula. The framework must be installed."""
     from tunix_lite.conformance.variants import VARIANTS

@@ -78,7 +78,7 @@ def settings_text(settings: dict) -> str:
     return " ".join(words)
 
 
-def as_text(found: list[Cell], with_formulas: bool = False) -> str:
+def for_terminal(found: list[Cell], with_formulas: bool = False) -> str:
     """For a terminal: a line for each, or three."""
     lines = []
     for cell in found:

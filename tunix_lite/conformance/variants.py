@@ -623,7 +623,7 @@ _BASELINES = [
 # ---- what trainer and sampler disagree about
 
 
-def corrected(
+def with_factor(
     factor: Any, ours: dict | None, name: str, by: str, formula: str, why: str = ""
 ) -> Variant:
     """Centred rewards and a clip of 0.2, whose gain is multiplied by the factor."""
@@ -634,17 +634,17 @@ def corrected(
 
 GEOMETRIC = "mask_sequences"
 _CORRECTIONS = [
-    corrected(f.truncate(2.0), TIS, "tis_token", "verl", "min(w, 2), w = exp(old - sampler)"),
-    corrected(f.truncate(2.0), TIS, "tis_token", "skyrl", "min(w, 2)"),
-    corrected(f.truncate(2.0), TIS, "tis_token", "tunix", "sampler_is=token: min(w, 2)"),
-    corrected(
+    with_factor(f.truncate(2.0), TIS, "tis_token", "verl", "min(w, 2), w = exp(old - sampler)"),
+    with_factor(f.truncate(2.0), TIS, "tis_token", "skyrl", "min(w, 2)"),
+    with_factor(f.truncate(2.0), TIS, "tis_token", "tunix", "sampler_is=token: min(w, 2)"),
+    with_factor(
         f.truncate(3.0),
         correction("truncate_tokens", cap=3.0),
         "tis_token",
         "trl",
         "token_truncate: min(w, 3)",
     ),
-    corrected(
+    with_factor(
         f.truncate(2.0, "sequence"),
         None,
         "tis_sequence",
@@ -652,7 +652,7 @@ _CORRECTIONS = [
         "min(product over the completion of w, 2)",
         "a product over tokens grows with the length",
     ),
-    corrected(
+    with_factor(
         f.truncate(5.0, "sequence"),
         None,
         "tis_sequence",
@@ -660,7 +660,7 @@ _CORRECTIONS = [
         "min(product of w, 5)",
         "as verl",
     ),
-    corrected(
+    with_factor(
         f.mask_outside(0.0, 3.0, "sequence"),
         None,
         "sequence_mask",
@@ -668,28 +668,28 @@ _CORRECTIONS = [
         "the default: the product of w, 0 above 3",
         "leaves out long completions: a gap of 1e-3 a token is e^2 over 2,000 tokens",
     ),
-    corrected(
+    with_factor(
         f.mask_outside(0.5, 5.0),
         correction("mask_tokens", low=0.5, high=5.0),
         "icepop",
         "nemo_rl",
         "w within 0.5 and 5, else 0",
     ),
-    corrected(
+    with_factor(
         f.mask_outside(0.5, 5.0),
         correction("mask_tokens", low=0.5, high=5.0),
         "icepop",
         "openrlhf",
         "w within 0.5 and 5, else 0",
     ),
-    corrected(
+    with_factor(
         f.mask_outside(0.0, 3.0),
         correction("mask_tokens", low=0.0, high=3.0),
         "icepop",
         "trl",
         "token_mask: w up to 3, else 0",
     ),
-    corrected(
+    with_factor(
         f.mask_outside(0.5, 2.0, keep=False),
         None,
         "token_mask",
@@ -697,14 +697,14 @@ _CORRECTIONS = [
         "1 where w is within 0.5 and 2, else 0",
         "the same name, without the weight",
     ),
-    corrected(
+    with_factor(
         f.geometric_mask(0.99, 1.01),
         correction(GEOMETRIC, low=0.99, high=1.01),
         "geometric_mask",
         "skyrl",
         "1 for a completion whose geometric mean of w is within 0.99 and 1.01, else 0",
     ),
-    corrected(
+    with_factor(
         f.geometric_mask(0.999, 1.002, True),
         None,
         "geometric_mask",
@@ -712,7 +712,7 @@ _CORRECTIONS = [
         "seq-mask-tis: the same within 0.999 and 1.002, times the w of each token",
         "two corrections in one",
     ),
-    corrected(
+    with_factor(
         f.geometric_mask(0.999, 1.002, True),
         None,
         "geometric_mask",
