@@ -39,10 +39,14 @@ class Gsm8k:
     """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
     example has the number as `answer` and the whole solution as `completion`."""
 
-    train_file: str | None = None  # path; null: from the hub
-    held_out_file: str | None = None  # path; null: from the hub
-    hub: str = "openai/gsm8k"  # org/name or org/name@revision, for what has no file
-    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
+    # path; null: from the hub
+    train_file: str | None = None
+    # path; null: from the hub
+    held_out_file: str | None = None
+    # org/name or org/name@revision, for what has no file
+    hub: str = "openai/gsm8k"
+    # a malformed row: raise; skip: leave it out, and say how many
+    on_error: str = "raise"
 
     def __post_init__(self):
         check_on_error(self.on_error)

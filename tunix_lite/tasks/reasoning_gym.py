@@ -17,22 +17,26 @@ except ImportError as error:
     reasoning_gym = None
     WHY_NOT = str(error)
 
-# numbers of problems that are drawn from, of each task
-INDICES = 2**31 - 1
-
 
 @dataclass(frozen=True)
 class ReasoningGym:
     """Problems of one or several tasks of reasoning-gym. Which one a problem is of, and its number,
     are drawn from the number of the example; held-out questions are never trained on."""
 
-    tasks: tuple[str, ...] = ("basic_arithmetic",)  # names in reasoning-gym
-    weights: tuple[float, ...] = ()  # how often each task is drawn; empty: all alike
+    # names in reasoning-gym
+    tasks: tuple[str, ...] = ("basic_arithmetic",)
+    # how often each task is drawn; empty: all alike
+    weights: tuple[float, ...] = ()
     # by task: its settings of difficulty, as reasoning-gym names them
     settings: dict[str, dict] = field(default_factory=dict)
-    seed: int = 0  # of the problems; they are the same for any seed of the run
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # of the problems; they are the same for any seed of the run
+    seed: int = 0
+    # problems of each task that are drawn from; a few tasks (acre, word_ladder) take fewer
+    num_problems: int = 1_000_000
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         if reasoning_gym is None:
@@ -50,7 +54,7 @@ class ReasoningGym:
             raise ValueError(f"settings of {', '.join(sorted(others))}, which is not in tasks")
         check_counts(self)
         for name in self.tasks:
-            dataset_of(name, self._settings(name), self.seed)
+            dataset_of(name, self._settings(name), self.seed, self.num_problems)
 
     @property
     def train(self) -> Split:
@@ -67,13 +71,13 @@ class ReasoningGym:
         where it is verified."""
         weights = np.array(self.weights or [1.0] * len(self.tasks))
         name = self.tasks[int(rng.choice(len(self.tasks), p=weights / weights.sum()))]
-        index = int(rng.integers(INDICES))
+        index = int(rng.integers(self.num_problems))
         settings = self._settings(name)
-        entry = entry_of(name, settings, self.seed, index)
+        entry = entry_of(name, settings, self.seed, self.num_problems, index)
         example: dict[str, Any] = {
             "question": entry["question"],
             "task": name,
-            "problem": {"settings": settings, "seed": self.seed, "index": index},
+            "problem": [settings, self.seed, self.num_problems, index],
         }
         # some tasks accept many answers, and give none
         if entry["answer"] is not None:
@@ -86,12 +90,12 @@ class ReasoningGym:
 
 
 @functools.lru_cache(maxsize=128)
-def dataset_of(name: str, settings: str, seed: int) -> Any:
+def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
     """A task of reasoning-gym with its settings, as JSON. Raises ValueError if it has no such task,
     or refuses the settings."""
     try:
         return reasoning_gym.create_dataset(
-            name, seed=seed, size=INDICES, **_with_tuples(json.loads(settings))
+            name, seed=seed, size=size, **_with_tuples(json.loads(settings))
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"reasoning-gym refuses {name} with {settings}: {error}") from error
@@ -102,17 +106,17 @@ def _with_tuples(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def entry_of(name: str, settings: str, seed: int, index: int) -> dict:
+def entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict:
     """A problem as reasoning-gym makes it: question, answer, metadata."""
-    return dataset_of(name, settings, seed)[index]
+    return dataset_of(name, settings, seed, size)[index]
 
 
 def score(completion: str, example: dict) -> float:
     """What the task's own verifier gives for the completion's answer, 0 to 1."""
-    problem = example["problem"]
-    name = example["task"]
-    entry = entry_of(name, problem["settings"], problem["seed"], problem["index"])
-    dataset = dataset_of(name, problem["settings"], problem["seed"])
+    *problem, index = example["problem"]
+    entry = entry_of(example["task"], *problem, index)
+    dataset = dataset_of(example["task"], *problem)
+    # verifiers want the bare answer
     return float(dataset.score_answer(answer_text(completion), entry))
 
 
