@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,6 +34,7 @@ from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 
+ROOT = Path(__file__).parents[1]
 SHORT = [
     "training.max_steps=4",
     "training.prompts_per_step=4",
@@ -299,6 +302,31 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
     for sample in samples:
         assert len(sample["logprobs"]) == len(sample["tokens"]) and max(sample["logprobs"]) <= 0
         assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
+
+
+# What a run logs only under a condition, which stands on the page.
+CONDITIONAL = {
+    "train/kl",  # algorithm.kl_coef
+    "prompts/truncated",  # generation.long_prompts
+    "prompts/dropped",
+    "perf/mfu",  # a device whose peak is known
+    "eval/avg_at_<k>",  # evaluation.num_samples
+    "eval/pass_at_<k>",
+    "eval/maj_at_<k>",
+    "eval/sampled_reward",
+    "eval/sampled_truncated",
+    "time/<name>",  # a scorer
+}
+
+
+def test_the_metrics_page_is_what_a_run_logs(finished):
+    """Both ways: nothing is logged that the page does not have, and the page has nothing that is not logged."""
+    page = (ROOT / "docs" / "references" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", page, re.MULTILINE))
+    logged = {name for row in lines(finished[0]) for name in row} - {"step"}
+    by_name = {f"reward/{name}{end}": f"reward/<name>{end}" for name in ("correct", "short") for end in ("", "_std")}
+    assert {by_name.get(name, name) for name in logged} == documented - CONDITIONAL
+    assert CONDITIONAL <= documented
 
 
 def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):

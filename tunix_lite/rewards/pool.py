@@ -114,6 +114,8 @@ class Pool:
         self._numbers = itertools.count()
         self._workers: list[_Worker | None] = [None] * settings.workers
         self._ending = False
+        # of each call that was made, since `taken_seconds`
+        self._seconds: deque[float] = deque()
         if settings.workers:
             check_portable(functions)
         places = range(settings.workers)
@@ -137,11 +139,23 @@ class Pool:
             self._jobs.put(_Job(future, completion, example, names))
             return future
         try:
-            called = (outcome(self.functions[name], completion, example) for name in names)
+            called = (self._called_here(name, completion, example) for name in names)
             future.set_result(self._by_name(names, completion, called))
         except ValueError as error:
             future.set_exception(error)
         return future
+
+    def taken_seconds(self) -> list[float]:
+        """The seconds of each call that has been made since this was asked last, as the run sees
+        them: with the way to a worker and back."""
+        count = len(self._seconds)
+        return [self._seconds.popleft() for _ in range(count)]
+
+    def _called_here(self, name: str, completion: str | list[str], example: dict) -> Outcome:
+        began = time.perf_counter()
+        found = outcome(self.functions[name], completion, example)
+        self._seconds.append(time.perf_counter() - began)
+        return found
 
     def describe_failure(self, name: str, found: Outcome, completion: str | list[str]) -> str:
         """In words: `reward 'short' is nan for the completion '...'`."""
@@ -215,7 +229,9 @@ class Pool:
             worker = self._worker(place)
             worker.send(_packed(calls), self.settings.timeout)
             for number, *_ in calls:
+                began = time.perf_counter()
                 found = worker.answer(self.settings.timeout, number)
+                self._seconds.append(time.perf_counter() - began)
                 calls = calls[1:]
                 if found[0] == "refused":
                     raise ValueError(

@@ -32,11 +32,12 @@ from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.samples import evaluation_rows, keep_samples
+from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import OUR_PARTS
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Metrics, TrainState
 
@@ -87,6 +88,8 @@ class Watch:
     # notices where most groups teach nothing
     groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
     accuracy: float | None = field(default=None, init=False)
+    # real tokens of the batches of all updates until now, prompts too
+    num_tokens: int = field(default=0, init=False)
     # seconds since the step began: when collecting was over, and when the update was
     _collected: float = field(default=0.0, init=False)
     _updated: float = field(default=0.0, init=False)
@@ -203,6 +206,12 @@ class Watch:
         if self.skipped:
             self.keep_skipped(done, metrics)
 
+        # What was learned from, as far as a rollout has not been looked at before.
+        if done.experience.metrics:
+            metrics |= advantage_metrics(done.experience.batch)
+        self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
+        metrics["train/num_tokens"] = self.num_tokens
+
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = learning_rate_at(
             self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
@@ -269,7 +278,7 @@ class Watch:
             shown = self.session.run.tracking.samples_shown
             batch = done.experience.batch
             console = self.session.console
-            keep_samples(self.session.run_dir, console, done.step, graded, batch, shown)
+            keep_samples(self.session.run_dir, console, done.step, graded, shown, batch)
         self.session.status.steps = done.step
 
     def save(self) -> None:
@@ -351,6 +360,9 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         skipped=learner.skipped,
         is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
     )
+    if session.parts.resume_from is not None:
+        earlier = RunDir(session.parts.resume_from.parent)
+        watch.num_tokens = earlier.last_number("train/num_tokens", start)
     watch.unfinished = Unfinished(
         run,
         run_dir,

@@ -8,7 +8,7 @@ import numpy as np
 from tunix_lite.rewards.pool import Outcome
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tasks.reward_calls import RewardCalls
-from tunix_lite.types import Metrics, Rollout
+from tunix_lite.types import FINISH, Metrics, Rollout
 
 # a metric -> the kind of failure of which it counts the calls
 FAILED = {
@@ -43,15 +43,17 @@ def reward_metrics(
     """Of the weighted sum and of each reward, over the completions that are kept. A failed reward
     counts 0."""
     kept_B = ~dropped_B
-    means = {
-        f"reward/{name}": float(np.nan_to_num(values_B)[kept_B].mean())
-        for name, values_B in each.items()
-    }
-    return {
+    metrics = {
         "reward/mean": float(total_B[kept_B].mean()),
         "reward/std": float(total_B[kept_B].std()),
-        **means,
+        "reward/min": float(total_B[kept_B].min()),
+        "reward/max": float(total_B[kept_B].max()),
     }
+    for name, values_B in each.items():
+        counted_B = np.nan_to_num(values_B)[kept_B]
+        metrics[f"reward/{name}"] = float(counted_B.mean())
+        metrics[f"reward/{name}_std"] = float(counted_B.std())
+    return metrics
 
 
 def failure_metrics(
@@ -84,14 +86,34 @@ def failure_metrics(
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
-    """How many are right, how long they are, and how many ran out of room."""
+    """How many are right, how long they are, and how they ended."""
     lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
+    finished_B = np.asarray(rollout.finished)
+    # Of those that ended by themselves; 0 where none did.
+    ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
     return {
         "completions/correct": float(np.mean(right_B)),
         "completions/mean_length": float(lengths_B.mean()),
+        "completions/min_length": int(lengths_B.min()),
         "completions/max_length": int(lengths_B.max()),
-        "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
+        "completions/truncated": float(1 - finished_B.mean()),
+        "completions/eos": float(np.mean(np.asarray(rollout.finish) == FINISH.index("eos"))),
+        "completions/mean_terminated_length": float(ended.mean()),
+        "completions/min_terminated_length": int(ended.min()),
+        "completions/max_terminated_length": int(ended.max()),
     }
+
+
+def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
+    """Of rewards: how long the run waited for them, and how long calls took that this process made.
+
+    of_calls: seconds of each call of a function.
+    """
+    metrics = {"time/rewards": seconds}
+    if of_calls:
+        median, slow = np.percentile(of_calls, [50, 99])
+        metrics |= {"time/reward_p50": float(median), "time/reward_p99": float(slow)}
+    return metrics
 
 
 def with_full_prompts(examples: list[dict], rollout: Rollout) -> list[dict]:
