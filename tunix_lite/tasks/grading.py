@@ -1,7 +1,7 @@
 """Outcomes of rewards as arrays, as metrics and in words."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -54,6 +54,21 @@ def reward_metrics(
         metrics[f"reward/{name}"] = float(counted_B.mean())
         metrics[f"reward/{name}_std"] = float(counted_B.std())
     return metrics
+
+
+def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
+    """What share of groups are worth 0 throughout, 1 throughout, and mixed: the weighted sum as it
+    was given. groups: the rows of each; dropped completions do not count."""
+    kept = [total_B[rows][~dropped_B[rows]] for rows in groups]
+    return {
+        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in kept),
+        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in kept),
+        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in kept),
+    }
+
+
+def _share(claims: Iterable[bool]) -> float:
+    return float(np.mean([bool(claim) for claim in claims]))
 
 
 def failure_metrics(

@@ -18,6 +18,7 @@ from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.grading import (
     completion_metrics,
     failure_metrics,
+    group_metrics,
     reasons_of,
     reward_metrics,
     texts_of,
@@ -297,6 +298,7 @@ class Grader:
 
         failures = failure_metrics(self._calls, of_calls, dropped_B, self.task.say)
         metrics = reward_metrics(total_B, each, dropped_B) | failures
+        metrics |= group_metrics(total_B, dropped_B, self._calls.groups)
         metrics |= completion_metrics(right_B, rollout)
         metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
         if self.task.long_prompts == "truncate":
