@@ -13,7 +13,16 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite import config
-from tunix_lite.algorithms import advantages, grpo, sft, weighting
+from tunix_lite.algorithms import (
+    advantages,
+    corrections,
+    grpo,
+    ratios,
+    sft,
+    shaping,
+    surrogates,
+    weighting,
+)
 from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
@@ -98,7 +107,25 @@ OF_PROGRAMS = {"command"}
 # rest are settings.
 FUNCTIONS = (
     ("Rewards to advantages: `algorithm.advantages`", (advantages,), ("rewards_PG",)),
+    (
+        "The same with statistics of the whole batch: `algorithm.advantages`",
+        (advantages,),
+        ("rewards_PG", "whole"),
+    ),
     ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
+    ("What is maximised per token: `algorithm.surrogate`", (surrogates,), ("terms",)),
+    (
+        "The same with `algorithm.clip_low` and `clip_high`: `algorithm.surrogate`",
+        (surrogates,),
+        ("terms", "bounds"),
+    ),
+    ("Ratios: `algorithm.ratio`", (ratios,), ("log_ratio_RW", "batch")),
+    (
+        "Trainer and sampler: `algorithm.correction`",
+        (corrections,),
+        ("log_weight_BT", "mask_BT"),
+    ),
+    ("Lengths to penalties: `algorithm.shaping`", (shaping,), ("lengths_B",)),
     (
         "Completion to reward: `task.rewards.<name>.fn` and `task.correct`",
         (math, text),

@@ -284,6 +284,42 @@ def test_a_public_name_has_one_home():
     assert len(several) <= 5, f"rename all but one of each: {several}"
 
 
+NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
+    "checkpoint.py",
+    "distributed",
+    "files",
+    "inference",
+    "learner",
+    "models",
+    "parallel",
+    "planning",
+    "rollout",
+    "runs",
+    "tracking",
+    "types.py",
+}
+
+
+def is_noun(node: ast.AST) -> bool:
+    """A public dataclass or NamedTuple that is no class of settings: conf/ shows those."""
+    if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name.endswith("Config"):
+        return False
+    words = [ast.unparse(part) for part in (*node.decorator_list, *node.bases)]
+    return any("dataclass" in word or "NamedTuple" in word for word in words)
+
+
+@pytest.mark.parametrize("room", sorted(NOUNS_WITH_AN_EXAMPLE))
+def test_nouns_show_themselves_in_an_example(room):
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in FILES
+        if rule_of(file) == room
+        for node in ast.parse(file.read_text()).body
+        if is_noun(node) and "Example" not in (ast.get_docstring(node) or "")
+    ]
+    assert not found, f"write an `Example: ` into the docstring, with values or how to get one: {found}"
+
+
 def test_classes_of_settings_are_named_alike():
     """All that RunConfig is built of ends in Config; but an architecture is a model's, not a run's."""
     kinds, found = [RunConfig], set()

@@ -15,7 +15,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
-from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, of_all, put, resolve_mesh_shape, spec
+from tunix_lite.parallel.mesh import check_mesh_shape, devices_taken, make_mesh, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Graded, TrainState
@@ -152,7 +152,7 @@ def test_a_mesh_that_does_not_fit_names_both_numbers_and_one_that_does():
 def test_a_mesh_that_is_smaller_than_the_machine_takes_the_first_devices_and_says_so():
     mesh = make_mesh(((1, 2), ("fsdp", "tp")))
     assert mesh.devices.tolist() == [jax.devices()[:2]]
-    assert of_all(mesh) == "2 of 4, the first ones" and of_all(set_mesh(2, 2)) == "4"
+    assert devices_taken(mesh) == "2 of 4, the first ones" and devices_taken(set_mesh(2, 2)) == "4"
 
 
 def test_with_several_processes_a_mesh_takes_all_devices():

@@ -11,7 +11,7 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -30,7 +30,10 @@ Prompts = Sequence[Sequence[int]]
 @flax.struct.dataclass
 class Max:
     """A metric of a loss that micro-batches and shards do not add up: the largest of their values
-    is that of all."""
+    is that of all.
+
+    Example: {"train/sampler_gap_max": Max(jnp.max(gap))} among the metrics of a loss.
+    """
 
     value: jax.Array  # a number
     # the metric is -value: the smallest, as `smallest` makes it
@@ -71,7 +74,12 @@ FINISH = (
 @flax.struct.dataclass
 class Rollout:
     """Sampled completions: each row is a left-padded prompt, then a right-padded completion. Arrays
-    of the host."""
+    of the host.
+
+    Example: the prompt 5 6 in 3 columns and its completion 7 1, where 1 ends it, in 3 -> tokens
+    [[0, 5, 6, 7, 1, 0]], token_mask [[F, T, T, T, T, F]], completion_mask [[F, F, F, T, T, F]],
+    finish [1].
+    """
 
     tokens: Any  # [B, T] int32
     token_mask: Any  # [B, T] bool, True on real tokens of prompt and completion
@@ -114,6 +122,24 @@ class Graded:
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
     # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
+
+
+def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
+    """Completions number `rows` of all parts together. Metrics and weights, which are no values of
+    single completions, are those of the first part."""
+
+    def chosen(values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, dict):
+            return {name: chosen([value[name] for value in values]) for name in first}
+        if isinstance(first, list):
+            together = [item for value in values for item in value]
+            return [together[row] for row in rows] if together else []
+        return None if first is None else np.concatenate(values)[rows]
+
+    names = {field.name for field in fields(Graded)} - {"metrics", "weights"}
+    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **taken)
 
 
 @flax.struct.dataclass
@@ -194,7 +220,11 @@ class RowBatch:
 
 @flax.struct.dataclass
 class TrainState:
-    """What an update changes, and therefore what it may donate and what a checkpoint holds."""
+    """What an update changes, and therefore what it may donate and what a checkpoint holds.
+
+    Example: TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params)) before the
+    first update.
+    """
 
     step: jax.Array  # int32: updates done, those that were skipped included
     params: Params

@@ -1,7 +1,28 @@
 """Rewards [P, G] of the G completions of each prompt -> advantages [P, G]. Float64 on the host,
-once per step."""
+once per step.
+
+A function that has a parameter `whole` sees the whole batch at once, rewards of dropped completions
+as nan, and gets a WholeBatch there. One that has none gets groups without their dropped
+completions.
+"""
+
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What there is to know of P groups of G completions beside the sum of their rewards.
+
+    Example: one prompt, two completions -> lengths [[3, 5]], each {"correct": [[1, 0]]}, weights
+    {"correct": 1.0}.
+    """
+
+    lengths: np.ndarray  # [P, G] tokens of each completion
+    # each reward by name, [P, G], without its weight; nan where it failed
+    each: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)  # by name
 
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
@@ -30,3 +51,105 @@ def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
     `centre`."""
     centred_PG = centre(rewards_PG)
     return centred_PG * (centred_PG.shape[1] / (centred_PG.shape[1] - 1))
+
+
+def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
+    """(r - mean) / (mean of the group + eps), 0 where the mean is 0 (MaxRL, arXiv:2602.02710).
+
+    For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others.
+    """
+    rewards_PG = np.asarray(rewards_PG, np.float64)
+    others = rewards_PG[(rewards_PG != 0) & (rewards_PG != 1)]
+    if others.size:
+        raise ValueError(
+            "advantages=max_likelihood divides by the success rate of a group, so rewards must be "
+            f"0 or 1; one is {others[0]:g}: leave the other rewards out, or take another advantage"
+        )
+    mean_P1 = rewards_PG.mean(axis=1, keepdims=True)
+    nothing = np.zeros_like(rewards_PG)
+    return np.divide(centre(rewards_PG), mean_P1 + eps, out=nothing, where=mean_P1 > 0)
+
+
+# ---- with statistics of the whole batch
+
+
+def batch_scaled(
+    rewards_PG: np.ndarray, whole: WholeBatch | None = None, eps: float = 1e-4
+) -> np.ndarray:
+    """(r - mean of the group) / (std of all rewards of the batch + eps), so that easy and hard
+    prompts are scaled alike (`scale_rewards=batch` of TRL, arXiv:2508.08221)."""
+    is_kept_PG = ~np.isnan(rewards_PG)
+    all_rewards = rewards_PG[is_kept_PG]
+    centred = _centred_all(all_rewards)
+    std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
+    return _centred_groups(rewards_PG) / (std + eps)
+
+
+def whiten(
+    rewards_PG: np.ndarray,
+    whole: WholeBatch | None = None,
+    over: str = "tokens",
+    group_baseline: bool = True,
+    eps: float = 1e-8,
+) -> np.ndarray:
+    """(a - mean) / sqrt(variance + eps) over the batch, a = r - mean of the group (REINFORCE++ with
+    a baseline, arXiv:2501.03262).
+
+    over: tokens: a completion counts in both as often as it has tokens (verl); samples: once.
+    group_baseline: False: a = r. The variance has one less than the count in its denominator.
+    """
+    if over not in ("tokens", "samples"):
+        raise ValueError(f"advantages.over={over!r}; it is tokens or samples")
+    is_kept_PG = ~np.isnan(rewards_PG)
+    values_PG = _centred_groups(rewards_PG) if group_baseline else rewards_PG
+    values = values_PG[is_kept_PG]
+    counts = np.ones(len(values)) if over == "samples" else whole.lengths[is_kept_PG]
+    result_PG = np.zeros(rewards_PG.shape)
+    total = counts.sum()
+    if total < 2 or values.min() == values.max():
+        return result_PG
+    centred = values - (counts * values).sum() / total
+    variance = (counts * centred**2).sum() / (total - 1)
+    result_PG[is_kept_PG] = centred / np.sqrt(variance + eps)
+    return result_PG
+
+
+def per_reward(
+    rewards_PG: np.ndarray, whole: WholeBatch | None = None, eps: float = 1e-4
+) -> np.ndarray:
+    """Each reward is standardised in its group by itself; then their weighted sum is standardised
+    over the batch (GDPO, arXiv:2601.05242).
+
+    So a reward that varies little is not drowned by one that varies much.
+    """
+    is_kept_PG = ~np.isnan(rewards_PG)
+    total_PG = np.zeros(rewards_PG.shape)
+    for name, values_PG in whole.each.items():
+        # one that failed, and is not dropped for it, counts as 0
+        values_PG = np.where(is_kept_PG, np.nan_to_num(values_PG), np.nan)
+        centred_PG = _centred_groups(values_PG)
+        count_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True) - 1, 1)
+        std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / count_P1)
+        total_PG += whole.weights.get(name, 1.0) * centred_PG / (std_P1 + eps)
+    centred = _centred_all(total_PG[is_kept_PG])
+    std = np.sqrt((centred**2).sum() / max(len(centred) - 1, 1))
+    result_PG = np.zeros(rewards_PG.shape)
+    result_PG[is_kept_PG] = centred / (std + eps)
+    return result_PG
+
+
+def _centred_groups(values_PG: np.ndarray) -> np.ndarray:
+    """r - mean of the group without what is nan, where it is 0; exactly 0 where a group agrees."""
+    is_kept_PG = ~np.isnan(values_PG)
+    counts_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True), 1)
+    mean_P1 = np.where(is_kept_PG, values_PG, 0.0).sum(axis=1, keepdims=True) / counts_P1
+    least_P1 = np.where(is_kept_PG, values_PG, np.inf).min(axis=1, keepdims=True)
+    most_P1 = np.where(is_kept_PG, values_PG, -np.inf).max(axis=1, keepdims=True)
+    return np.where(is_kept_PG & (least_P1 < most_P1), values_PG - mean_P1, 0.0)
+
+
+def _centred_all(values: np.ndarray) -> np.ndarray:
+    """Values less their mean; exactly 0 if they are all equal."""
+    if not len(values) or values.min() == values.max():
+        return np.zeros(len(values))
+    return values - values.mean()

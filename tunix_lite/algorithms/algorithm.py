@@ -121,6 +121,8 @@ class Algorithm(Protocol):
     loss_reduction: str | None
     # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
     # plan must know them before there is a batch. And `rescores`: collect calls policy.rescore.
+    # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
+    # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
 
     def collect(
         self,
@@ -134,8 +136,8 @@ class Algorithm(Protocol):
         completions for the samples files (None: there are none).
 
         The metrics are a dict of its own, to which the caller may add. params: the current weights
-        of the policy, adapters attached. examples: P rows of data. key: the random key of this
-        step's sampling.
+        of the policy, adapters attached. examples: P rows of data; with `max_rounds`, P of each
+        round. key: the random key of this step's sampling.
         """
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
@@ -155,6 +157,16 @@ def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
 def rescores(algorithm: Algorithm) -> bool:
     """Whether the algorithm says that `collect` calls policy.rescore."""
     return bool(getattr(algorithm, "rescores", False))
+
+
+def num_mini_batches(algorithm: Algorithm) -> int:
+    """How many updates' sequences the algorithm samples at once."""
+    return int(getattr(algorithm, "mini_batches", 1))
+
+
+def max_rounds(algorithm: Algorithm) -> int:
+    """How many times as many examples as a rollout needs are given to `collect`."""
+    return int(getattr(algorithm, "max_rounds", 1))
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -1,19 +1,30 @@
 """Dropped completions: learning from the others as if those whose reward failed had never been
 there."""
 
+import inspect
 from collections.abc import Callable
 
 import numpy as np
 
+from tunix_lite.algorithms.advantages import WholeBatch
+
 
 def advantages_of_kept(
-    advantages: Callable, rewards_PG: np.ndarray, kept_PG: np.ndarray
+    advantages: Callable,
+    rewards_PG: np.ndarray,
+    kept_PG: np.ndarray,
+    whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
     """[P, G]; 0 for a dropped completion, and for one that is alone in its group: it has nothing to
     be compared with.
 
     Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
+    One with a parameter `whole` gets everything at once, nan where dropped.
     """
+    if "whole" in inspect.signature(advantages).parameters:
+        is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
+        found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
+        return np.where(is_compared_PG, found_PG, 0.0)
     result_PG = np.zeros(rewards_PG.shape)
     is_whole_P = kept_PG.all(axis=1)
     if is_whole_P.any():
@@ -24,12 +35,18 @@ def advantages_of_kept(
 
 
 def weights_of_kept(
-    weighting: Callable, completion_mask_BT: np.ndarray, kept_B: np.ndarray
+    weighting: Callable, completion_mask_BT: np.ndarray, kept_B: np.ndarray, num_parts: int = 1
 ) -> np.ndarray:
-    """[B, T] float32; 0 for dropped completions, which `weighting` does not see."""
+    """[B, T] float32; 0 for dropped completions, which `weighting` does not see.
+
+    num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
+    its own.
+    """
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
-    if kept_B.any():
-        weights_BT[kept_B] = weighting(completion_mask_BT[kept_B])
+    for rows in np.split(np.arange(len(kept_B)), num_parts):
+        learned = rows[kept_B[rows]]
+        if len(learned):
+            weights_BT[learned] = weighting(completion_mask_BT[learned])
     return weights_BT
 
 

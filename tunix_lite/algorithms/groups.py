@@ -4,11 +4,12 @@ An algorithm that only gives credit differently calls `sample_groups`, then `Gro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 
+from tunix_lite.algorithms.advantages import WholeBatch
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
@@ -31,29 +32,84 @@ class Groups:
     graded: Graded
     rewards_PG: np.ndarray  # float64; nan where dropped
     kept_PG: np.ndarray  # bool: False where a reward failed and rewards.on_error=drop
+    # bool: False where nothing is learned from a completion, which is compared all the same; None:
+    # all are learned from
+    learned_PG: np.ndarray | None = None
+    # by name, what is in the rewards beside those of the task, [P, G]
+    added: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def batch(self, advantages: Callable, weighting: Callable) -> Batch:
+    def batch(
+        self,
+        advantages: Callable,
+        weighting: Callable,
+        num_mini_batches: int = 1,
+        advantage_clip: float | None = None,
+    ) -> Batch:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
         advantages: rewards [P, G] -> [P, G]; it gets groups without their dropped completions.
-        weighting: completion mask [B, T] -> weights [B, T].
+        weighting: completion mask [B, T] -> weights [B, T], of each mini-batch by itself.
         """
         rollout = self.rollout
-        advantages_PG = advantages_of_kept(advantages, self.rewards_PG, self.kept_PG)
-        advantages_B1 = advantages_PG.reshape(-1, 1)
+        counted_PG = self.kept_PG if self.learned_PG is None else self.kept_PG & self.learned_PG
         completion_mask_BT = np.asarray(rollout.completion_mask)
         return Batch(
             tokens=rollout.tokens,
             token_mask=rollout.token_mask,
-            loss_weight=weights_of_kept(weighting, completion_mask_BT, self.kept_PG.reshape(-1)),
-            advantages=np.broadcast_to(advantages_B1, rollout.tokens.shape).astype(np.float32),
+            loss_weight=weights_of_kept(
+                weighting, completion_mask_BT, counted_PG.reshape(-1), num_mini_batches
+            ),
+            advantages=self.token_advantages(advantages, advantage_clip),
             old_logprobs=rollout.full_logprobs,
         )
+
+    def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
+        """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
+        where dropped. function: as algorithms/advantages.py has them."""
+        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
+        if limit is not None:
+            advantages_PG = np.clip(advantages_PG, -limit, limit)
+        advantages_B1 = advantages_PG.reshape(-1, 1)
+        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+
+    def whole(self) -> WholeBatch:
+        """What an advantage function may know beside the rewards."""
+        shape = self.rewards_PG.shape
+        each = {name: values.reshape(shape) for name, values in self.graded.each.items()}
+        return WholeBatch(
+            lengths=self.lengths.reshape(shape),
+            each=each | self.added,
+            weights=self.graded.weights,
+        )
+
+    def with_reward(self, name: str, values_B: np.ndarray) -> "Groups":
+        """The groups with values [B] added to the rewards that advantages are made of. What was
+        logged of the rewards stays that of the task."""
+        values_PG = values_B.reshape(self.rewards_PG.shape)
+        added = self.added | {name: values_PG}
+        return replace(self, rewards_PG=self.rewards_PG + values_PG, added=added)
+
+    def learning_from(self, learned_PG: np.ndarray) -> "Groups":
+        """The groups, of which only these completions have weights; [P, 1] or [P, G]."""
+        before_PG = np.ones(self.rewards_PG.shape, bool)
+        if self.learned_PG is not None:
+            before_PG = self.learned_PG
+        return replace(self, learned_PG=before_PG & learned_PG)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] tokens of each completion."""
+        return np.asarray(self.rollout.completion_mask).sum(axis=1)
+
+    @property
+    def agree(self) -> np.ndarray:
+        """[P] bool: the rewards of the group are all equal, so that nothing is to be learned."""
+        return groups_that_agree(self.rewards_PG, self.kept_PG)
 
     @property
     def metrics(self) -> Metrics:
         """Those of sampling and of the rewards, and the share of zero-advantage groups."""
-        agree = float(groups_that_agree(self.rewards_PG, self.kept_PG).mean())
+        agree = float(self.agree.mean())
         return self.rollout.metrics | self.graded.metrics | {"reward/groups_that_agree": agree}
 
 
@@ -70,6 +126,7 @@ def sample_groups(
     A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
     raises, and ValueError where a reward fails and rewards.on_error=raise.
     """
+    examples = _apart(examples)
     repeated = [example for example in examples for _ in range(num_generations)]
     grader = task.grader(repeated)
     prompts = task.prompts(examples)
@@ -78,3 +135,12 @@ def sample_groups(
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
     return Groups(rollout, graded, rewards_PG, kept_PG)
+
+
+def _apart(examples: list[dict]) -> list[dict]:
+    """The examples; one that stands twice side by side becomes two, since a grader takes neighbours
+    that are one object for one group."""
+    return [
+        dict(example) if i and example is examples[i - 1] else example
+        for i, example in enumerate(examples)
+    ]

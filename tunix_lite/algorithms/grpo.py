@@ -1,27 +1,34 @@
 """Group Relative Policy Optimisation (arXiv:2402.03300) and the family that differs from it in
 settings.
 
-loss = - sum_t w_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + kl_coef sum_t w_t KL_t
-rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting.
+loss = - sum_t w_t gain(rho_t, A) + kl_coef sum_t w_t KL_t - entropy_coef sum_t w_t H_t
+rho_t = exp(logprob_t - old_logprob_t), A from the rewards of the group, w_t from the weighting; the
+gain is min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) or another surrogate.
 Metrics are sums with the same weights: means over tokens where the weights sum to one, as those of
 per_token and per_sequence do. One is a maximum (types.Max).
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from tunix_lite.algorithms import corrections, kl
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.checks import check_settings
+from tunix_lite.algorithms.formula import formula_of
+from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
+from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.oversampling import sample_mixed_groups
+from tunix_lite.algorithms.ratios import token_ratio, token_terms
+from tunix_lite.algorithms.surrogates import Bounds, clip
+from tunix_lite.algorithms.variants import apply_variant
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Graded, Max, Metrics, Params, RowBatch, TokenScores
-
-# beyond it a ratio is clipped anyway, and exp stays finite
-MAX_LOG_RATIO = 20.0
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -30,43 +37,57 @@ class GRPO:
 
     num_generations: int = 8  # completions per prompt, the group
     updates_per_rollout: int = 1  # optimizer updates made from one batch of completions
+    # a rollout is for so many updates' prompts, and each update takes the next part of them
+    mini_batches: int = 1
     advantages: Callable = standardise  # rewards [P, G] -> advantages [P, G]
+    advantage_clip: float | None = None  # advantages are kept within +- this; None: as they are
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
-    clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
-    clip_high: float = 0.28  # and above 1 + clip_high
+    ratio: Callable = token_ratio  # log-ratios of tokens -> log-ratios (algorithms/ratios.py)
+    surrogate: Callable = clip  # what is maximised per token (algorithms/surrogates.py)
+    clip_low: float | None = 0.2  # the ratio is clipped below 1 - clip_low; None: not below
+    clip_high: float | None = 0.28  # and above 1 + clip_high; None: not above
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
-    # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k,
-    # top_p and min_p cut the distribution off
+    kl_estimator: str = "k3_exact"  # k3_exact, k3, k3_ratio, k2, or k1_reward
+    entropy_coef: float = 0.0  # weight of the entropy, which is then raised
+    # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k, top_p
+    # and min_p cut the distribution off; rescored: the trainer's own
     old_logprobs: str = "whole"
+    # weights for what trainer and sampler disagree about (algorithms/corrections.py)
+    correction: Callable | None = None
+    # completions with A < 0 that the policy has left so far, in nats a token, are left out
+    off_policy_delta: float | None = None
+    # groups of equal rewards: keep; drop: no weight; replace: draw other prompts
+    agreeing_groups: str = "keep"
+    max_rounds: int = 1  # of agreeing_groups=replace: how often prompts are drawn, at most
+    shaping: Callable | None = None  # lengths [B] -> what is added to the rewards (shaping.py)
+    mask_truncated: bool = False  # nothing is learned from a completion that ran out of length
+    variant: str | None = None  # the objective as another framework defines it (variants.py)
 
     def __post_init__(self):
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations={self.num_generations}: a completion is compared with the "
-                "others of its group, so it takes at least 2 (8 is usual)"
-            )
-        if self.updates_per_rollout < 1:
-            raise ValueError(f"updates_per_rollout={self.updates_per_rollout} must be at least 1")
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.old_logprobs not in ("whole", "sampled"):
-            raise ValueError(f"old_logprobs={self.old_logprobs!r}; it is whole or sampled")
-        for name in ("advantages", "weighting"):
-            try:
-                inspect.signature(getattr(self, name)).bind("an array")
-            except TypeError as error:
-                raise ValueError(
-                    f"{name} is called with one array and its settings: {error}"
-                ) from error
+        apply_variant(self)
+        check_settings(self)
 
     needs_demonstrations = False
-    # the loss adds up tokens and nothing else
-    loss_reduction = "tokens"
+    # some of its pieces sum over a completion, all of those by algorithms/sequences.py
+    loss_reduction = "sequences"
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def rescores(self) -> bool:
+        """Whether collect asks for the trainer's own log-probabilities of what was sampled."""
+        return self.old_logprobs == "rescored"
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        return () if self.correction is None else (corrections.STREAM_NAME,)
+
+    @property
+    def formula(self) -> list[str]:
+        """What is minimised, with its constants, in lines for the panel of a run."""
+        return formula_of(self)
 
     def collect(
         self,
@@ -78,52 +99,79 @@ class GRPO:
     ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
-        batch = groups.batch(self.advantages, self.weighting)
-        if self.old_logprobs == "sampled":
-            batch = batch.replace(old_logprobs=groups.rollout.logprobs)
-        if self.needs_reference:
-            batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
-        return batch, groups.metrics, groups.graded
+        asked = (policy, task, params, examples, key, self.num_generations)
+        if self.agreeing_groups == "replace":
+            groups, metrics = sample_mixed_groups(*asked, self.max_rounds)
+        else:
+            groups = sample_groups(*asked)
+            metrics = groups.metrics
+        groups = self._selected(groups)
+        batch = groups.batch(
+            self.advantages, self.weighting, self.mini_batches, self.advantage_clip
+        )
+        batch, found = self._scored(batch, groups, policy, params)
+        return batch, metrics | found, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
-        # Tokens without weight do not matter, whatever their numbers are.
-        counts_RW = batch.loss_weight != 0
-        gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
-        ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        clipped_RW = jnp.clip(ratio_RW, 1 - self.clip_low, 1 + self.clip_high)
-        gain_RW = jnp.minimum(ratio_RW * batch.advantages, clipped_RW * batch.advantages)
-        loss = -jnp.sum(batch.loss_weight * gain_RW)
-
-        # where clipping took the gradient
-        bound_RW = ratio_RW * batch.advantages > clipped_RW * batch.advantages
-        metrics = {
-            "train/ratio_outside_clip": jnp.sum(batch.loss_weight * (ratio_RW != clipped_RW)),
-            "train/clipped_low": jnp.sum(batch.loss_weight * (bound_RW & (ratio_RW < 1))),
-            "train/clipped_high": jnp.sum(batch.loss_weight * (bound_RW & (ratio_RW > 1))),
-            "train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW)),
-            "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(jnp.abs(gap_RW)))),
-        }
+        # the gain of each token, by its ratio and its advantage
+        terms = token_terms(scores, batch, self.ratio)
+        bounds = Bounds(self.clip_low, self.clip_high)
+        gain = gain_of(self.surrogate, terms, bounds)
+        gain, metrics = corrected_gain(self.off_policy_delta, terms, gain)
+        loss = -jnp.sum(batch.loss_weight * gain.gain)
+        metrics |= ratio_metrics(self.surrogate, terms, bounds, gain)
 
         # the KL term, per token
         if self.needs_reference:
-            ref_gap_RW = jnp.where(counts_RW, batch.ref_logprobs - scores.logprobs, 0.0)
-            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl(ref_gap_RW, ratio_RW))
-            loss += self.kl_coef * metrics["train/kl"]
+            kl_RW = kl.token_kl(self.kl_estimator, terms)
+            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl_RW)
+            if self.kl_estimator != kl.IN_REWARD:
+                loss += self.kl_coef * metrics["train/kl"]
+
+        # the entropy of what each token is drawn from
+        if self.entropy_coef:
+            loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
         return loss, metrics
 
+    def _selected(self, groups: Groups) -> Groups:
+        """The groups with rewards as they are compared, and without what is not learned from."""
+        if self.agreeing_groups == "drop":
+            groups = groups.learning_from(~groups.agree[:, None])
+        if self.shaping is not None:
+            groups = groups.with_reward("shaping", self.shaping(groups.lengths))
+        if self.mask_truncated:
+            finished_PG = np.asarray(groups.rollout.finished).reshape(groups.rewards_PG.shape)
+            groups = groups.learning_from(finished_PG)
+        return groups
 
-def kl(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
-    """Per-token KL(policy || reference), from ref_gap = ref_logprob - logprob of the sampled token.
+    def _scored(
+        self, batch: Batch, groups: Groups, policy: Policy, params: Params
+    ) -> tuple[Batch, Metrics]:
+        """The batch with the log-probabilities that the settings ask for, and metrics of them."""
+        metrics: Metrics = {}
+        if self.old_logprobs == "sampled":
+            batch = batch.replace(old_logprobs=groups.rollout.logprobs)
+        if self.rescores:
+            sampler_BT = batch.old_logprobs
+            rescored_BT = self._in_parts(partial(policy.rescore, params), batch)
+            batch = batch.replace(old_logprobs=rescored_BT)
+            batch, metrics = corrections.corrected(self.correction, batch, sampler_BT)
+        if self.needs_reference:
+            ref_BT = self._in_parts(policy.scorers["reference"], batch)
+            batch = batch.replace(ref_logprobs=ref_BT)
+        if self.needs_reference and self.kl_estimator == kl.IN_REWARD:
+            penalty_B = -self.kl_coef * kl.k1_of_completions(batch)
+            groups = groups.with_reward("kl", penalty_B)
+            advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
+            batch = batch.replace(advantages=advantages_BT)
+        return batch, metrics
 
-    Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in
-    expectation is the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both
-    right off-policy as well.
-    """
-    weight_RW = jax.lax.stop_gradient(ratio_RW)
-    d_RW = jnp.clip(jax.lax.stop_gradient(ref_gap_RW), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    value_RW = weight_RW * (jnp.exp(d_RW) - d_RW - 1)
-    slope_RW = weight_RW * 0.5 * ref_gap_RW**2
-    return value_RW + slope_RW - jax.lax.stop_gradient(slope_RW)
+    def _in_parts(self, score: Callable, batch: Batch) -> np.ndarray:
+        """[B, T]: what `score` gives, mini-batch by mini-batch, as large as updates are."""
+        if self.mini_batches == 1:
+            return score(batch)
+        rows = np.split(np.arange(len(batch.tokens)), self.mini_batches)
+        parts = [score(jax.tree.map(lambda x, part=part: x[part], batch)) for part in rows]
+        return np.concatenate(parts)

@@ -8,7 +8,7 @@ import jax
 
 from tunix_lite.config import RunConfig
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
-from tunix_lite.parallel.mesh import of_all
+from tunix_lite.parallel.mesh import devices_taken
 
 
 @dataclass(frozen=True)
@@ -46,5 +46,5 @@ def open_chosen_model(
     dtype = dtype or run.training.mixed_precision
     model = open_model(run.model, folder, which.step, dtype, seed)
     if model.mesh.size < jax.device_count():
-        print(f"devices: {of_all(model.mesh)}", file=sys.stderr)
+        print(f"devices: {devices_taken(model.mesh)}", file=sys.stderr)
     return model

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,21 @@ HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
 # The variable with the start time of the job, in seconds since 1970; a launcher or script sets it.
 STARTED = "TUNIX_LITE_STARTED"
 
-_joined: list[tuple[ProcessPlace, Agreement]] = []
+
+@dataclass(frozen=True)
+class Joined:
+    """The run that this process has joined: its place in it, and what all processes agreed on.
+
+    Example: Joined(ProcessPlace(process_id=1, num_processes=2, ...), Agreement(["a", "b"],
+    folder)).
+    """
+
+    place: ProcessPlace
+    agreed: Agreement
+
+
+# of this process; None: it has joined no run yet
+_joined: Joined | None = None
 
 
 def initialise(
@@ -51,8 +65,9 @@ def initialise(
     Raises NotMet if a process does not come in time, and ValueError if they cannot be one run: on
     all of them, with the same message.
     """
-    if _joined:
-        return _joined[0]
+    global _joined
+    if _joined is not None:
+        return _joined.place, _joined.agreed
 
     # Where we know the address of process 0, the processes compare themselves before jax starts.
     place = find_place(launch, environ)
@@ -70,8 +85,8 @@ def initialise(
     check_devices(launch, place, environ)
     if place.num_processes > 1:
         disable_compilation_cache()
-    _joined.append((place, agreed))
-    return _joined[0]
+    _joined = Joined(place, agreed)
+    return place, agreed
 
 
 def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
@@ -144,7 +159,7 @@ def disable_compilation_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         # jax reads the setting only when it compiles its first program, unless the cache is reset.
         compilation_cache.reset_cache()
-        if not _joined and jax.process_count() > 1 and jax.process_index() == 0:
+        if _joined is None and jax.process_count() > 1 and jax.process_index() == 0:
             text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
 
@@ -226,17 +241,17 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
 
 def has_joined() -> bool:
     """Whether `initialise` has joined the processes of this run."""
-    return bool(_joined)
+    return _joined is not None
 
 
 def is_first() -> bool:
     """Whether this is process 0 of the run, which writes the files of the run."""
-    return not _joined or _joined[0][0].process_id == 0
+    return _joined is None or _joined.place.process_id == 0
 
 
 def hosts() -> list[str]:
     """The machine name of each process of this run, in the order of process ids."""
-    return _joined[0][1].hosts if _joined else [host_name()]
+    return [host_name()] if _joined is None else _joined.agreed.hosts
 
 
 def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:

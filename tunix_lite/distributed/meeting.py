@@ -139,7 +139,10 @@ def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The report of a process to process 0."""
+    """The report of a process to process 0.
+
+    Example: Hello(process=1, count=2, about=process_info(settings, folder)).
+    """
 
     # the id of the process
     process: int

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -55,6 +56,19 @@ class StopRun(BaseException):
     """
 
 
+@dataclass(frozen=True)
+class Uninterruptible:
+    """Work on the devices that a signal cannot end.
+
+    Example: Uninterruptible(UPDATE, 2, time.monotonic()) in the first of two updates of one
+    rollout.
+    """
+
+    what: str  # UPDATE or COMPILATION
+    times: int  # how many are left before the run may stop, this one included
+    began: float  # time.monotonic()
+
+
 class Stopping:
     """Handles signals and the time limit of a run, inside `with`.
 
@@ -97,9 +111,8 @@ class Stopping:
         self._say = say
         self._grace = grace
 
-        # What cannot be interrupted now: UPDATE or COMPILATION, how many are left before the run
-        # may stop, and the time at which this one started.
-        self._under_way: tuple[str, int, float] | None = None
+        # What cannot be interrupted now; None: nothing.
+        self._under_way: Uninterruptible | None = None
         # seconds of the longest update so far
         self._update_seconds = 0.0
 
@@ -190,12 +203,13 @@ class Stopping:
             when = "" if self.may_stop or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
 
-        what, times, since = self._under_way
+        what = self._under_way.what
         if what == COMPILATION:
             return f"{name}: stopping after the {what} under way, {kept}{once_more}"
 
         # Updates take about as long as the longest one so far.
-        left = since + times * self._update_seconds - time.monotonic()
+        times = self._under_way.times
+        left = self._under_way.began + times * self._update_seconds - time.monotonic()
         if left > self._grace:
             return (
                 f"{name}: the {what} under way takes about {left:.0f} s more, longer than "
@@ -214,7 +228,7 @@ class Stopping:
         times: updates or compilations left, this one included, before the run may stop.
         """
         began = time.monotonic()
-        self._under_way = (what, times, began)
+        self._under_way = Uninterruptible(what, times, began)
         try:
             yield
             if what == UPDATE:

@@ -52,7 +52,11 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see."""
+    """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see.
+
+    Example: for the row at the top of this file, `source` is [[1, 2, 12, 3, 4, 13, 8, -1, -1]] if T
+    = 5 and prompts are left-padded to 3 columns.
+    """
 
     source: np.ndarray  # [R, W] int32, place in the flattened batch; -1: nothing
     # [R, W] int32, 1, 2 ... within a row; 0: nothing. A token sees only its own segment

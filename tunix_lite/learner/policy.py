@@ -34,7 +34,10 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class Rescore:
-    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer."""
+    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer.
+
+    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
+    """
 
     rows: RowLayout  # how a batch is laid out for it
     # (params, batch in rows) -> its compiled program, which it keeps
@@ -55,7 +58,10 @@ class Rescore:
 
 @dataclass(frozen=True)
 class FrozenScorer:
-    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer."""
+    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
+
+    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
+    """
 
     params: Params  # on the mesh, never donated
     rows: RowLayout  # how a batch is laid out for it

@@ -517,6 +517,10 @@ IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
 NATIVE = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
 
 
+class CannotCompile(ValueError):
+    """A kernel that was asked for by name was made for this, but this machine cannot compile it."""
+
+
 def choose(
     asked: str,
     cfg: "Architecture",
@@ -528,7 +532,8 @@ def choose(
     """The implementation for rows of `width` tokens, a name of IMPLEMENTATIONS, and the reason.
 
     asked: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
-    group share one copy of their prompt. Raises ValueError if the one asked for cannot do it.
+    group share one copy of their prompt. Raises ValueError if the one asked for cannot do it, and
+    CannotCompile if only this machine cannot.
     """
     if asked == "xla":
         return "xla", "as training.attention says"
@@ -536,10 +541,14 @@ def choose(
     if asked == "auto" and native is None:
         return "xla", f"the one for {platform}"
     name = native if asked == "auto" else asked
-    reason = obstacle(name, cfg, platform, dtype, width, shares_prompts)
+    reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
+    kind = ValueError
+    if reason is None and name == "cudnn":
+        reason = _cudnn_fails(cfg, dtype)
+        kind = CannotCompile
     if asked != "auto":
         if reason:
-            raise ValueError(f"attention={asked}: {reason}; auto or xla would do")
+            raise kind(f"attention={asked}: {reason}; auto or xla would do")
         return asked, "as training.attention says"
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 
@@ -552,10 +561,26 @@ def obstacle(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why the implementation `name` cannot compute this; None: it can. Arguments as of `choose`.
+    """Why the implementation `name` cannot compute this here; None: it can. Arguments as of
+    `choose`.
 
     On an NVIDIA GPU it compiles a small kernel to find out.
     """
+    reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
+    if reason is None and name == "cudnn":
+        return _cudnn_fails(cfg, dtype)
+    return reason
+
+
+def unsupported(
+    name: str,
+    cfg: "Architecture",
+    platform: str,
+    dtype: DTypeLike,
+    width: int,
+    shares_prompts: bool,
+) -> str | None:
+    """Why the implementation `name` was not made for this, on any machine; None: it was."""
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
     if name == "cudnn":
@@ -570,7 +595,7 @@ def obstacle(
             )
         if cfg.head_dim > 256 or cfg.head_dim % 8:
             return f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
-        return _cudnn_fails(cfg, dtype)
+        return None
     if shares_prompts:
         return (
             "it knows no branches, and training.packing=prefix makes some; packing=sequences "

@@ -64,7 +64,8 @@ from tunix_lite.types import Params
 EMBED_INIT = jax.nn.initializers.normal(0.02)
 # Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
 MOST_LAYERS = 1024
-# Elements of one dim of a weight. Published models have up to 262,208.
+# Elements of one dim of a weight, and every other number of an architecture, such as
+# max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 MOST_OF_A_DIM = 2**26
 # The axes of hidden states between layers.
 RESIDUAL = ("batch", "residual_seq", "act_embed")
@@ -84,6 +85,8 @@ class RopeScaling:
     With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
     wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
     low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
+
+    Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
     """
 
     factor: float  # by which wavelengths grow

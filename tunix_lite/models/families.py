@@ -89,7 +89,10 @@ def every_nth_global(n: int) -> Callable[[dict], list[str]]:
 @dataclass(frozen=True, eq=False)
 class Family:
     """The layout of one family. A new family that needs no new computation is just an object of
-    this class; `LLAMA` is a short example."""
+    this class.
+
+    Example: `LLAMA`, below.
+    """
 
     name: str
     model_type: str  # in config.json

@@ -38,7 +38,10 @@ AXES = ("vocab", "seq", "embed")
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What the blocks depend on besides arrays."""
+    """What the blocks depend on besides arrays.
+
+    Example: HeadSpec(softcap=30.0, temperature=1.0, share=32768): 8 parts of 262,144 tokens.
+    """
 
     softcap: float | None
     temperature: float

@@ -110,7 +110,10 @@ def unstacked(weight: Weight) -> Weight:
 
 @flax.struct.dataclass
 class Int8:
-    """A weight as round(w / scale), with one scale for each block of inputs of an output."""
+    """A weight as round(w / scale), with one scale for each block of inputs of an output.
+
+    Example: inputs [0.5, -1.0] in one block -> codes [64, -127], scales [1 / 127].
+    """
 
     codes: Any  # int8, the weight's shape
     scales: Any  # float32, the weight's shape with the last input dim counted in blocks
@@ -119,7 +122,10 @@ class Int8:
 @flax.struct.dataclass
 class Nf4:
     """A weight as the nearest of 16 levels times the scale of its block (NormalFloat,
-    arXiv:2305.14314 appendix E)."""
+    arXiv:2305.14314 appendix E).
+
+    Example: 1.0 and -1.0 side by side, in blocks of scale 1 -> codes [0xF0]: levels 15 and 0.
+    """
 
     codes: Any  # uint8, two neighbours of the last dim in a byte, the first in the high half
     scales: Any  # float32, as in Int8
@@ -128,7 +134,10 @@ class Nf4:
 @flax.struct.dataclass
 class Lora:
     """base + scale * a @ b (arXiv:2106.09685). With `keys`, one per sequence of the batch, dropout
-    acts."""
+    acts.
+
+    Example: base [64, 256] with a [64, 8], b [8, 256] and scale 2.0: rank 8, alpha 16.
+    """
 
     base: Any  # frozen: an array, Int8 or Nf4
     a: Any  # [*inputs, R]
@@ -141,7 +150,10 @@ class Lora:
 @flax.struct.dataclass
 class ComputeCopy:
     """A trained weight whose gradient is summed in more bits than it is computed with (see
-    `for_compute`)."""
+    `for_compute`).
+
+    Example: a float32 weight under mixed_precision=bf16 -> value in bfloat16, master in float32.
+    """
 
     # in the dtype of the computation, gathered over fsdp; no gradient goes through it
     value: Any

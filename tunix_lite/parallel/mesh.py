@@ -177,7 +177,7 @@ def resolve_mesh_shape(
     mesh_shape: MeshShape,
     num_devices: int,
     takes_all: bool = False,
-    could_pretend: bool = False,
+    can_simulate: bool = False,
 ) -> dict[str, int]:
     """Sizes by axis name, both axes present.
 
@@ -185,7 +185,7 @@ def resolve_mesh_shape(
     `num_devices`, unless takes_all.
 
     Raises ValueError if the mesh needs more devices, or another number; the message names both
-    numbers and a mesh that would fit. could_pretend: it also says how a CPU pretends to be more.
+    numbers and a mesh that would fit, and, if can_simulate, how a CPU simulates more devices.
     """
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
@@ -201,7 +201,7 @@ def resolve_mesh_shape(
     tp = next(t for t in range(largest, 0, -1) if num_devices % t == 0)
     needed = f"{'a multiple of ' if has_rest else ''}{known}"
     pretend = ""
-    if could_pretend and known > num_devices:
+    if can_simulate and known > num_devices:
         pretend = f"; {PRETEND}={known} before the command pretends that many"
     raise ValueError(
         f"{as_text(mesh_shape)} needs {needed} devices, but jax sees {num_devices}; "
@@ -227,7 +227,7 @@ def make_mesh(
         disable_compilation_cache()
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
-        mesh_shape, len(devices), takes_all=has_peers, could_pretend=not has_peers
+        mesh_shape, len(devices), takes_all=has_peers, can_simulate=not has_peers
     )
     tp = sizes["tp"]
     nodes = nodes_of(devices[: sizes["fsdp"] * tp])
@@ -435,7 +435,7 @@ def current_mesh() -> Mesh:
     return mesh
 
 
-def of_all(mesh: Mesh) -> str:
+def devices_taken(mesh: Mesh) -> str:
     """How many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first ones"."""
     seen = jax.device_count(mesh.devices.flat[0].platform)
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"

@@ -96,7 +96,8 @@ def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any
     plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
-            f"does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would"
+            f"the run does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would, "
+            "such as a smaller training.micro_batch_size"
         )
     return plan
 
@@ -168,7 +169,10 @@ def _remedy(plan: Plan) -> str:
     least = f"the least by an estimate is {size}"
     if overrides:
         least += f", with {' '.join(overrides)}"
-    return f"nothing that was tried fits here, {least}"
+    return (
+        f"nothing that was tried fits here, {least}; a smaller model, a shorter "
+        "generation.max_new_tokens or a larger model.mesh_shape takes less"
+    )
 
 
 def memory_line(plan: Plan) -> str:

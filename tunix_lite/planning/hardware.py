@@ -21,7 +21,10 @@ GiB = 2**30
 @dataclass(frozen=True)
 class Gpu:
     """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
-    board reports."""
+    board reports.
+
+    Example: Gpu(capability=9, multiprocessors=132, ...) is an H100.
+    """
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -33,7 +36,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Tpu:
-    """How TPUs come in slices."""
+    """How TPUs come in slices.
+
+    Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips.
+    """
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
     # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
@@ -44,7 +50,10 @@ class Tpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of accelerator; all numbers are of one jax device."""
+    """One kind of accelerator; all numbers are of one jax device.
+
+    Example: find_target("h100x8").hardware.
+    """
 
     name: str
     platform: str  # cuda or tpu
@@ -120,7 +129,10 @@ COMPILERS = {
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of one kind."""
+    """So many devices of one kind.
+
+    Example: find_target("v5e-16") -> Target(hardware, 16, "v5e-16").
+    """
 
     hardware: Hardware
     num_devices: int

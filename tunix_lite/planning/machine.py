@@ -18,7 +18,10 @@ GPU_LIBRARIES = GiB // 2
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a plan is for."""
+    """The devices that a plan is for.
+
+    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees.
+    """
 
     name: str  # as typed: v5e-16; or attached
     platform: str

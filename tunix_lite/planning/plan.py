@@ -44,7 +44,10 @@ PROGRAMS = "programs"
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step on one device, in bytes."""
+    """One phase of a step on one device, in bytes.
+
+    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes.
+    """
 
     name: str
     source: str  # compiled or estimate
@@ -59,7 +62,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on one mesh of a machine."""
+    """One run on one mesh of a machine.
+
+    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes.
+    """
 
     machine: Machine
     resolved: ResolvedRun
@@ -135,7 +141,7 @@ def assemble_plan(
     makers = {"update": _update}
     if resolved.scores:
         makers = {"scoring": _scoring} | makers
-    if resolved.samples:
+    if resolved.has_rollouts:
         makers = {"rollout": _rollout} | makers
     bounds = speed.bounds(resolved, machine.hardware, done)
     phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]

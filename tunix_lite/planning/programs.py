@@ -49,7 +49,10 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one program. Bytes are those of one device."""
+    """What the compiler says of one program. Bytes are those of one device.
+
+    Example: compiled("update", compile_it, {"fsdp": 4, "tp": 1}).peak_bytes.
+    """
 
     name: str
     argument_bytes: int
@@ -145,7 +148,10 @@ def _needed(message: str) -> tuple[int | None, str]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a run holds between its programs, as ShapeDtypeStructs with shardings."""
+    """What a run holds between its programs, as ShapeDtypeStructs with shardings.
+
+    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params.
+    """
 
     state: TrainState
     # the base under adapters; None: all weights train
@@ -280,7 +286,7 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
         score = scoring_program(policy_of(resolved).scores, resolved.rows)
         under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
         found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
-    if resolved.samples:
+    if resolved.has_rollouts:
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tunix_lite.algorithms.algorithm import rescores
+from tunix_lite.algorithms.algorithm import num_mini_batches, rescores
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import Optimizer, scaled_for
@@ -90,7 +90,8 @@ class ResolvedRun:
         """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
         found = []
         if not self.run.algorithm.needs_demonstrations:
-            found.append((self.batch.prompts, self.run.algorithm.num_generations))
+            prompts = self.batch.prompts * num_mini_batches(self.run.algorithm)
+            found.append((prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
             found.append((self.run.evaluation.num_examples, 1))
         if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
@@ -98,7 +99,7 @@ class ResolvedRun:
         return tuple(found)
 
     @property
-    def samples(self) -> bool:
+    def has_rollouts(self) -> bool:
         """Whether anything is sampled: to learn from, or to evaluate."""
         return bool(self.rollouts)
 
@@ -253,10 +254,6 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 
 
-# How attention.choose ends its message where cuDNN is not installed on this machine.
-NOT_TRIED = "a small one does not compile"
-
-
 def choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
@@ -269,11 +266,10 @@ def choose_attention(
     shares_prompts = rows.packing == "prefix"
     try:
         return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
-    except ValueError as error:
-        assume_available = not is_attached and (asked, platform) == ("cudnn", "cuda")
-        if not assume_available or NOT_TRIED not in str(error):
+    except attention.CannotCompile:
+        if is_attached:
             raise
-        return "cudnn", "as training.attention says"
+        return asked, "as training.attention says"
 
 
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:

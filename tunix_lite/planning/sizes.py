@@ -17,7 +17,10 @@ from tunix_lite.planning.resolved import ResolvedRun
 
 @dataclass(frozen=True)
 class Tables:
-    """The declared weights of a run, in the types that they are stored in."""
+    """The declared weights of a run, in the types that they are stored in.
+
+    Example: tables(resolved).frozen is None, unless adapters train.
+    """
 
     trained: dict
     # None: all weights train

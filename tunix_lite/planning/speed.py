@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.algorithms.algorithm import num_mini_batches
 from tunix_lite.models.weights import Weight, is_weight, num_params
 from tunix_lite.planning import estimate, flops, sizes
 from tunix_lite.planning.hardware import Hardware
@@ -21,7 +22,10 @@ from tunix_lite.planning.resolved import ResolvedRun
 
 @dataclass(frozen=True)
 class Bound:
-    """The least that a phase takes."""
+    """The least that a phase takes.
+
+    Example: Bound(4e12, 2e9, 0.0, seconds=0.004, limit="compute").
+    """
 
     flops: float  # on all devices together
     read_bytes: float  # from the memory of one device
@@ -41,7 +45,8 @@ def bounds(
     """By phase, of one step; of a rollout that serves several updates, the share of one."""
     algorithm = resolved.run.algorithm
     mesh_shape = resolved.mesh_shape
-    share = 1 / algorithm.updates_per_rollout
+    # a rollout is for as many updates' sequences as there are mini-batches
+    share = num_mini_batches(algorithm) / algorithm.updates_per_rollout
     found = {}
     if not algorithm.needs_demonstrations:
         works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
@@ -54,7 +59,10 @@ def bounds(
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis."""
+    """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis.
+
+    Example: ProgramWork(4e12, 2e9, {"fsdp": 1e8}).
+    """
 
     flops: float
     read: float

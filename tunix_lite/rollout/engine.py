@@ -20,7 +20,12 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, gathered_sharding
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
-from tunix_lite.rollout.scheduler import RolloutScheduler, padded_width, prompt_widths
+from tunix_lite.rollout.scheduler import (
+    RolloutScheduler,
+    padded_width,
+    prompt_blocks,
+    prompt_widths,
+)
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
 
@@ -72,14 +77,14 @@ def make_sampler(
         order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
         indices = range(len(prompts)) if indices is None else indices
         requests = make_requests(order, indices, limits, num_generations)
-        fsdp = axis_size("fsdp")
-        num_slots = rollout.slots(len(requests), fsdp)
+        num_slots = rollout.slots(len(requests), axis_size("fsdp"))
+        blocks = prompt_blocks(spec, [prompts[p] for p in order], num_generations, num_slots)
 
         # From here on the devices work, a chunk ahead of the host.
-        scheduler = RolloutScheduler(programs, prepare(params), np.float32(temperature), requests)
-        scheduler.plan_blocks([prompts[p] for p in order], num_generations, num_slots, fsdp)
-        scheduler.enqueue(key)
-        scheduler.fill_slots(num_slots)
+        scheduler = RolloutScheduler(
+            programs, prepare(params), np.float32(temperature), requests, blocks, num_slots, key
+        )
+        scheduler.fill_slots()
         while (decoded := scheduler.next_chunk()) is not None:
             yield scheduler.absorb(decoded, criteria, prompts)
         return scheduler.metrics()

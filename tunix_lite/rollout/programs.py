@@ -149,7 +149,10 @@ class DecodedChunk:
 
 @dataclass(frozen=True)
 class Programs:
-    """The compiled programs of one `SamplerSpec`."""
+    """The compiled programs of one `SamplerSpec`.
+
+    Example: make_programs(spec).make_prompt_cache(8).
+    """
 
     spec: SamplerSpec
     # (rows) -> PromptCache

@@ -7,17 +7,20 @@ after every token would make a GPU wait for the host after every token.) With se
 one runs this code and reads all tokens, so all of them decide the same.
 """
 
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import jax
 import numpy as np
 
+from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.programs import DecodedChunk, Programs
+from tunix_lite.rollout.programs import DecodedChunk, Programs, Queue, SamplerSpec
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_text_end
 from tunix_lite.types import Metrics, Params, Prompts
 
@@ -31,11 +34,71 @@ MIN_PROMPT_WIDTH = 64
 MIN_QUEUE = 64
 
 
+@dataclass(frozen=True)
+class PromptBlocks:
+    """The prompts of a rollout in blocks, one a prefill, and their turns in the prompt cache.
+
+    Example: 5 prompts in blocks of 2, of which 2 are in the cache: block 2, the last one, takes the
+    rows 0 and 1 of the cache, where block 0 was.
+    """
+
+    # in the order in which they are read; those of a block have one padded width
+    blocks: list[Prompts]
+    # prompts of a block, at most
+    block_size: int
+    # blocks that the prompt cache holds
+    cache_blocks: int
+    num_generations: int
+    # the widths that prompts may be padded to, the widest first
+    widths: list[int]
+
+    @functools.cached_property
+    def requests_ready(self) -> np.ndarray:
+        """Requests whose prompts have been read, by the number of blocks read."""
+        counts = [len(block) * self.num_generations for block in self.blocks]
+        return np.cumsum([0, *counts])
+
+    @property
+    def cache_rows(self) -> int:
+        return self.cache_blocks * self.block_size
+
+    def first_row(self, block: int) -> int:
+        """The row of the prompt cache at which a block begins: it overwrites the block that came
+        `cache_blocks` before."""
+        return block % self.cache_blocks * self.block_size
+
+    def rows(self) -> list[int]:
+        """The row of each prompt in the prompt cache."""
+        return [
+            self.first_row(b) + i for b, block in enumerate(self.blocks) for i in range(len(block))
+        ]
+
+
+def prompt_blocks(
+    spec: SamplerSpec, prompts: Prompts, num_generations: int, num_slots: int
+) -> PromptBlocks:
+    """prompts: in the order of the requests, `num_generations` of which each one has."""
+    fsdp = axis_size("fsdp")
+    generation = spec.generation
+    widths = prompt_widths(generation.max_prompt_length)
+    longest = generation.max_new_tokens
+    size, cache_blocks = prompt_cache_blocks(
+        len(prompts), num_generations, widths, num_slots, longest, spec.chunk, fsdp
+    )
+
+    # A block holds prompts of one width. So the width to which a prompt is padded depends on its
+    # length alone, and the rounding of its keys and values does, too.
+    blocks = []
+    for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths)):
+        alike = list(group)
+        blocks += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return PromptBlocks(blocks, size, cache_blocks, num_generations, widths)
+
+
 class RolloutScheduler:
     """One rollout under way: the arrays on the devices, and what the host knows of them.
 
-    Call plan_blocks, enqueue and fill_slots once each, then next_chunk and absorb in turns until
-    next_chunk returns None.
+    Call fill_slots once, then next_chunk and absorb in turns until next_chunk returns None.
 
     Example: 16 requests in 4 slots with chunks of 8 tokens. fill_slots starts two chunks; every
     next_chunk returns the tokens of the oldest one and starts another.
@@ -47,73 +110,50 @@ class RolloutScheduler:
         per_layer_params: Params,
         temperature: np.float32,
         requests: list[Request],
+        prompts: PromptBlocks,
+        num_slots: int,
+        key: jax.Array,
     ):
+        """requests: in the order in which slots take them. key: the random key of the rollout."""
         self.programs = programs
         self.per_layer_params = per_layer_params
         self.temperature = temperature
-        # In the order in which slots take them.
         self.requests = requests
-        # Tokens that a slot decodes at a time.
-        self.chunk = programs.spec.chunk
+        self.prompts = prompts
+        self.num_slots = num_slots
 
-        # Chunks that were started and not read yet.
+        # Tokens that a slot decodes at a time, and of a whole sequence.
+        self.chunk = programs.spec.chunk
+        self.length = programs.spec.max_length
+        # Of each request.
+        lengths = [len(prompt) for block in prompts.blocks for prompt in block]
+        self.prompt_lengths = np.repeat(lengths, prompts.num_generations)
+
+        # What the host knows: chunks that were started and not absorbed yet; blocks that were
+        # prefilled; requests that slots are known to have taken, and they may have taken more; the
+        # request that the host has ended, by slot (-1: none).
         self.in_flight: deque[DecodedChunk] = deque()
-        # Requests that slots are known to have taken. They may have taken more.
+        self.num_chunks = 0
+        self.chunks_absorbed = 0
+        self.blocks_prefilled = 0
+        self.prefill_tokens = 0
         self.num_taken = 0
+        self.stopped = np.full(num_slots, -1, np.int32)
         self.unfinished = len(requests)
         self.began = time.perf_counter()
-        self.num_chunks = 0
-        self.chunks_read = 0
-        self.prefill_tokens = 0
 
-    def plan_blocks(
-        self,
-        prompts: Prompts,
-        num_generations: int,
-        num_slots: int,
-        fsdp: int,
-    ) -> None:
-        """Cuts the prompts into blocks that are read together, and makes room for some blocks.
+        # What is on the devices.
+        self.columns = self.columns_needed()
+        self.prompt_cache = programs.make_prompt_cache(prompts.cache_rows)
+        self.queue = self._make_queue(key)
+        self.slots = programs.make_slots(num_slots, self.columns)
 
-        prompts: one for every `num_generations` requests, in their order.
-        """
-        generation = self.programs.spec.generation
-        widths = prompt_widths(generation.max_prompt_length)
-        longest = generation.max_new_tokens
-        self.block, self.room = prompt_cache_blocks(
-            len(prompts), num_generations, widths, num_slots, longest, self.chunk, fsdp
-        )
-
-        # A block holds prompts of one width. So the width to which a prompt is padded depends on
-        # its length alone, and the rounding of its keys and values does, too.
-        self.blocks = []
-        for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths)):
-            alike = list(group)
-            self.blocks += [alike[i : i + self.block] for i in range(0, len(alike), self.block)]
-        self.num_read = 0
-
-        self.num_generations = num_generations
-        self.widths = widths
-        self.length = self.programs.spec.max_length
-        # Of each request.
-        self.prompt_lengths = np.repeat([len(prompt) for prompt in prompts], num_generations)
-        # Requests whose prompts have been read, by the number of blocks read.
-        counts = [len(block) * num_generations for block in self.blocks]
-        self.ready = np.cumsum([0, *counts])
-        self.prompt_cache = self.programs.make_prompt_cache(self.room * self.block)
-
-    def enqueue(self, key: jax.Array) -> None:
-        """Puts all requests into the queue. key: the random key of the rollout."""
-        # Blocks take turns in the prompt cache: block b overwrites block b - room.
-        places = [
-            b % self.room * self.block + i
-            for b, block in enumerate(self.blocks)
-            for i in range(len(block))
-        ]
+    def _make_queue(self, key: jax.Array) -> Queue:
+        """All requests on the devices."""
         columns = (
             [request.index for request in self.requests],
             [request.generation for request in self.requests],
-            np.repeat(places, self.num_generations),
+            np.repeat(self.prompts.rows(), self.prompts.num_generations),
             [request.limit for request in self.requests],
         )
 
@@ -121,22 +161,16 @@ class RolloutScheduler:
         count = len(self.requests)
         padding = next_power_of_two(count, least=MIN_QUEUE) - count
         padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
-        self.queue = self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
+        return self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
 
-    def fill_slots(self, num_slots: int) -> None:
+    def fill_slots(self) -> None:
         """Fills the slots with the first requests, and starts as many chunks as should be under
         way."""
-        self.num_slots = num_slots
-        self.columns = self.columns_needed()
-        self.slots = self.programs.make_slots(num_slots, self.columns)
-        # The request that the host has ended, by slot; -1: none.
-        self.stopped = np.full(num_slots, -1, np.int32)
-
         # All slots are free, so each refill takes all requests that are ready.
-        while self.num_taken < min(num_slots, len(self.requests)):
+        while self.num_taken < min(self.num_slots, len(self.requests)):
             self.prefill_blocks()
             self.refill()
-            self.num_taken = min(self.num_ready, num_slots)
+            self.num_taken = min(self.num_ready, self.num_slots)
 
         self.start_chunk()
         if self.num_taken < len(self.requests):
@@ -145,31 +179,33 @@ class RolloutScheduler:
     @property
     def num_ready(self) -> int:
         """Requests whose prompts have been read."""
-        return int(self.ready[self.num_read])
+        return int(self.prompts.requests_ready[self.blocks_prefilled])
 
     def prefill_blocks(self) -> None:
         """Reads all blocks of prompts for which the prompt cache has room.
 
         A block has room once slots have taken all requests of the block whose place it takes.
         """
-        while self.num_read < len(self.blocks):
-            if self.ready[max(0, self.num_read - self.room + 1)] > self.num_taken:
+        prompts = self.prompts
+        while self.blocks_prefilled < len(prompts.blocks):
+            overwritten = max(0, self.blocks_prefilled - prompts.cache_blocks + 1)
+            if prompts.requests_ready[overwritten] > self.num_taken:
                 return
 
             # Rows that the block does not fill hold one token, so that no sequence is empty.
-            block = self.blocks[self.num_read]
-            width = padded_width(max(map(len, block)), self.widths)
-            tokens = np.zeros((self.block, width), np.int32)
-            lengths = np.ones(self.block, np.int32)
+            block = prompts.blocks[self.blocks_prefilled]
+            width = padded_width(max(map(len, block)), prompts.widths)
+            tokens = np.zeros((prompts.block_size, width), np.int32)
+            lengths = np.ones(prompts.block_size, np.int32)
             for i, prompt in enumerate(block):
                 tokens[i, : len(prompt)] = prompt
                 lengths[i] = len(prompt)
 
-            first_row = np.int32(self.num_read % self.room * self.block)
+            first_row = np.int32(prompts.first_row(self.blocks_prefilled))
             self.prompt_cache = self.programs.prefill(
                 self.prompt_cache, self.per_layer_params, tokens, lengths, first_row
             )
-            self.num_read += 1
+            self.blocks_prefilled += 1
             self.prefill_tokens += sum(map(len, block))
 
     def refill(self) -> None:
@@ -188,8 +224,8 @@ class RolloutScheduler:
         """
         if kv_cache.columns_in_use(1, self.length) == self.length:
             return self.length
-        ahead = (self.num_chunks - self.chunks_read + 1) * self.chunk
-        longest = self.widths[0]
+        ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
+        longest = self.prompts.widths[0]
         for prompt_length, request in zip(self.prompt_lengths, self.requests):
             if request.reason is None:
                 new = min(request.limit, len(request.tokens) + ahead)
@@ -242,7 +278,7 @@ class RolloutScheduler:
         FloatingPointError if a log-probability is not finite.
         """
         now = time.perf_counter() - self.began
-        self.chunks_read += 1
+        self.chunks_absorbed += 1
         touched = []
         for slot in np.flatnonzero(decoded.requests >= 0):
             request = self.requests[decoded.requests[slot]]

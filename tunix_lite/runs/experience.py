@@ -1,14 +1,19 @@
 """Experience: what an update learns from, and where it comes from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
+import numpy as np
 
+from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, chosen_completions
+
+# added to the seed of the data order for each further round of prompts
+SEED_OF_NEXT_ROUND = 0x9E3779B1
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,11 @@ class Experience:
 
     # the batch in rows on the mesh: what the update takes
     rows: RowBatch
-    # the same as the algorithm made it, [B, T] on the host
+    # the same as the algorithm made it, [B, T] on the host; with algorithm.mini_batches, a part
     batch: Batch
     # of collecting: rewards, completions, time/rollout; {} where the batch is handed out again
     metrics: Metrics
-    # completions with their rewards; None where nothing was sampled, as in SFT
+    # the completions of `batch` with their rewards; None where nothing was sampled, as in SFT
     graded: Graded | None
     # updates that learn from it, this one included
     updates_left: int
@@ -46,42 +51,69 @@ class ExperienceSource(Protocol):
 
 class FreshExperience:
     """Completions are sampled with the current weights, once in algorithm.updates_per_rollout
-    updates; in between, the same batch is handed out again."""
+    updates; in between, the same batch is handed out again, or the next mini-batch of it."""
 
     def __init__(self, session: Session, learner: Learner):
         self._run = session.run
         self._task = session.task
         self._long_prompts = session.task.long_prompts
-        self._num_prompts = session.parts.batch.prompts
+        self._mini_batches = num_mini_batches(session.run.algorithm)
+        self._num_prompts = session.parts.batch.prompts * self._mini_batches
         self._rows = session.parts.rows
         self._policy = learner.policy
         self._seed_key = learner.seed_key
+        self._collected: tuple[Batch, Metrics, Graded | None] | None = None
         self._held: Experience | None = None
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
-        algorithm = self._run.algorithm
-        updates = algorithm.updates_per_rollout
-        if step % updates:
-            return self._again(updates - step % updates)
-
-        # Collect: examples of the task, completions of the policy, rewards, advantages.
-        key = jax.random.fold_in(self._seed_key, step)
+        updates = self._run.algorithm.updates_per_rollout
+        update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
-            examples, dropped = self._task.batch(self._num_prompts, self._run.seed, step // updates)
-            batch, metrics, graded = algorithm.collect(
-                self._policy, self._task, params, examples, key
-            )
-        if self._long_prompts == "drop":
-            metrics["prompts/dropped"] = dropped
-
-        # Lay out: sequences become rows of a fixed width, divided over the mesh.
-        with error_context(f"step {step + 1}", RunFailed):
-            rows, _ = self._rows.lay_out(batch)
-        self._held = Experience(rows, batch, metrics, graded, updates)
-        return self._held
-
-    def _again(self, updates_left: int) -> Experience:
+            # Collect: examples of the task, completions of the policy, rewards, advantages.
+            if update == 0:
+                self._collected = self._collect(step, step // updates, params)
+            # Lay out: sequences become rows of a fixed width, divided over the mesh.
+            if update == 0 or self._mini_batches > 1:
+                self._held = self._lay_out(update % self._mini_batches)
         held = self._held
         assert held is not None, "a run begins and resumes where a rollout begins"
-        return Experience(held.rows, held.batch, {}, held.graded, updates_left)
+        metrics = held.metrics if update == 0 else {}
+        return replace(held, metrics=metrics, updates_left=updates - update)
+
+    def _collect(
+        self, step: int, rollout: int, params: Params
+    ) -> tuple[Batch, Metrics, Graded | None]:
+        algorithm = self._run.algorithm
+        key = jax.random.fold_in(self._seed_key, step)
+        examples, dropped = self._examples(rollout, max_rounds(algorithm))
+        batch, metrics, graded = algorithm.collect(self._policy, self._task, params, examples, key)
+        if self._long_prompts == "drop":
+            metrics["prompts/dropped"] = dropped
+        return batch, metrics, graded
+
+    def _examples(self, rollout: int, rounds: int) -> tuple[list[dict], int]:
+        """Those of rollout number `rollout`, and how many were passed over for their length.
+
+        Examples of later rounds are those of other shuffles, so that the first round goes through
+        the data in the same order whether others follow or not.
+        """
+        found = []
+        passed_over = 0
+        for r in range(rounds):
+            seed = (self._run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
+            examples, dropped = self._task.batch(self._num_prompts, seed, rollout)
+            found += examples
+            passed_over += dropped
+        return found, passed_over
+
+    def _lay_out(self, part: int) -> Experience:
+        """Mini-batch number `part` in rows; without mini-batches the whole batch."""
+        assert self._collected is not None, "a run begins and resumes where a rollout begins"
+        batch, metrics, graded = self._collected
+        if self._mini_batches > 1:
+            rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
+            batch = jax.tree.map(lambda x: x[rows], batch)
+            graded = None if graded is None else chosen_completions([graded], rows)
+        laid_out, _ = self._rows.lay_out(batch)
+        return Experience(laid_out, batch, metrics, graded, updates_left=1)

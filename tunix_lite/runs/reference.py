@@ -34,7 +34,11 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Reference:
-    """Which policy it is."""
+    """Which policy it is.
+
+    Example: Reference("the weights that training starts from") where no folder is needed to have it
+    again.
+    """
 
     words: str  # for people
     # the step in `reference/`; None: what the settings of the model give, adapters apart

@@ -24,7 +24,10 @@ from tunix_lite.types import Graded, Params
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out examples of a task, checked: what is needed to grade a model on them."""
+    """The held-out examples of a task, checked: what is needed to grade a model on them.
+
+    Example: HeldOut(task, examples); `task.grade(examples, rollout)` grades a model on them.
+    """
 
     task: Task
     examples: list[dict]

@@ -17,7 +17,7 @@ from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
-from tunix_lite.parallel.mesh import as_text, make_mesh, of_all, set_rules
+from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
@@ -267,7 +267,7 @@ def startup_summary(
     kind = f"{device.device_kind} ({device.platform})"
     axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
     rows = [
-        ("devices", f"{of_all(parts.mesh)} x {kind}, jax {jax.__version__}"),
+        ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
         ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
     ]
 
@@ -283,6 +283,10 @@ def startup_summary(
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+
+    # What is minimised, if the algorithm says it.
+    formula = getattr(run.algorithm, "formula", [])
+    rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
 
     # How long, and where to.
     steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"

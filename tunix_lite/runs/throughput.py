@@ -21,7 +21,10 @@ from tunix_lite.types import Batch, Metrics, Params, RowBatch
 class Throughput:
     """What a step's seconds are set against. FLOPs are those of planning.flops, of the model, not
     of the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention; what
-    remat makes again does not count."""
+    remat makes again does not count.
+
+    Example: Throughput.on(mesh, cfg, 0).metrics(batch, update_seconds=0.5, step_seconds=2.0).
+    """
 
     cfg: Architecture
     trained_adapters: int  # parameters in adapters; 0: all weights train
@@ -75,7 +78,10 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class TimedScorer:
-    """A scorer that adds the seconds of each call to `seconds` under its name: time/reference."""
+    """A scorer that adds the seconds of each call to `seconds` under its name: time/reference.
+
+    Example: TimedScorer("reference", scorer, seconds)(batch); seconds["time/reference"] grows.
+    """
 
     name: str
     scorer: Scorer
@@ -93,7 +99,10 @@ class TimedScorer:
 
 @dataclass(frozen=True)
 class TimedRescorer:
-    """A rescorer that adds the seconds of each call to `seconds` as time/rescore."""
+    """A rescorer that adds the seconds of each call to `seconds` as time/rescore.
+
+    Example: TimedRescorer(rescorer, seconds)(params, batch); seconds["time/rescore"] grows.
+    """
 
     rescorer: Rescorer
     seconds: Counter

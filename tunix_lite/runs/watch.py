@@ -66,7 +66,10 @@ class StepDone:
 @dataclass
 class Watch:
     """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
-    and `after` a step."""
+    and `after` a step.
+
+    Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`.
+    """
 
     session: Session
     learner: Learner

@@ -1,0 +1,790 @@
+"""Objectives against float64 numpy written from the papers' formulas: values and gradients, on drawn shapes and masks.
+
+Nothing here is taken from the code under test but the names of its functions.
+"""
+
+import dataclasses
+import inspect
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunix_lite.algorithms import advantages as adv
+from tunix_lite.algorithms import corrections, kl, ratios, shaping, surrogates, weighting
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.variants import VARIANTS, apply_variant, objective_of
+from tunix_lite.commands.program import compose
+from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
+
+PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
+PRESETS = [name for name in PRESETS if name not in ("sft", "dpo", "distill")]
+WIDTH = 9
+
+
+# ---- a batch that may hold anything: masks with gaps, empty completions, groups that agree, ratios of 1e8
+
+
+@dataclasses.dataclass
+class Drawn:
+    weight: np.ndarray
+    advantages: np.ndarray
+    old: np.ndarray
+    logprobs: np.ndarray
+    ref: np.ndarray
+    entropy: np.ndarray
+
+    @property
+    def rows(self) -> RowBatch:
+        """float32, as an update sees it; what does not count is wild."""
+        counts = self.weight > 0
+        wild = lambda x: jnp.asarray(np.where(counts, x, 1e30), jnp.float32)  # noqa: E731
+        return RowBatch(
+            tokens=jnp.zeros(self.weight.shape, jnp.int32),
+            token_mask=jnp.ones(self.weight.shape, bool),
+            loss_weight=jnp.asarray(self.weight, jnp.float32),
+            advantages=jnp.asarray(self.advantages, jnp.float32),
+            old_logprobs=wild(self.old),
+            ref_logprobs=wild(self.ref),
+        )
+
+
+def drawn(seed: int, spread: float = 0.4) -> Drawn:
+    rng = np.random.default_rng(seed)
+    shape = (5, WIDTH)  # one shape, so that little is compiled
+    mask = rng.random(shape) < 0.7
+    mask[rng.integers(0, shape[0])] = False  # an empty completion
+    weight = np.where(mask, rng.uniform(0.5, 1.5, shape), 0)
+    wide = np.broadcast_to(np.where(rng.random((shape[0], 1)) < 0.2, 0, rng.normal(size=(shape[0], 1))), shape)
+    logprobs = -rng.exponential(1.0, shape)
+    gap = rng.normal(0, spread, shape)
+    gap += np.where(np.abs(np.abs(gap) - 0.2) < 0.01, 0.03, 0)
+    as32 = lambda x: np.float64(np.float32(x))  # noqa: E731
+    return Drawn(
+        *(as32(x) for x in (weight, wide, logprobs - gap, logprobs, logprobs + rng.normal(0, 0.5, shape))),
+        as32(rng.uniform(0, 2, shape)),
+    )
+
+
+@cache
+def compiled(algorithm: GRPO):
+    of = lambda logprobs, entropy, batch: algorithm.loss(TokenScores(logprobs, entropy), batch)  # noqa: E731
+    return jax.jit(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
+
+
+def value_and_slopes(algorithm: GRPO, d: Drawn, streams=None):
+    batch = d.rows.replace(streams=streams or {})
+    (loss, metrics), slopes = compiled(algorithm)(
+        jnp.asarray(d.logprobs, jnp.float32), jnp.asarray(d.entropy, jnp.float32), batch
+    )
+    return float(loss), [np.asarray(x) for x in slopes], metrics
+
+
+def sequence_mean(x, d: Drawn):
+    counts = d.weight > 0
+    return np.where(counts, x, 0).sum(axis=1, keepdims=True) / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+
+# ---- surrogates: name -> (settings, drawn batch -> (gain, its slope in lp)), from the papers
+
+
+def per_token(gain, slope):
+    """A gain of each token alone, and its slope in the log-ratio of that token."""
+    return lambda d: (gain(np.exp(d.logprobs - d.old), d), slope(np.exp(d.logprobs - d.old), d))
+
+
+def clip_gain(low, high, dual=None):
+    def gain(rho, d):
+        value = np.minimum(rho * d.advantages, np.clip(rho, low, high) * d.advantages)
+        if dual is not None:
+            value = np.where(d.advantages < 0, np.maximum(value, dual * d.advantages), value)
+        return value
+
+    def slope(rho, d):
+        A = d.advantages
+        inside = np.where(A > 0, rho < high, rho > low)
+        if dual is not None:
+            inside &= (A >= 0) | (rho < dual)
+        return np.where(inside, rho * A, 0.0)
+
+    return per_token(gain, slope)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def sapo_gain(positive, negative):
+    tau = lambda d: np.where(d.advantages > 0, positive, negative)  # noqa: E731
+    gate = lambda rho, d: sigmoid(tau(d) * (rho - 1))  # noqa: E731
+    return per_token(
+        lambda rho, d: 4 / tau(d) * gate(rho, d) * d.advantages,
+        lambda rho, d: 4 * gate(rho, d) * (1 - gate(rho, d)) * rho * d.advantages,
+    )
+
+
+def moved_kept(d, delta):
+    moved = np.exp(d.logprobs) - np.exp(d.old)
+    return ~((d.advantages > 0) & (moved > delta) | (d.advantages < 0) & (moved < -delta))
+
+
+def gspo(low, high):
+    def both(d):
+        s = np.exp(sequence_mean(d.logprobs - d.old, d))
+        A = d.advantages
+        gain = np.minimum(s * A, np.clip(s, low, high) * A)
+        inside = np.where(A > 0, s < high, s > low)
+        # every token of a completion moves s by s / its length; all of its tokens' gains move with it
+        shared = (d.weight * np.where(inside, s * A, 0.0)).sum(axis=1, keepdims=True)
+        lengths = np.maximum((d.weight > 0).sum(axis=1, keepdims=True), 1)
+        return gain, np.where(d.weight > 0, shared / lengths, 0) / np.where(d.weight > 0, d.weight, 1)
+
+    return both
+
+
+def gmpo(limit):
+    def both(d):
+        log_rho, A = d.logprobs - d.old, d.advantages
+        inside = np.where(A > 0, log_rho < limit, log_rho > -limit)
+        bounded = np.where(inside, log_rho, np.where(A > 0, limit, -limit))
+        s = np.exp(sequence_mean(bounded, d))
+        shared = (d.weight * s * A).sum(axis=1, keepdims=True)
+        lengths = np.maximum((d.weight > 0).sum(axis=1, keepdims=True), 1)
+        return s * A, np.where(inside & (d.weight > 0), shared / lengths, 0) / np.where(d.weight > 0, d.weight, 1)
+
+    return both
+
+
+NO_BOUNDS = {"clip_low": None, "clip_high": None}
+SURROGATES = {
+    "clip": ({"clip_low": 0.2, "clip_high": 0.28}, clip_gain(0.8, 1.28)),
+    "dual": ({"clip_high": 0.2, "surrogate": partial(surrogates.clip, dual=1.5)}, clip_gain(0.8, 1.2, 1.5)),
+    "clip above only": ({"clip_low": None, "clip_high": 0.2}, clip_gain(-np.inf, 1.2)),
+    "cispo": (
+        {"surrogate": surrogates.cispo, "clip_low": None, "clip_high": 0.4},
+        per_token(
+            lambda rho, d: np.minimum(rho, 1.4) * d.advantages * d.logprobs,
+            lambda rho, d: np.minimum(rho, 1.4) * d.advantages,
+        ),
+    ),
+    "cispo as verl": (
+        {"surrogate": surrogates.cispo, "clip_low": 0.2, "clip_high": 0.2},
+        per_token(
+            lambda rho, d: np.clip(rho, 0.8, 1.2) * d.advantages * d.logprobs,
+            lambda rho, d: np.clip(rho, 0.8, 1.2) * d.advantages,
+        ),
+    ),
+    "sapo": ({"surrogate": surrogates.sapo} | NO_BOUNDS, sapo_gain(1.0, 1.05)),
+    "sapo, other tau": (
+        {"surrogate": partial(surrogates.sapo, tau_positive=2.0, tau_negative=3.0)} | NO_BOUNDS,
+        sapo_gain(2.0, 3.0),
+    ),
+    "dppo": (
+        {"surrogate": partial(surrogates.binary_tv, delta_low=0.05, delta_high=0.05)} | NO_BOUNDS,
+        per_token(
+            lambda rho, d: np.where(moved_kept(d, 0.05), rho * d.advantages, 0),
+            lambda rho, d: np.where(moved_kept(d, 0.05), rho * d.advantages, 0),
+        ),
+    ),
+    "dppo as prime-rl": (
+        {"surrogate": partial(surrogates.binary_tv, log_square=1e-1)} | NO_BOUNDS,
+        per_token(
+            lambda rho, d: np.where(moved_kept(d, 0.2), rho * d.advantages, 0) - 0.1 * np.log(rho) ** 2,
+            lambda rho, d: np.where(moved_kept(d, 0.2), rho * d.advantages, 0) - 0.2 * np.log(rho),
+        ),
+    ),
+    "dppo as verl": (
+        {"surrogate": partial(surrogates.binary_tv, cap=1.1)} | NO_BOUNDS,
+        per_token(
+            lambda rho, d: np.where(moved_kept(d, 0.2), np.minimum(rho, 1.1) * d.advantages * d.logprobs, 0),
+            lambda rho, d: np.where(moved_kept(d, 0.2), np.minimum(rho, 1.1) * d.advantages, 0),
+        ),
+    ),
+    "policy gradient": (
+        {"surrogate": surrogates.policy_gradient} | NO_BOUNDS,
+        per_token(lambda rho, d: rho * d.advantages, lambda rho, d: rho * d.advantages),
+    ),
+    "reinforce": (
+        {"surrogate": surrogates.policy_gradient, "ratio": ratios.no_ratio} | NO_BOUNDS,
+        per_token(lambda rho, d: d.advantages, lambda rho, d: d.advantages),
+    ),
+    "gspo": ({"ratio": ratios.sequence_ratio, "clip_low": 0.1, "clip_high": 0.1}, gspo(0.9, 1.1)),
+    "gmpo": ({"surrogate": surrogates.geometric_mean} | NO_BOUNDS, gmpo(0.4)),
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 100_000))
+def test_a_surrogate_and_its_gradient_equal_the_formula(name, seed):
+    chosen, formula = SURROGATES[name]
+    d = drawn(seed)
+    gain, slope = formula(d)
+    loss, (slopes, _), _ = value_and_slopes(GRPO(**chosen), d)
+    np.testing.assert_allclose(loss, -(d.weight * gain).sum(), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(slopes, -d.weight * slope, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_ratios_of_1e8_and_1e_minus_8_give_finite_numbers(name):
+    d = drawn(3, spread=18.0)
+    loss, (slopes, _), metrics = value_and_slopes(GRPO(**SURROGATES[name][0]), d)
+    assert np.isfinite(loss) and np.isfinite(slopes).all()
+    assert all(np.isfinite(np.asarray(jax.tree.leaves(value))).all() for value in metrics.values())
+    nothing = dataclasses.replace(d, weight=np.zeros_like(d.weight))  # a batch that counts nothing
+    loss, (slopes, _), _ = value_and_slopes(GRPO(**SURROGATES[name][0]), nothing)
+    assert loss == 0 and not slopes.any()
+
+
+# ---- the KL term and the entropy
+
+
+def kl_of(name, d):
+    """(value, slope in lp) per token."""
+    gap, rho = d.ref - d.logprobs, np.exp(d.logprobs - d.old)
+    value = np.exp(gap) - gap - 1
+    slope = 1 - np.exp(gap)
+    return {
+        "k3": (value, slope),
+        "k2": (gap**2 / 2, -gap),
+        "k3_ratio": (rho * value, rho * value + rho * slope),
+        "k3_exact": (rho * value, -rho * gap),
+    }[name]
+
+
+@pytest.mark.parametrize("name", kl.ESTIMATORS)
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 100_000))
+def test_the_kl_and_the_entropy_equal_their_formulas(name, seed):
+    d = drawn(seed)
+    d.advantages = np.zeros_like(d.advantages)
+    value, slope = kl_of(name, d)
+    loss, (slopes, of_entropy), metrics = value_and_slopes(GRPO(kl_coef=0.3, kl_estimator=name, entropy_coef=0.05), d)
+    np.testing.assert_allclose(metrics["train/kl"], (d.weight * value).sum(), rtol=2e-4, atol=1e-6)
+    expected = 0.3 * (d.weight * value).sum() - 0.05 * (d.weight * d.entropy).sum()
+    np.testing.assert_allclose(loss, expected, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(slopes, 0.3 * d.weight * slope, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(of_entropy, -0.05 * d.weight, rtol=1e-6)
+
+
+def test_in_expectation_only_these_estimators_have_the_gradient_of_the_kl():
+    """Over a whole small table, off policy. k1 is not offered as a loss: its gradient is zero on policy."""
+    rng = np.random.default_rng(0)
+    theta, ref, other = rng.normal(size=(3, 5))
+    log_softmax = lambda x: x - np.log(np.exp(x).sum())  # noqa: E731
+    log_p, log_ref, log_q = map(log_softmax, (theta, ref, other))
+    value = (np.exp(log_p) * (log_p - log_ref)).sum()
+    exact = np.exp(log_p) * (log_p - log_ref - value)
+
+    def slope(estimator, log_q):
+        def expected(theta):
+            log_p = jax.nn.log_softmax(theta)
+            ratio = jnp.exp(log_p - log_q)
+            return jnp.sum(np.exp(log_q) * kl.ESTIMATORS[estimator](log_ref - log_p, ratio))
+
+        return np.asarray(jax.grad(expected)(jnp.asarray(theta, jnp.float32)))
+
+    for name in ("k3_exact", "k3_ratio"):
+        np.testing.assert_allclose(slope(name, log_q), exact, atol=1e-5)
+    np.testing.assert_allclose(slope("k2", log_p), exact, atol=1e-5)
+    assert np.abs(slope("k3", log_p) - exact).max() > 0.01
+
+
+# ---- corrections
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 100_000))
+def test_corrections_equal_their_formulas(seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((5, 7)) < 0.7
+    mask[2] = False
+    log_w = np.where(mask, rng.normal(0, rng.choice([0.01, 0.5]), mask.shape), 0)
+    w = np.exp(log_w)
+    np.testing.assert_allclose(corrections.truncate_tokens(log_w, mask, cap=1.2), np.minimum(w, 1.2))
+    np.testing.assert_allclose(corrections.mask_tokens(log_w, mask, low=0.8, high=1.3), w * ((w >= 0.8) & (w <= 1.3)))
+    found = corrections.mask_sequences(log_w, mask, low=0.99, high=1.01)
+    for b in range(5):
+        mean = np.exp(log_w[b][mask[b]].mean()) if mask[b].any() else 1.0
+        assert (found[b] == float(0.99 <= mean <= 1.01)).all()
+
+
+def test_a_mask_of_sequences_does_not_leave_out_the_long_ones():
+    """rl.md 2.5: the same small drift per token. A product over tokens would drop the long one at any fixed bound."""
+    mask = np.arange(2000)[None] < np.array([[20], [2000]])
+    kept = corrections.mask_sequences(np.where(mask, 1e-3, 0.0), mask)
+    assert kept.min() == 1
+
+
+def test_the_off_policy_mask_drops_what_the_policy_has_left_and_was_bad():
+    d = drawn(0)
+    d.weight = np.ones((5, WIDTH)) / 45
+    d.advantages = np.broadcast_to([[1.0], [-1.0], [1.0], [-1.0], [1.0]], d.weight.shape)
+    d.logprobs = np.full(d.weight.shape, -1.0)
+    d.old = d.logprobs + np.array([[0.6], [0.6], [0.4], [0.4], [0.0]])
+    _, (slopes, _), metrics = value_and_slopes(
+        GRPO(off_policy_delta=0.5, surrogate=surrogates.policy_gradient, **NO_BOUNDS), d
+    )
+    assert [row.any() for row in slopes] == [True, False, True, True, True]
+    np.testing.assert_allclose(metrics["train/off_policy_masked"], 0.2, rtol=1e-5)
+
+
+def test_a_correction_multiplies_the_gain_and_not_the_kl():
+    d = drawn(1)
+    d.advantages = np.where(d.advantages == 0, 1.0, d.advantages)
+    weights = jnp.asarray(np.random.default_rng(0).uniform(0, 2, d.weight.shape), jnp.float32)
+    chosen = {"kl_coef": 0.2, "correction": corrections.truncate_tokens, "old_logprobs": "rescored"}
+    loss, _, metrics = value_and_slopes(GRPO(**chosen), d, {corrections.STREAM_NAME: weights})
+    gain = clip_gain(0.8, 1.28)(d)[0]
+    expected = -(d.weight * weights * gain).sum() + 0.2 * float(metrics["train/kl"])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["train/kl"], (d.weight * kl_of("k3_exact", d)[0]).sum(), rtol=2e-4)
+
+
+# ---- advantages
+
+
+def rewards_of(seed, binary=False):
+    rng = np.random.default_rng(seed)
+    shape = (int(rng.integers(1, 6)), int(rng.integers(2, 7)))
+    rewards = rng.integers(0, 2, shape).astype(float) if binary else rng.normal(size=shape)
+    rewards[rng.random(shape[0]) < 0.3] = 1.0  # groups that agree
+    return rewards, rng.integers(1, 30, shape)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 100_000))
+def test_advantages_with_statistics_of_the_batch_equal_their_formulas(seed):
+    rewards, lengths = rewards_of(seed)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    whole = adv.WholeBatch(lengths, {"a": rewards, "b": 2 * lengths.astype(float)}, {"a": 1.0, "b": 0.5})
+    std = rewards.std(ddof=1) if rewards.max() > rewards.min() else 0.0
+    np.testing.assert_allclose(adv.batch_scaled(rewards, whole), centred / (std + 1e-4), atol=1e-9)
+
+    # by hand, as if every token had a row of its own
+    for over, counts in (("tokens", lengths), ("samples", np.ones_like(lengths))):
+        for baseline, values in ((True, centred), (False, rewards)):
+            tokens = np.repeat(values.reshape(-1), counts.reshape(-1))
+            found = adv.whiten(rewards, whole, over=over, group_baseline=baseline)
+            if values.max() - values.min() > 1e-9 and len(tokens) > 1:
+                expected = (values - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+                np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9)
+            else:
+                np.testing.assert_allclose(found, 0.0, atol=1e-3)
+
+    def z(r):
+        spread = r.std(axis=1, ddof=1, keepdims=True)
+        return (r - r.mean(axis=1, keepdims=True)) / (np.where(np.ptp(r, axis=1, keepdims=True) > 0, spread, 0) + 1e-4)
+
+    total = z(rewards) + 0.5 * z(2.0 * lengths)
+    spread = total.std(ddof=1) if np.ptp(total) > 1e-9 else 0.0
+    np.testing.assert_allclose(adv.per_reward(rewards, whole), (total - total.mean()) / (spread + 1e-4), atol=1e-6)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 100_000))
+def test_max_likelihood_divides_by_the_success_rate(seed):
+    rewards, _ = rewards_of(seed, binary=True)
+    mean = rewards.mean(axis=1, keepdims=True)
+    expected = np.where(mean > 0, (rewards - mean) / np.where(mean > 0, mean, 1), 0)
+    np.testing.assert_allclose(adv.max_likelihood(rewards), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        adv.max_likelihood(rewards, eps=0.1), np.where(mean > 0, (rewards - mean) / (mean + 0.1), 0), atol=1e-12
+    )
+    with pytest.raises(ValueError, match="rewards must be 0 or 1; one is 0.3"):
+        adv.max_likelihood([[0.0, 0.3]])
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 9))
+def test_batches_that_agree_teach_exactly_nothing(reward, size):
+    rewards = np.full((3, size), reward)
+    whole = adv.WholeBatch(np.arange(3 * size).reshape(3, size) + 1, {"a": rewards}, {"a": 1.0})
+    for function in (adv.batch_scaled, adv.whiten, partial(adv.whiten, group_baseline=False), adv.per_reward):
+        np.testing.assert_array_equal(function(rewards, whole=whole), 0.0)
+
+
+def test_overlong_is_in_tokens_and_rises_over_the_last_share():
+    """The table of DAPO's formula for L_max 100, cache 20."""
+    found = shaping.overlong(np.array([0, 79, 80, 85, 90, 100, 150]), length=100, buffer=0.2)
+    np.testing.assert_allclose(found, [0, 0, 0, -0.25, -0.5, -1, -1], atol=1e-12)
+
+
+# ---- collect
+
+
+def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
+    """(policy, task) whose completions have these rewards: rounds of P groups, one after the other."""
+    rewards_PG = np.asarray(rewards_PG, float)
+    state = SimpleNamespace(at=0, keys=[], prompts=[])
+
+    def generate(params, prompts, key, num_generations, on_finished):
+        P, G = len(prompts), num_generations
+        state.keys.append(jax.random.key_data(key).tolist())
+        state.prompts.append(prompts)
+        state.now = rewards_PG[state.at : state.at + P].reshape(-1)
+        rows = slice(state.at * G, (state.at + P) * G)
+        state.at += P
+        B, T = P * G, 6
+        tokens = np.arange(B * T, dtype=np.int32).reshape(B, T)
+        length = np.full(B, 3) if lengths is None else np.asarray(lengths).reshape(-1)[rows]
+        mask = (np.arange(T) >= 1) & (np.arange(T) < 1 + length[:, None])
+        finished = np.ones(B, np.int8) if finish is None else np.asarray(finish).reshape(-1)[rows]
+        lp = np.where(mask, -1.0 - 0.01 * tokens, 0).astype(np.float32)
+        return Rollout(tokens, mask | (np.arange(T) == 0), mask, lp - 0.5, finished.astype(np.int8), lp)
+
+    def results(rollout):
+        r = state.now
+        metrics = {"reward/mean": float(r.mean()), "reward/std": float(r.std()), "time/rewards": 1.0}
+        texts = [str(x) for x in r]
+        return Graded(texts, texts, r, r > 0, list(texts), metrics, np.isnan(r), {"a": r}, {"a": 1.0}, [{}] * len(r))
+
+    grader = SimpleNamespace(submit=None, results=results)
+    task = SimpleNamespace(grader=lambda group: grader, prompts=lambda examples: list(examples), long_prompts="error")
+    scorer = lambda batch: np.asarray(batch.old_logprobs) - 0.25  # noqa: E731
+    rescore = lambda params, batch: np.where(batch.loss_weight != 0, batch.old_logprobs + 0.1, 0)  # noqa: E731
+    return Policy(generate, None, {"reference": scorer}, rescore), task, state
+
+
+def collected(algorithm, rewards_PG, num_prompts=None, **known):
+    policy, task, state = of_rewards(rewards_PG, **known)
+    count = len(rewards_PG) if num_prompts is None else num_prompts
+    examples = [{"n": n} for n in range(count * algorithm.max_rounds)]
+    return *algorithm.collect(policy, task, None, examples, jax.random.key(0)), state
+
+
+MIXED = [[1, 0], [1, 1], [0, 1], [0, 0]]
+
+
+def test_k1_in_the_reward_is_summed_and_taken_before_the_advantage():
+    """TRL's RLOO: r - beta sum(lp_old - lp_ref), here beta 0.1, 0.25 a token; 3 tokens against 5."""
+    algorithm = GRPO(num_generations=2, kl_coef=0.1, kl_estimator="k1_reward", advantages=adv.leave_one_out)
+    batch, *_ = collected(algorithm, [[1.0, 0.0]], lengths=[[3, 5]])
+    np.testing.assert_allclose(batch.advantages[:, 0], [1 + 0.1 * 0.5, -1 - 0.1 * 0.5], rtol=1e-6)
+    assert batch.ref_logprobs is not None
+
+
+def test_shaping_mask_and_advantage_clip_by_hand():
+    algorithm = GRPO(
+        num_generations=2,
+        advantages=adv.centre,
+        advantage_clip=0.6,
+        shaping=partial(shaping.overlong, length=4, buffer=0.5),
+        mask_truncated=True,
+    )
+    batch, metrics, *_ = collected(algorithm, [[1.0, 0.0]], lengths=[[2, 4]], finish=[[1, 0]])
+    # rewards 1 and 0 - 1, centred +1 and -1, clipped; the truncated one has no weight
+    np.testing.assert_allclose(batch.advantages[:, 0], [0.6, -0.6], rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weight.sum(axis=1), [1, 0])
+    assert metrics["reward/mean"] == 0.5, "what is logged is the reward of the task"
+
+
+def test_groups_of_equal_rewards_can_be_left_out_of_the_denominator():
+    batch, metrics, *_ = collected(GRPO(num_generations=2, agreeing_groups="drop"), MIXED)
+    np.testing.assert_allclose(batch.loss_weight.sum(axis=1), [0.25, 0.25, 0, 0, 0.25, 0.25, 0, 0])
+    assert metrics["reward/groups_that_agree"] == 0.5
+
+
+def test_mini_batches_have_weights_of_their_own():
+    algorithm = GRPO(num_generations=2, mini_batches=2, updates_per_rollout=4)
+    batch, *_ = collected(algorithm, MIXED, lengths=[[1, 2], [3, 4], [5, 5], [1, 1]])
+    np.testing.assert_allclose(batch.loss_weight[:4].sum(), 1, rtol=1e-6)
+    np.testing.assert_allclose(batch.loss_weight[4:].sum(), 1, rtol=1e-6)
+    assert batch.loss_weight[0].max() == pytest.approx(1 / 10) and batch.loss_weight[4].max() == pytest.approx(1 / 12)
+
+
+def test_the_trainers_own_log_probabilities_and_their_correction():
+    algorithm = GRPO(
+        num_generations=2, old_logprobs="rescored", correction=partial(corrections.truncate_tokens, cap=1.05)
+    )
+    assert algorithm.rescores and algorithm.streams == ("correction",)
+    batch, metrics, *_ = collected(algorithm, MIXED)
+    counts = batch.loss_weight > 0
+    plain, *_ = collected(GRPO(num_generations=2), MIXED)
+    np.testing.assert_allclose(batch.old_logprobs[counts], plain.old_logprobs[counts] + 0.1, rtol=1e-5)
+    np.testing.assert_allclose(batch.streams["correction"], np.where(counts, 1.05, 0), rtol=1e-6)
+    assert metrics["sampler/logprob_gap"] == pytest.approx(0.1, rel=1e-5) and metrics["sampler/masked"] == 0
+    assert not GRPO().rescores, "nobody pays for a pass that was not asked for"
+
+
+# ---- dynamic sampling
+
+
+def drawn_in_rounds(rewards_PG, P, rounds):
+    algorithm = GRPO(num_generations=2, agreeing_groups="replace", max_rounds=rounds)
+    return collected(algorithm, rewards_PG, num_prompts=P)
+
+
+def test_replaced_groups_fill_the_batch_exactly_and_stop_when_it_is_full():
+    """P = 2, three rounds allowed: 1 mixed, then 2 mixed; the third is not sampled, one mixed group is left over."""
+    batch, metrics, graded, state = drawn_in_rounds([[1, 1], [1, 0], [0, 1], [1, 0], [1, 0], [1, 0]], 2, 3)
+    assert len(state.keys) == 2 and state.keys[0] != state.keys[1]
+    assert len(batch.tokens) == 4 == len(graded.completions)
+    np.testing.assert_array_equal(graded.rewards, [1, 0, 0, 1])
+    np.testing.assert_allclose(batch.advantages[:, 0], [0.70701, -0.70701, -0.70701, 0.70701], atol=1e-4)
+    np.testing.assert_allclose(batch.loss_weight.sum(axis=1), 0.25)
+    assert (metrics["prompts/drawn"], metrics["prompts/mixed"], metrics["prompts/kept"]) == (4, 3, 2)
+    # of all that was sampled, kept or not
+    assert metrics["reward/mean"] == pytest.approx(5 / 8)
+    assert metrics["reward/groups_that_agree"] == 0.25 and metrics["time/rewards"] == 2.0
+    assert metrics["time/extra_rounds"] >= 0
+    assert state.prompts == [[{"n": 0}, {"n": 1}], [{"n": 2}, {"n": 3}]]
+
+
+def test_when_the_rounds_are_used_up_the_others_have_no_weight():
+    for rewards, kept in (([[0, 0]] * 6, 0), ([[1, 1]] * 6, 0), ([[0, 0]] * 5 + [[0, 1]], 1)):
+        batch, metrics, _, state = drawn_in_rounds(rewards, 2, 3)
+        assert len(state.keys) == 3 and len(batch.tokens) == 4, "bounded work, a full batch"
+        assert metrics["prompts/drawn"] == 6 and metrics["prompts/kept"] == kept
+        np.testing.assert_allclose(batch.loss_weight.sum(), 1.0 if kept else 0.0)
+        assert np.isfinite(batch.advantages).all()
+
+
+def test_a_batch_that_is_mixed_at_once_costs_nothing_and_is_that_of_grpo():
+    rewards = [[1, 0], [0, 1]]
+    batch, metrics, _, state = drawn_in_rounds(rewards, 2, 3)
+    plain, *_ = collected(GRPO(num_generations=2), rewards)
+    assert len(state.keys) == 1 and metrics["prompts/drawn"] == 2
+    jax.tree.map(np.testing.assert_array_equal, batch, plain)
+
+
+def test_groups_are_judged_before_shaping():
+    """Else a penalty on length would make every all-wrong group look mixed (rl.md 2.1)."""
+    algorithm = GRPO(
+        num_generations=2,
+        agreeing_groups="replace",
+        max_rounds=2,
+        shaping=partial(shaping.overlong, length=4, buffer=1.0),
+    )
+    _, metrics, *_ = collected(algorithm, [[0, 0], [1, 0]], 1, lengths=[[2, 4], [2, 4]])
+    assert metrics["prompts/drawn"] == 2 and metrics["prompts/mixed"] == 1
+
+
+def test_duplicated_prompts_are_groups_of_their_own():
+    """field.md, thread 4: one example twice in a row is graded as two groups."""
+    seen = []
+    policy, task, _ = of_rewards([[1, 0], [0, 0]])
+    grader = task.grader([])
+    task.grader = lambda group: seen.extend(group) or grader
+    twice = {"n": 0}
+    batch, *_ = GRPO(num_generations=2).collect(policy, task, None, [twice, twice], jax.random.key(0))
+    assert seen[0] is seen[1] and seen[2] is seen[3] and seen[1] is not seen[2]
+    np.testing.assert_allclose(batch.advantages[2:], 0)
+
+
+# ---- every setting does something, or is refused
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"surrogate": surrogates.sapo, "clip_high": 0.3}, "clip_high=0.3 would change nothing: surrogate=sapo clips"),
+        ({"kl_estimator": "k2"}, "kl_estimator=k2 would change nothing: kl_coef=0, so there is no KL term"),
+        ({"max_rounds": 3}, "max_rounds=3 would change nothing: prompts are drawn once unless"),
+        ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 draws nothing"),
+        ({"ratio": ratios.no_ratio}, "surrogate=clip is a function of the ratio, which is 1 with ratio=no_ratio"),
+        (
+            {"ratio": ratios.no_ratio, "surrogate": surrogates.policy_gradient, "updates_per_rollout": 2},
+            "only the first update of a rollout is by the policy that sampled",
+        ),
+        ({"correction": corrections.mask_tokens}, "set old_logprobs=rescored"),
+        ({"mini_batches": 2}, "mini_batches=2 must divide updates_per_rollout=1"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator='k1'; it is k3_exact, k3, k3_ratio, k2 or k1_reward"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1_reward", "advantages": adv.max_likelihood}, "rewards of 0 and 1 only"),
+        ({"advantages": partial(adv.whiten, over="rows")}, "advantages.over='rows'; it is tokens or samples"),
+        ({"surrogate": partial(surrogates.clip, dual=0.5)}, "surrogate.dual=0.5 must be above 1"),
+        ({"advantage_clip": 0.0}, "advantage_clip=0.0 must be above 0"),
+        ({"shaping": partial(shaping.overlong, length=0)}, "length=0 must be at least 1 token"),
+        ({"old_logprobs": "trainer"}, "old_logprobs='trainer'; it is whole, sampled or rescored"),
+        ({"variant": "verll"}, "variant='verll': there is no such definition of grpo; there is paper, trl, verl"),
+        ({"variant": "verl", "clip_high": 0.3}, "variant=verl sets clip_high=0.2, and clip_high=0.3 is given"),
+        ({"surrogate": surrogates.sapo, "variant": "trl"}, "trl defines sapo as it is here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_settings_that_are_wrong_or_idle_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError) as error:
+        GRPO(**settings)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+RESCORED = {"old_logprobs": "rescored"}
+KL = {"kl_coef": 0.1}
+UNCLIPPED = {"surrogate": surrogates.policy_gradient}
+TWICE = {"agreeing_groups": "replace", "max_rounds": 2}
+# (settings, one of them changed): both must learn something else
+CHANGES = {
+    "num_generations": ({}, {"num_generations": 4}),
+    "mini_batches": ({"updates_per_rollout": 2}, {"updates_per_rollout": 2, "mini_batches": 2}),
+    "advantages": ({}, {"advantages": adv.centre}),
+    "advantages.eps": ({}, {"advantages": partial(adv.standardise, eps=0.1)}),
+    "advantages: batch_scaled": ({}, {"advantages": adv.batch_scaled}),
+    "batch_scaled.eps": ({"advantages": adv.batch_scaled}, {"advantages": partial(adv.batch_scaled, eps=0.1)}),
+    "whiten.over": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, over="samples")}),
+    "whiten.group_baseline": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, group_baseline=False)}),
+    "whiten.eps": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, eps=0.1)}),
+    "per_reward.eps": ({"advantages": adv.per_reward}, {"advantages": partial(adv.per_reward, eps=0.1)}),
+    "max_likelihood.eps": ({"advantages": adv.max_likelihood}, {"advantages": partial(adv.max_likelihood, eps=0.1)}),
+    "advantage_clip": ({}, {"advantage_clip": 0.2}),
+    "weighting": ({}, {"weighting": weighting.per_sequence}),
+    "weighting.length": (
+        {"weighting": partial(weighting.constant_length, length=5)},
+        {"weighting": partial(weighting.constant_length, length=6)},
+    ),
+    "ratio": ({}, {"ratio": ratios.sequence_ratio}),
+    "surrogate": ({}, {"surrogate": surrogates.cispo}),
+    "surrogate.dual": ({}, {"surrogate": partial(surrogates.clip, dual=1.3)}),
+    "surrogate.tau_positive": ({"surrogate": surrogates.sapo}, {"surrogate": partial(surrogates.sapo, tau_positive=2.0)}),
+    "surrogate.tau_negative": ({"surrogate": surrogates.sapo}, {"surrogate": partial(surrogates.sapo, tau_negative=2.0)}),
+    "surrogate.delta_low": (
+        {"surrogate": partial(surrogates.binary_tv, delta_low=0.01)},
+        {"surrogate": partial(surrogates.binary_tv, delta_low=1.0)},
+    ),
+    "surrogate.delta_high": (
+        {"surrogate": partial(surrogates.binary_tv, delta_high=0.01)},
+        {"surrogate": partial(surrogates.binary_tv, delta_high=1.0)},
+    ),
+    "surrogate.cap": ({"surrogate": surrogates.binary_tv}, {"surrogate": partial(surrogates.binary_tv, cap=1.1)}),
+    "surrogate.log_square": (
+        {"surrogate": surrogates.binary_tv},
+        {"surrogate": partial(surrogates.binary_tv, log_square=0.1)},
+    ),
+    "surrogate.log_clip": (
+        {"surrogate": surrogates.geometric_mean},
+        {"surrogate": partial(surrogates.geometric_mean, log_clip=0.1)},
+    ),
+    "clip_low": ({}, {"clip_low": 0.05}),
+    "clip_high": ({}, {"clip_high": 0.05}),
+    "kl_coef": (KL, {"kl_coef": 0.2}),
+    **{f"kl_estimator: {name}": (KL, KL | {"kl_estimator": name}) for name in ("k2", "k3", "k3_ratio", "k1_reward")},
+    "entropy_coef": ({}, {"entropy_coef": 0.01}),
+    "old_logprobs": ({}, {"old_logprobs": "sampled"}),
+    "old_logprobs: rescored": ({}, RESCORED),
+    "correction": (RESCORED, RESCORED | {"correction": corrections.truncate_tokens}),
+    "correction.cap": (
+        RESCORED | {"correction": corrections.truncate_tokens},
+        RESCORED | {"correction": partial(corrections.truncate_tokens, cap=1.01)},
+    ),
+    "correction.low": (
+        RESCORED | {"correction": corrections.mask_tokens},
+        RESCORED | {"correction": partial(corrections.mask_tokens, low=1.2)},
+    ),
+    "correction.high": (
+        RESCORED | {"correction": corrections.mask_tokens},
+        RESCORED | {"correction": partial(corrections.mask_tokens, high=1.01)},
+    ),
+    "mask_sequences.low": (
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0)},
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0, low=1.2)},
+    ),
+    "mask_sequences.high": (
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0)},
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=1.05)},
+    ),
+    "off_policy_delta": (UNCLIPPED, UNCLIPPED | {"off_policy_delta": 0.01}),
+    "agreeing_groups": ({}, {"agreeing_groups": "drop"}),
+    "agreeing_groups: replace": ({}, TWICE),
+    "max_rounds": (TWICE, TWICE | {"max_rounds": 3}),
+    "shaping": ({}, {"shaping": partial(shaping.overlong, length=5)}),
+    "shaping.length": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=6)},
+    ),
+    "shaping.buffer": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=5, buffer=0.9)},
+    ),
+    "shaping.factor": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=5, factor=0.5)},
+    ),
+    "mask_truncated": ({}, {"mask_truncated": True}),
+    "variant": ({}, {"variant": "verl"}),
+}  # fmt: skip
+
+
+def learned(chosen):
+    """(batch, loss, slopes) of these settings: a rollout, then an update of a policy that has moved on."""
+    algorithm = GRPO(**({"num_generations": 2} | chosen))
+    rewards = [[1, 0], [1, 1], [0, 1], [0, 0], [1, 1], [0, 0], [1, 0], [0, 0]] + [[1, 0]] * 4  # rounds of four
+    rewards = np.array(rewards, float).reshape(-1, algorithm.num_generations)
+    lengths = np.random.default_rng(0).integers(1, 6, rewards.shape)
+    finish = np.random.default_rng(1).integers(0, 2, rewards.shape)
+    batch, *_ = collected(algorithm, rewards, len(rewards) // 3, lengths=lengths, finish=finish)
+    moved = np.random.default_rng(2).normal(-0.2, 0.3, batch.tokens.shape)
+    rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
+    logprobs = jnp.asarray(np.where(batch.loss_weight != 0, batch.old_logprobs + moved, 0), jnp.float32)
+    loss, slopes = jax.value_and_grad(lambda lp: algorithm.loss(TokenScores(lp, jnp.ones_like(lp)), rows)[0])(logprobs)
+    return batch.arrays(), float(loss), np.asarray(slopes)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_setting_changes_the_batch_the_loss_or_its_gradient(name):
+    (batch, loss, slopes), (other, other_loss, other_slopes) = map(learned, CHANGES[name])
+    is_same = batch.keys() == other.keys() and all(np.array_equal(batch[key], other[key]) for key in batch)
+    is_same = is_same and loss == other_loss and np.array_equal(slopes, other_slopes)
+    assert not is_same, f"{name} does nothing"
+    assert all(np.isfinite(x).all() for x in (*batch.values(), *other.values(), slopes, other_slopes))
+
+
+def test_the_list_of_changes_has_every_setting_of_every_piece():
+    fields = {field.name for field in dataclasses.fields(GRPO)} - {"updates_per_rollout"}  # the loop's: test_experience
+    assert fields <= {name.partition(":")[0] for name in CHANGES}
+    given = "\n".join(CHANGES)
+    for module in (adv, surrogates, corrections, shaping, weighting):
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                parameters = inspect.signature(function).parameters.values()
+                of_yaml = [p.name for p in parameters if isinstance(p.default, int | float | str)]
+                assert all(name in given for name in of_yaml), f"{function.__name__}: {of_yaml}"
+
+
+# ---- presets and variants
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_composes_and_is_known_by_its_name(name):
+    algorithm = compose([f"algorithm={name}"]).algorithm
+    assert objective_of(algorithm) == name
+    assert algorithm.formula[0].startswith("loss = - sum_t w ") and all(len(line) < 160 for line in algorithm.formula)
+
+
+PAIRS = [(name, framework) for name, variants in VARIANTS.items() for framework in variants]
+
+
+@pytest.mark.parametrize(("name", "framework"), PAIRS, ids=lambda value: value)
+def test_a_variant_changes_what_it_says_from_what_the_preset_is(name, framework):
+    changes = VARIANTS[name][framework]
+    if not changes:
+        with pytest.raises(ValueError, match="as it is here"):
+            compose([f"algorithm={name}", f"algorithm.variant={framework}"])
+        return
+    ours = compose([f"algorithm={name}"]).algorithm
+    theirs = compose([f"algorithm={name}", f"algorithm.variant={framework}"]).algorithm
+    changed = {f.name for f in dataclasses.fields(GRPO) if not _same(getattr(ours, f.name), getattr(theirs, f.name))}
+    assert changed == {*changes, "variant"}
+    assert any(f"as {framework} defines it" in line for line in theirs.formula)
+    apply_variant(theirs)  # one that is made of its own settings again stays as it is
+
+
+def _same(one, other):
+    pieces = [(getattr(x, "func", x), getattr(x, "keywords", {})) for x in (one, other)]
+    return pieces[0] == pieces[1]
+
+
+def test_a_variant_of_the_kl_is_there_only_with_a_kl_term():
+    assert GRPO(variant="verl", kl_coef=0.1).kl_estimator == "k3" and GRPO(variant="verl").kl_estimator == "k3_exact"
+
+
+def test_the_formula_has_the_constants_that_are_used():
+    text = "\n".join(compose(["algorithm=grpo", "algorithm.variant=verl", "algorithm.kl_coef=0.04"]).algorithm.formula)
+    for part in ("clip(rho, 0.8, 1.2) A", "3 A where A < 0", "+ 0.04 sum_t w KL", "std_group + 1e-06", "grpo as verl"):
+        assert part in text
+    text = "\n".join(compose(["algorithm=dapo", "generation.max_new_tokens=100"]).algorithm.formula)
+    assert "- 1 clip((tokens - 80) / 20, 0, 1)" in text and "at most 3 rounds" in text

@@ -1,0 +1,147 @@
+"""What the settings of an objective may be: a setting that would change nothing is refused, too."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.algorithms import kl
+from tunix_lite.algorithms.advantages import WholeBatch, max_likelihood
+from tunix_lite.algorithms.pieces import function_of, name_of, same, settings_of
+from tunix_lite.algorithms.ratios import no_ratio
+from tunix_lite.algorithms.surrogates import cispo, clip, geometric_mean, sapo, takes_bounds
+
+CHOICES = {
+    "old_logprobs": ("whole", "sampled", "rescored"),
+    "agreeing_groups": ("keep", "drop", "replace"),
+    "kl_estimator": (*kl.ESTIMATORS, kl.IN_REWARD),
+}
+# functions of the ratio alone, which is 1 under no_ratio
+OF_THE_RATIO = (clip, cispo, sapo, geometric_mean)
+
+
+def check_settings(algorithm: Any) -> None:
+    """Raises ValueError, in one line, for settings of algorithms.grpo.GRPO that are wrong by
+    themselves, do not go together, or would change nothing."""
+    _check_numbers(algorithm)
+    for name, choices in CHOICES.items():
+        if getattr(algorithm, name) not in choices:
+            listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise ValueError(f"{name}={getattr(algorithm, name)!r}; it is {listed}")
+    _check_calls(algorithm)
+    _check_together(algorithm)
+    for names, reason in _without_effect(algorithm):
+        for name in names:
+            value = getattr(algorithm, name)
+            if value is not None and not same(value, _default(algorithm, name)):
+                raise ValueError(
+                    f"{name}={name_of(value)} would change nothing: {reason}; leave it out"
+                )
+
+
+def _check_numbers(a: Any) -> None:
+    if a.num_generations < 2:
+        raise ValueError(
+            f"num_generations={a.num_generations}: a completion is compared with the "
+            "others of its group, so it takes at least 2 (8 is usual)"
+        )
+    for name in ("updates_per_rollout", "mini_batches", "max_rounds"):
+        if getattr(a, name) < 1:
+            raise ValueError(f"{name}={getattr(a, name)} must be at least 1")
+    for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "off_policy_delta"):
+        value = getattr(a, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} must not be negative")
+    if a.advantage_clip is not None and a.advantage_clip <= 0:
+        raise ValueError(f"advantage_clip={a.advantage_clip} must be above 0")
+    for name, value in settings_of(a.surrogate).items():
+        least = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}.get(name)
+        if least is not None and value is not None and value <= least:
+            raise ValueError(f"surrogate.{name}={value} must be above {least:g}")
+
+
+def _check_calls(a: Any) -> None:
+    """The functions take what they are called with; ours say at once if their settings are
+    wrong."""
+    lengths = np.array([[1, 2]])
+    rewards = np.array([[0.0, 1.0]])
+    mask = np.ones((1, 2), bool)
+    _check_call("advantages", a.advantages, "one array and its settings", rewards)
+    _check_call("weighting", a.weighting, "one array and its settings", mask)
+    _check_call("ratio", a.ratio, "(log-ratios, batch) and its settings", None, None)
+    given = [None, None] if takes_bounds(a.surrogate) else [None]
+    _check_call("surrogate", a.surrogate, "(terms, bounds) and its settings", *given)
+    if a.shaping is not None:
+        _check_call("shaping", a.shaping, "one array and its settings", lengths[0])
+    if a.correction is not None:
+        given = [np.zeros((1, 2)), mask]
+        _check_call("correction", a.correction, "two arrays and its settings", *given)
+
+    # ours raise ValueError for settings of theirs that are wrong
+    if "whole" in inspect.signature(a.advantages).parameters and _is_ours(a.advantages):
+        a.advantages(rewards, whole=WholeBatch(lengths, {"reward": rewards}))
+
+
+def _check_call(name: str, function: Callable, called_with: str, *values: Any) -> None:
+    try:
+        inspect.signature(function).bind(*values)
+    except TypeError as error:
+        raise ValueError(f"{name} is called with {called_with}: {error}") from error
+    if _is_ours(function) and name in ("weighting", "shaping", "correction"):
+        function(*values)
+
+
+def _is_ours(function: Callable) -> bool:
+    return function_of(function).__module__.startswith("tunix_lite.algorithms.")
+
+
+def _check_together(a: Any) -> None:
+    if a.updates_per_rollout % a.mini_batches:
+        raise ValueError(
+            f"mini_batches={a.mini_batches} must divide "
+            f"updates_per_rollout={a.updates_per_rollout}: every update learns from the next "
+            "mini-batch, and each is learned from equally often"
+        )
+    if function_of(a.ratio) is no_ratio:
+        if a.updates_per_rollout > 1:
+            raise ValueError(
+                f"ratio=no_ratio with updates_per_rollout={a.updates_per_rollout}: only the first "
+                "update of a rollout is by the policy that sampled; take token_ratio"
+            )
+        if function_of(a.surrogate) in OF_THE_RATIO:
+            raise ValueError(
+                f"surrogate={name_of(a.surrogate)} is a function of the ratio, which is 1 with "
+                "ratio=no_ratio; take surrogate=policy_gradient"
+            )
+    if a.correction is not None and a.old_logprobs != "rescored":
+        raise ValueError(
+            "correction compares the trainer with the sampler, so it needs the trainer's own "
+            "log-probabilities: set old_logprobs=rescored"
+        )
+    if a.agreeing_groups == "replace" and a.max_rounds < 2:
+        raise ValueError(
+            "agreeing_groups=replace with max_rounds=1 draws nothing in their place; raise "
+            "max_rounds (3 is usual), or set agreeing_groups=drop"
+        )
+    is_shaped = a.shaping is not None or (a.kl_coef and a.kl_estimator == kl.IN_REWARD)
+    if is_shaped and function_of(a.advantages) is max_likelihood:
+        raise ValueError(
+            "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
+            "kl_estimator=k1_reward"
+        )
+
+
+def _without_effect(a: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(settings, why they change nothing)."""
+    if not takes_bounds(a.surrogate):
+        yield ("clip_low", "clip_high"), f"surrogate={name_of(a.surrogate)} clips no ratio"
+    if not a.kl_coef:
+        yield ("kl_estimator",), "kl_coef=0, so there is no KL term"
+    if a.agreeing_groups != "replace":
+        yield ("max_rounds",), "prompts are drawn once unless agreeing_groups=replace"
+
+
+def _default(algorithm: Any, name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(algorithm) if f.name == name)

@@ -1,0 +1,64 @@
+"""How likely a token, or its completion, is now against when it was sampled: what a surrogate is a
+function of.
+
+A ratio is chosen by name in YAML (`algorithm.ratio`): (log-ratio of each token [R, W], batch) ->
+log-ratio [R, W]. Arrays are 0 where no token counts.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.algorithms.sequences import sequence_mean
+from tunix_lite.types import RowBatch, TokenScores
+
+# beyond it a ratio is clipped anyway, and exp stays finite
+MAX_LOG_RATIO = 20.0
+
+
+def token_ratio(log_ratio_RW: jax.Array, batch: RowBatch) -> jax.Array:
+    """Each token has a ratio of its own (PPO, GRPO)."""
+    return log_ratio_RW
+
+
+def sequence_ratio(log_ratio_RW: jax.Array, batch: RowBatch) -> jax.Array:
+    """A completion has one ratio, the geometric mean of its tokens' ratios, with the gradient of
+    that mean (GSPO, arXiv:2507.18071)."""
+    return sequence_mean(log_ratio_RW, batch)
+
+
+def no_ratio(log_ratio_RW: jax.Array, batch: RowBatch) -> jax.Array:
+    """The ratio is 1, with the gradient of the token's log-probability (REINFORCE): right for one
+    update per rollout."""
+    return log_ratio_RW - jax.lax.stop_gradient(log_ratio_RW)
+
+
+class TokenTerms(NamedTuple):
+    """What a surrogate is made of, [R, W] each; `batch` for sums over a completion."""
+
+    ratio: jax.Array  # exp of log_ratio, which is kept within MAX_LOG_RATIO
+    log_ratio: jax.Array  # by the chosen ratio
+    advantages: jax.Array
+    logprobs: jax.Array  # of the policy now
+    old_logprobs: jax.Array  # Batch.old_logprobs
+    gap: jax.Array  # logprobs - old_logprobs of each token, whatever the ratio is
+    batch: RowBatch
+
+
+def token_terms(scores: TokenScores, batch: RowBatch, ratio: Callable) -> TokenTerms:
+    """The terms of a batch in rows: 0 at tokens without weight, which do not matter whatever their
+    numbers are."""
+    counts_RW = batch.loss_weight != 0
+    gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+    log_ratio_RW = ratio(gap_RW, batch)
+    return TokenTerms(
+        ratio=jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        log_ratio=log_ratio_RW,
+        advantages=batch.advantages,
+        logprobs=jnp.where(counts_RW, scores.logprobs, 0.0),
+        old_logprobs=jnp.where(counts_RW, batch.old_logprobs, 0.0),
+        gap=gap_RW,
+        batch=batch,
+    )

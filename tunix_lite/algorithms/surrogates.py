@@ -1,0 +1,126 @@
+"""What is maximised per token: functions of the ratio and the advantage, chosen by name in YAML
+(`algorithm.surrogate`).
+
+A surrogate is (terms, bounds, settings) -> Gain, or (terms, settings) -> Gain where it has no use
+for algorithm.clip_low and clip_high. The loss is - sum_t w_t gain_t. rho is the ratio, A the
+advantage, lp the log-probability now, sg a value without gradient.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
+from tunix_lite.algorithms.sequences import sequence_mean
+
+
+class Bounds(NamedTuple):
+    """A ratio is kept within [1 - low, 1 + high]; None: no bound on that side."""
+
+    low: float | None
+    high: float | None
+
+    def clip(self, ratio_RW: jax.Array) -> jax.Array:
+        least = None if self.low is None else 1 - self.low
+        most = None if self.high is None else 1 + self.high
+        return jnp.clip(ratio_RW, least, most)
+
+
+class Gain(NamedTuple):
+    """What a surrogate gives, [R, W] each."""
+
+    gain: jax.Array
+    # bool: where the surrogate took the gradient away, or bounded its factor; None: it never does
+    limited: jax.Array | None = None
+
+
+def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
+    """min(rho A, clip(rho) A), the surrogate of PPO and GRPO.
+
+    dual: where A < 0 the gain is not below dual A, so that a ratio above `dual` has no gradient
+    (dual clip, arXiv:1912.09729; the `delta` of TRL). None: it grows without end.
+    """
+    clipped_RW = bounds.clip(terms.ratio)
+    plain_RW = terms.ratio * terms.advantages
+    bounded_RW = clipped_RW * terms.advantages
+    gain_RW = jnp.minimum(plain_RW, bounded_RW)
+    limited_RW = plain_RW > bounded_RW
+    if dual is not None:
+        least_RW = dual * terms.advantages
+        is_beyond_RW = (terms.advantages < 0) & (gain_RW < least_RW)
+        gain_RW = jnp.where(is_beyond_RW, least_RW, gain_RW)
+        limited_RW |= is_beyond_RW
+    return Gain(gain_RW, limited_RW)
+
+
+def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:
+    """sg[clip(rho)] A lp: the ratio is a bounded weight, and every token keeps its gradient (CISPO,
+    arXiv:2506.13585)."""
+    weight_RW = jax.lax.stop_gradient(bounds.clip(terms.ratio))
+    return Gain(weight_RW * terms.advantages * terms.logprobs, weight_RW != terms.ratio)
+
+
+def sapo(terms: TokenTerms, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Gain:
+    """(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of a clip (SAPO, arXiv:2511.20347).
+
+    tau_positive is for A > 0, tau_negative for the others. At rho = 1 the gradient is that of rho
+    A.
+    """
+    tau_RW = jnp.where(terms.advantages > 0, tau_positive, tau_negative)
+    gate_RW = 4 / tau_RW * jax.nn.sigmoid(tau_RW * (terms.ratio - 1))
+    return Gain(gate_RW * terms.advantages)
+
+
+def binary_tv(
+    terms: TokenTerms,
+    delta_low: float = 0.2,
+    delta_high: float = 0.2,
+    cap: float | None = None,
+    log_square: float = 0.0,
+) -> Gain:
+    """rho A where the probability of the token has not moved too far in the direction of A, else 0
+    (DPPO with binary total variation, arXiv:2602.04879).
+
+    A token is left out if A > 0 and p - p_old > delta_high, or A < 0 and p - p_old < -delta_low.
+    cap: None, or the gain is sg[min(rho, cap)] A lp, as in verl. log_square: weight of - (lp -
+    old)^2, on all tokens, as in prime-rl.
+    """
+    moved_RW = jnp.exp(terms.logprobs) - jnp.exp(terms.old_logprobs)
+    moved_RW = jax.lax.stop_gradient(moved_RW)
+    is_up_RW = (terms.advantages > 0) & (moved_RW > delta_high)
+    is_down_RW = (terms.advantages < 0) & (moved_RW < -delta_low)
+    limited_RW = is_up_RW | is_down_RW
+    gain_RW = terms.ratio * terms.advantages
+    if cap is not None:
+        weight_RW = jax.lax.stop_gradient(jnp.minimum(terms.ratio, cap))
+        gain_RW = weight_RW * terms.advantages * terms.logprobs
+    gain_RW = jnp.where(limited_RW, 0.0, gain_RW)
+    if log_square:
+        gain_RW -= log_square * terms.gap**2
+    return Gain(gain_RW, limited_RW)
+
+
+def geometric_mean(terms: TokenTerms, log_clip: float = 0.4) -> Gain:
+    """exp(mean_t of the clipped log rho_t) A: the ratio of a completion is the geometric mean of
+    its clipped token ratios (GMPO, arXiv:2507.20673).
+
+    log rho_t is at most log_clip where A > 0, and at least -log_clip where A < 0.
+    """
+    log_RW = jnp.clip(terms.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    limited_RW = jnp.where(terms.advantages > 0, log_RW > log_clip, log_RW < -log_clip)
+    bound_RW = jnp.where(terms.advantages > 0, log_clip, -log_clip)
+    mean_RW = sequence_mean(jnp.where(limited_RW, bound_RW, log_RW), terms.batch)
+    return Gain(jnp.exp(mean_RW) * terms.advantages, limited_RW)
+
+
+def policy_gradient(terms: TokenTerms) -> Gain:
+    """rho A, nothing clipped (REINFORCE with importance weights)."""
+    return Gain(terms.ratio * terms.advantages)
+
+
+def takes_bounds(surrogate: Callable) -> bool:
+    """Whether clip_low and clip_high mean anything to it."""
+    return "bounds" in inspect.signature(surrogate).parameters

@@ -1,0 +1,148 @@
+"""The same name in other frameworks: `algorithm.variant=verl` changes an objective of ours to what
+that framework defines by default, as far as losses, advantages and weights go.
+
+Read in the frameworks' code of 2026-07 and 2026-08 (docs/guide/objectives.md). Each entry is
+{setting: (what it is in our preset, what it becomes)}.
+"""
+
+from functools import partial
+from typing import Any
+
+from tunix_lite.algorithms import advantages as adv
+from tunix_lite.algorithms import ratios, surrogates, weighting
+from tunix_lite.algorithms.pieces import function_of, name_of, same
+
+Changes = dict[str, tuple[Any, Any]]
+
+EPS_OF_VERL = {"advantages": (adv.standardise, partial(adv.standardise, eps=1e-6))}
+DUAL_OF_VERL = {"surrogate": (surrogates.clip, partial(surrogates.clip, dual=3.0))}
+SYMMETRIC = {"clip_high": (0.28, 0.2)}
+# objective -> framework -> what changes
+VARIANTS: dict[str, dict[str, Changes]] = {
+    "grpo": {
+        "paper": SYMMETRIC | {"weighting": (weighting.per_token, weighting.per_sequence)},
+        "trl": SYMMETRIC,
+        "verl": SYMMETRIC | EPS_OF_VERL | DUAL_OF_VERL,
+        "prime_rl": {
+            "advantages": (adv.standardise, adv.centre),
+            "surrogate": (surrogates.clip, partial(surrogates.binary_tv, log_square=1e-3)),
+            "clip_low": (0.2, None),
+            "clip_high": (0.28, None),
+        },
+    },
+    "dapo": {"verl": EPS_OF_VERL | DUAL_OF_VERL},
+    "gspo": {
+        "trl": {"weighting": (weighting.per_sequence, weighting.per_token)},
+        "verl": EPS_OF_VERL,
+    },
+    "cispo": {
+        "trl": {},
+        "verl": EPS_OF_VERL | {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)},
+        "skyrl": {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)},
+    },
+    "dppo": {
+        "prime_rl": {
+            "advantages": (adv.standardise, adv.centre),
+            "surrogate": (surrogates.binary_tv, partial(surrogates.binary_tv, log_square=1e-3)),
+        },
+        "verl": EPS_OF_VERL
+        | {
+            "surrogate": (surrogates.binary_tv, partial(surrogates.binary_tv, cap=3.0)),
+            "old_logprobs": ("whole", "rescored"),
+        },
+    },
+    "sapo": {"trl": {}, "verl": EPS_OF_VERL},
+    "rloo": {
+        "verl": {
+            "ratio": (ratios.no_ratio, ratios.token_ratio),
+            "surrogate": (surrogates.policy_gradient, partial(surrogates.clip, dual=3.0)),
+            "clip_low": (None, 0.2),
+            "clip_high": (None, 0.2),
+            "weighting": (weighting.constant_length, weighting.per_token),
+        },
+    },
+    "reinforce_pp": {"verl": DUAL_OF_VERL},
+    "maxrl": {
+        "prime_rl": {},
+        "skyrl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-6))},
+        "trl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-4))},
+    },
+}
+# of every objective, where there is a KL term
+KL = {"trl": {"kl_estimator": ("k3_exact", "k3")}, "verl": {"kl_estimator": ("k3_exact", "k3")}}
+
+
+def objective_of(algorithm: Any) -> str:
+    """The name of the preset that the settings are of, by what is particular to it."""
+    by_surrogate = {
+        surrogates.cispo: "cispo",
+        surrogates.sapo: "sapo",
+        surrogates.binary_tv: "dppo",
+        surrogates.geometric_mean: "gmpo",
+    }
+    by_advantages = {
+        adv.leave_one_out: "rloo",
+        adv.whiten: "reinforce_pp",
+        adv.max_likelihood: "maxrl",
+        adv.centre: "dr_grpo",
+        adv.batch_scaled: "scalerl",
+        adv.per_reward: "gdpo",
+    }
+    surrogate = function_of(algorithm.surrogate)
+    advantages = function_of(algorithm.advantages)
+    if advantages is adv.batch_scaled and surrogate is surrogates.cispo:
+        return "scalerl"
+    if surrogate in by_surrogate:
+        return by_surrogate[surrogate]
+    if function_of(algorithm.ratio) is ratios.sequence_ratio:
+        return "gspo"
+    if advantages in by_advantages:
+        return by_advantages[advantages]
+    return "dapo" if algorithm.agreeing_groups == "replace" else "grpo"
+
+
+def apply_variant(algorithm: Any) -> None:
+    """Changes the settings of a GRPO that is being made to those of its variant. Raises ValueError
+    if the framework defines no such objective, or no other one, or if a setting that it changes has
+    been changed already.
+
+    A GRPO that is made of the settings of another one has them changed already, which is fine.
+    """
+    if algorithm.variant is None:
+        return
+    name, changes = _changes(algorithm)
+    if algorithm.kl_coef:
+        changes = changes | KL.get(algorithm.variant, {})
+    if not changes:
+        raise ValueError(
+            f"variant={algorithm.variant} would change nothing: {algorithm.variant} defines {name} "
+            "as it is here; leave it out"
+        )
+    for setting, (ours, theirs) in changes.items():
+        value = getattr(algorithm, setting)
+        # constant_length has a setting without a default
+        is_any_length = ours is weighting.constant_length and function_of(value) is ours
+        is_ours = same(value, ours) or is_any_length
+        if not is_ours and not same(value, theirs):
+            raise ValueError(
+                f"variant={algorithm.variant} sets {setting}={name_of(theirs)}, and "
+                f"{setting}={name_of(value)} is given; leave out one of the two"
+            )
+        object.__setattr__(algorithm, setting, theirs)
+
+
+def _changes(algorithm: Any) -> tuple[str, Changes]:
+    """(objective, what the variant changes). Raises ValueError if there is no such variant."""
+    name = objective_of(algorithm)
+    known = VARIANTS.get(name, {})
+    if algorithm.variant in known:
+        return name, known[algorithm.variant]
+    # made of the settings of one that was changed already: its pieces may be of another objective
+    for other, variants in VARIANTS.items():
+        changes = variants.get(algorithm.variant, {})
+        if changes and all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
+            return other, changes
+    listed = ", ".join(known) or "none"
+    raise ValueError(
+        f"variant={algorithm.variant!r}: there is no such definition of {name}; there is {listed}"
+    )
