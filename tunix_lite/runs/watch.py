@@ -87,12 +87,12 @@ class Watch:
     skipped: int
     # the checkpoints of this folder are of another run until one of ours is whole
     is_fingerprint_pending: bool
+    # real tokens of the batches of all updates until now, prompts too
+    num_tokens: int
     unfinished: Unfinished = field(init=False)
     # notices where most groups teach nothing
     groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
     accuracy: float | None = field(default=None, init=False)
-    # real tokens of the batches of all updates until now, prompts too
-    num_tokens: int = field(default=0, init=False)
     # seconds since the step began: when collecting was over, and when the update was
     _collected: float = field(default=0.0, init=False)
     _updated: float = field(default=0.0, init=False)
@@ -362,10 +362,8 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         state=learner.state,
         skipped=learner.skipped,
         is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
+        num_tokens=tokens_before(session, start),
     )
-    if session.parts.resume_from is not None:
-        earlier = RunDir(session.parts.resume_from.parent)
-        watch.num_tokens = earlier.last_number("train/num_tokens", start)
     watch.unfinished = Unfinished(
         run,
         run_dir,
@@ -378,6 +376,14 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     )
     closing.enter_context(watch.unfinished.kept(session.stopping))
     return watch
+
+
+def tokens_before(session: Session, start: int) -> int:
+    """train/num_tokens of the run that this one goes on from; 0 where it begins afresh."""
+    resume_from = session.parts.resume_from
+    if resume_from is None:
+        return 0
+    return RunDir(resume_from.parent).last_number("train/num_tokens", start)
 
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
