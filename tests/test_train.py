@@ -333,6 +333,16 @@ CONDITIONAL = {
     "eval/sampled_reward",
     "eval/sampled_truncated",
     "time/<name>",  # a scorer
+    "prompts/drawn",  # algorithm.agreeing_groups=replace
+    "prompts/mixed",
+    "prompts/kept",
+    "time/extra_rounds",
+    "sampler/logprob_gap",  # algorithm.old_logprobs=rescored, and algorithm.correction
+    "sampler/logprob_gap_max",
+    "sampler/weight_mean",
+    "sampler/weight_max",
+    "sampler/masked",
+    "train/off_policy_masked",
 }
 
 

@@ -135,6 +135,9 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
         if isinstance(first, list):
             together = [item for value in values for item in value]
             return [together[row] for row in rows] if together else []
+        if isinstance(first, Rollout):
+            bare = [value.replace(metrics={}) for value in values]
+            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
         return None if first is None else np.concatenate(values)[rows]
 
     names = {field.name for field in fields(Graded)} - {"metrics", "weights"}

@@ -50,6 +50,7 @@ OUR_PARTS = (
     "completions",
     "prompts",
     "rollout",
+    "sampler",
     "time",
     "perf",
     "memory",
