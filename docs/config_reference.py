@@ -24,12 +24,13 @@ from tunix_lite.algorithms import (
     weighting,
 )
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor, DoctorOptions
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
-from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -45,7 +46,15 @@ from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
 from tunix_lite.rewards import math, text
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.tasks import sources, task
+from tunix_lite.tasks import files, sources, task
+from tunix_lite.tasks.puzzles import (
+    boolean,
+    countdown,
+    modular_arithmetic,
+    sorting,
+    string_edit,
+    unit_conversion,
+)
 
 PAGE = "config/reference"
 MARKER = "<!-- generated: settings -->"
@@ -79,6 +88,13 @@ GROUPS = (
     ),
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
+    Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
+    Group("Source: sorting", "task.source.", sorting.Sorting, None),
+    Group("Source: modular_arithmetic", "task.source.", modular_arithmetic.ModularArithmetic, None),
+    Group("Source: boolean", "task.source.", boolean.Boolean, None),
+    Group("Source: countdown", "task.source.", countdown.Countdown, None),
+    Group("Source: unit_conversion", "task.source.", unit_conversion.UnitConversion, None),
+    Group("Source: string_edit", "task.source.", string_edit.StringEdit, None),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),
@@ -100,6 +116,9 @@ GROUPS = (
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
+    Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
+    Group("The command doctor", "", Doctor, None),
+    Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
 # groups of which nobody chooses an option: a program begins with its own
 OF_PROGRAMS = {"command"}
@@ -157,7 +176,7 @@ def _group(group: Group, run: config.RunConfig) -> str:
     used = group.used(run) if group.used else None
     comments, hints = field_comments(group.kind), get_type_hints(group.kind)
     rows = []
-    for f in dataclasses.fields(group.kind):
+    for f in (f for f in dataclasses.fields(group.kind) if f.init):
         meaning = comments.get(f.name) or _first_paragraph(hints[f.name])
         rows.append(
             (f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning))

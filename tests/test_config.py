@@ -13,6 +13,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
@@ -52,6 +53,7 @@ KINDS = {
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
@@ -79,6 +81,11 @@ def kind_of(file: Path):
     return KINDS.get(path) or KINDS[path.split("/")[0]]
 
 
+def class_of(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 MODELS = sorted(f.name.removesuffix(".yaml") for f in (CONF / "model").glob("*.yaml"))
 
 
@@ -95,7 +102,8 @@ def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
 @pytest.mark.parametrize("file", [f for f in FILES if "model" not in f.parts], ids=lambda f: str(f.relative_to(CONF)))
 def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
     values = yaml.safe_load(file.read_text())
-    fields = {f.name for f in dataclasses.fields(kind_of(file))}
+    kind = class_of(values["_target_"]) if file.parent.name == "task" and "_target_" in values else kind_of(file)
+    fields = {f.name for f in dataclasses.fields(kind) if f.init}
     if file.name == "config.yaml":
         groups = {next(iter(entry)) for entry in values.pop("defaults") if isinstance(entry, dict)}
         values.pop("hydra")
@@ -107,7 +115,8 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
         return
     assert set(values) - {"_target_"} == fields
     if source := values.get("source"):
-        assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(Arithmetic)}
+        kind = class_of(source["_target_"])
+        assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(kind)}
 
 
 # a size is numbers whose meaning its family's part says
@@ -141,9 +150,18 @@ def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():
     for name, kind in KINDS.items():
         if name.startswith("command/"):
             values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-            assert {f.name: f.default for f in dataclasses.fields(kind)} == {
-                k: values[k] for k in values if k != "defaults"
-            }
+            assert default_values(kind) == {k: values[k] for k in values if k != "defaults"}
+
+
+def default_values(kind) -> dict:
+    """The defaults of a dataclass, and of those in it, as YAML would have them."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        has_factory = field.default_factory is not dataclasses.MISSING
+        value = field.default_factory() if has_factory else field.default
+        value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        found[field.name] = json.loads(json.dumps(value))
+    return found
 
 
 def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
@@ -217,7 +235,7 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
     assert compose(["task=mine"], str(tmp_path)).task == compose([]).task
     with pytest.raises(ConfigError, match="did you mean 'training.max_steps'"):
         compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
-    with pytest.raises(ConfigError, match="there is arithmetic, mine"):
+    with pytest.raises(ConfigError, match="there is arithmetic, .*mine"):
         compose(["task=mien"], str(tmp_path))
 
 

@@ -23,6 +23,7 @@ from test_sizes import PUBLISHED, REFUSED
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
@@ -58,8 +59,10 @@ PROGRAMS = {
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,
+    "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
+POSITIONAL = {"doctor": "folder", "replay": "checkpoint"}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -190,6 +193,8 @@ def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
     name, *rest = words[len(start) :]
     assert name in PROGRAMS, f"there is no command {name}"
     overrides = without_options(rest, OPTIONS)
+    if name in POSITIONAL and overrides and "=" not in overrides[0]:
+        overrides[0] = f"{POSITIONAL[name]}={overrides[0]}"
     return name, None if "--help" in rest else overrides
 
 
@@ -255,7 +260,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     if name == "plan":
         make_plans(run, dataclasses.replace(settings, analytic=True), overrides)
         return
-    if settings.checkpoint is not None:
+    if getattr(settings, "checkpoint", None) is not None:
         assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"
     check_model(run, devices)
     if name == "export" and settings.kind != "auto":
@@ -408,7 +413,7 @@ def test_the_reference_names_every_setting(reference):
     kinds = classes_of(RunConfig) | set(PROGRAMS.values())
     for kind in kinds | {thing for thing in named.values() if dataclasses.is_dataclass(thing)}:
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
-        for f in dataclasses.fields(kind):
+        for f in (f for f in dataclasses.fields(kind) if f.init):
             assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
 
 

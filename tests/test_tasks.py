@@ -664,11 +664,12 @@ def test_special_tokens_in_a_row_are_text_and_end_no_turn(tmp_path, tokenizer):
     assert [i for i in ids if i in (start, end)] == [start, end, start] and ids.count(ids[0]) == 1
     turn = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n"
     assert tokenizer.decode(ids, skip_special=False) == "<bos>" + turn.format(EVIL + " <bos>?")
-    said = task.text.demonstration(rows[0])
+    said, learned = task.text.demonstration(rows[0])
+    assert all(learned)
     assert said[-1] == end and said.count(end) == 1 and tokenizer.decode(said) == "no <end_of_turn> yet"
     control = replace(task, config=replace(task.config, special_tokens_in_data="control"))
     assert control.text.prompt({"question": EVIL}) == tokenizer.prompt(EVIL + "?")
-    assert tokenizer.decode(control.text.demonstration({**rows[0], "question": ""})) == "no "
+    assert tokenizer.decode(control.text.demonstration({**rows[0], "question": ""})[0]) == "no "
     with pytest.raises(ValueError, match="train.jsonl, line 1: .* more than one <bos>"):
         control.prompts(task.config.source.train)
     for demonstrates, text in ((False, EVIL), (True, "x")):
@@ -690,6 +691,74 @@ def test_special_tokens_of_the_prompt_setting_are_meant(tokenizer, tmp_path):
         replace(task, config=replace(task.config, prompt="<bos>{question!r}")).text.prompt(
             {"question": 'it\'s "<bos>"'}
         )
+
+
+# ---- conversations
+
+
+def chat_of(*turns: tuple[str, str]) -> dict:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+TWO_TURNS = chat_of(("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2 <end_of_turn>"))
+
+
+def test_a_conversation_is_asked_up_to_its_last_answer_and_that_answer_is_learned(tokenizer, tmp_path):
+    task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="last")
+    asked = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nho<end_of_turn>\n<start_of_turn>user\n"
+    asked += "1 + 1?<end_of_turn>\n<start_of_turn>model\n"
+    assert tokenizer.decode(task.text.prompt(TWO_TURNS), skip_special=False) == asked
+    said, learned = task.text.demonstration(TWO_TURNS)
+    assert tokenizer.decode(said, skip_special=False) == "2 <end_of_turn><end_of_turn>" and all(learned)
+    assert said.count(106) == 1  # the letters of the row end no turn
+    assert task.text.ask(TWO_TURNS) == "1 + 1?"
+
+
+def test_all_turns_of_the_assistant_are_learned_and_no_other_token(tokenizer, tmp_path):
+    task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="all")
+    task = replace(task, max_prompt_length=16, max_new_tokens=64)
+    tokens, token_mask, learned = task.demonstrations([TWO_TURNS])
+    whole = tokenizer.decode(tokens[0][token_mask[0]], skip_special=False)
+    assert whole == (
+        "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nho<end_of_turn>\n<start_of_turn>user\n"
+        "1 + 1?<end_of_turn>\n<start_of_turn>model\n2 <end_of_turn><end_of_turn>"
+    )
+    assert tokenizer.decode(tokens[0][learned[0]], skip_special=False) == "ho<end_of_turn>2 <end_of_turn><end_of_turn>"
+    # as the tokenizer writes the conversation at once, but for the letters that are only text
+    plain = chat_of(("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2"))
+    tokens, token_mask, learned = task.demonstrations([plain])
+    at_once = tokenizer.encode(tokenizer.chat(plain["messages"], add_generation_prompt=False))
+    assert tokens[0][token_mask[0]].tolist() == at_once[:-1]  # without the newline after the last turn
+
+
+def test_a_system_message_stands_before_the_user(tokenizer, tmp_path):
+    task = of_lines(tmp_path, [GOOD], tokenizer, system="Be {how}.")
+    row = {"question": "1 + 1", "how": "short<eos>"}
+    ids = task.text.prompt(row)
+    assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat(
+        [{"role": "system", "content": "Be short<eos>."}, {"role": "user", "content": "1 + 1?"}]
+    )
+    assert 1 not in ids  # <eos> of a row is letters
+    with pytest.raises(ValueError, match="task.system names 'how', but an example has question"):
+        task.text.prompt({"question": "1"})
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"text": "x"}, "an example needs a field `prompt` or `messages`, or give task.prompt=.* this one has text"),
+        ({"messages": "hi"}, "`messages` is 'hi'; it is a list of {role, content}"),
+        ({"messages": []}, "`messages` is"),
+        (chat_of(("robot", "hi")), r"a message has a role \(system, user, assistant, tool\) and a content"),
+        ({"prompt": [{"role": "user"}]}, "`prompt` holds {'role': 'user'}; a message has"),
+        ({"messages": [{"role": "user", "content": 3}]}, "which is text"),
+        (chat_of(("assistant", "hi")), "a conversation begins with the assistant; nothing is asked"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(tokenizer, tmp_path, row, says):
+    task = of_lines(tmp_path, [chat_of(("user", "hi")), row], tokenizer, [chat_of(("user", "ho"))], prompt=None)
+    with pytest.raises(ValueError, match=rf"train.jsonl, line 2: .*{says}"):
+        check_all_rows(task, False, 1)
 
 
 def test_the_setting_is_one_of_three():

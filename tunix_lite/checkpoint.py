@@ -218,15 +218,15 @@ class Checkpoints:
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
-    def restore(self, like: TrainState) -> TrainState:
-        """Reads the newest checkpoint, after comparing all its files with their digests.
+    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
+        """Reads a checkpoint, after comparing all its files with their digests.
 
-        like: the shapes, dtypes and shardings to restore, as arrays or ShapeDtypeStructs. Every
-        array is made once, on its devices; free the memory of the old ones before. Raises
-        ValueError if there is no checkpoint, if it cannot be read, has changed since it was
-        written, or does not match `like`.
+        step: None means the newest. like: the shapes, dtypes and shardings to restore, as arrays or
+        ShapeDtypeStructs. Every array is made once, on its devices; free the memory of the old ones
+        before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
+        it was written, or does not match `like`.
         """
-        step = self.latest_step()
+        step = self.latest_step() if step is None else step
         if step is None:
             raise ValueError(f"{self.folder} holds no checkpoint")
         abstract = jax.tree.map(

@@ -374,8 +374,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     one), missing, of another type, or refused by the dataclass itself. `_target_` names a class or
     function by dotted path: a class is built from the other settings, a function gets them bound.
     It is obeyed where `kind` is Any or Callable, and where it is a dataclass for that class and
-    those derived from it. What it names is imported, so `value` must be the user's own: of what a
-    folder says, see files.untrusted.check_settings.
+    those derived from it. A Callable may also be the dotted path alone. What is named is imported,
+    so `value` must be the user's own: of what a folder says, see files.untrusted.check_settings.
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
@@ -390,6 +390,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
             return None
         kinds = [kind for kind in args if kind is not type(None)]
         return build(type(value) if type(value) in kinds else kinds[0], value, where)
+    if (origin is Callable or kind is Callable) and isinstance(value, str):
+        return _build_target(kind, {TARGET: value}, where)
     if kind is Any or origin is Callable or kind is Callable:
         raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
 
@@ -421,7 +423,7 @@ def plain(value: Any) -> Any:
     it of."""
     if dataclasses.is_dataclass(value):
         return {"_target_": _path(type(value))} | {
-            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
         }
     if isinstance(value, partial):
         return {"_target_": _path(value.func)} | {
@@ -449,7 +451,7 @@ def _expect_type(kind: type, value: Any, where: str) -> Any:
 
 def _build_dataclass(kind: type, values: Any, where: str) -> Any:
     values = _expect_type(dict, values, where or "config")
-    fields = dataclasses.fields(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.init]
     _refuse_unknown(values, [field.name for field in fields], where)
     missing = [field.name for field in fields if _is_required(field) and field.name not in values]
     if missing:

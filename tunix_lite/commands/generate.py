@@ -11,7 +11,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import Completion, Prompt
 from tunix_lite.plain_text import shortened, visible
-from tunix_lite.tasks.sources import json_of, lines_of
+from tunix_lite.tasks.row_files import json_of, lines_of
 
 
 @dataclass(frozen=True)

@@ -209,39 +209,39 @@ def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunC
 
 
 def run_command(
-    name: str, kind: type, action: Callable[..., None], composes_again: bool = False
+    name: str,
+    kind: type,
+    action: Callable[..., None],
+    composes_again: bool = False,
+    positional: str | None = None,
+    change_settings: Callable[[dict, list[str]], dict] | None = None,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
-    settings. composes_again: `action` gets a third argument, a function from overrides that come
-    last, ["task=gsm8k"], to the RunConfig that the command line makes with them. A command has all
-    settings of a run, too, but makes no folder as a run does. With
-    checkpoint=FOLDER the settings of `model` are those of the run in that folder. Errors end the
-    process with a message and an exit code.
+    settings. A command has all settings of a run, too, but makes no folder as a run does. With
+    checkpoint=FOLDER the settings of `model` are those of the run in that folder.
+
+    composes_again: `action` gets a third argument, a function from overrides that come last,
+    ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
+    that a first word without `=` is short for. change_settings: (values, keys that the command line
+    gives) -> the values to build from, all plain. Errors end the process with a message and an exit
+    code.
     """
     keep_freed_memory()
-    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("overrides", nargs="*")
-    known = parser.parse_intermixed_args()
+    known = _words_of(name)
     if known.help:
-        print(f"usage: tunix-lite {name} [key=value ...] [--cfg job] [--config-dir DIR]\n")
-        print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
+        _print_help(name, positional)
         return
+    folder = _without_equals(known.overrides) if positional else ""
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
-        for text in known.overrides:
-            key, _, literal = text.partition("=")
-            if key in LITERAL and key not in values:
-                raise ConfigError(unknown_key(key, list(values)))
-            if key in LITERAL:
-                values[key] = _unquoted(literal)
+        _take_literals(values, known.overrides)
+        if folder:
+            values[positional] = folder
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
@@ -249,6 +249,8 @@ def run_command(
             if not isinstance(values["checkpoint"], str):
                 raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
             values["model"] = _of_run(values, overrides)
+        if change_settings is not None:
+            values = change_settings(values, [_key(text) for text in overrides])
 
         if known.cfg:
             print(OmegaConf.to_yaml(values), end="")
@@ -262,6 +264,37 @@ def run_command(
             action(run, settings)
 
     _or_exit(lambda: _as_long_as_read(act), interrupted="")
+
+
+def _words_of(name: str) -> argparse.Namespace:
+    """The command line of a command: its flags, and `overrides`, the other words."""
+    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args()
+
+
+def _take_literals(values: dict, words: list[str]) -> None:
+    """Puts the texts for the model among the settings. Raises ConfigError where there is none."""
+    for text in words:
+        key, _, literal = text.partition("=")
+        if key in LITERAL and key not in values:
+            raise ConfigError(unknown_key(key, list(values)))
+        if key in LITERAL:
+            values[key] = _unquoted(literal)
+
+
+def _print_help(name: str, positional: str | None) -> None:
+    place = f" [{positional.upper()}]" if positional else ""
+    print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
+    print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
+
+
+def _without_equals(words: list[str]) -> str:
+    """Takes the first word out if it has no `=`, and returns it; "" if it has."""
+    return words.pop(0) if words and "=" not in words[0] else ""
 
 
 def _composer(
@@ -301,6 +334,11 @@ def _unquoted(text: str) -> str | None:
     return None if text == "null" else text
 
 
+def _key(override: str) -> str:
+    """The key of an override, `model.weights` or `+model.more`."""
+    return OverridesParser.create().parse_override(override).get_key_element()
+
+
 def _of_run(values: dict, overrides: list[str]) -> dict:
     """The `model` settings of the run in values["checkpoint"], with the command line's on top.
 
@@ -309,7 +347,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
     """
     own = {}
     for text in overrides:
-        key = OverridesParser.create().parse_override(text).get_key_element()
+        key = _key(text)
         group, _, name = key.partition(".")
         if group.lstrip("+~") != "model":
             continue

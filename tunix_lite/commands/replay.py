@@ -1,6 +1,10 @@
-"""`tunix-lite replay checkpoint=RUN skipped=12`: why an update was not finite, sequence by
-sequence."""
+"""`tunix-lite replay RUN step=137`: a step of a run once more, beside what the run logged of it.
 
+`tunix-lite replay RUN skipped=12` says why an update was not finite, sequence by sequence.
+"""
+
+import dataclasses
+import re
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -14,17 +18,21 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Algorithm, check_loss
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError
+from tunix_lite.config import RunConfig, with_new_names
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.untrusted import TARGET, read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
-from tunix_lite.plain_text import escaped
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import STREAM, Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
 OTHER_WEIGHTS = " (not those that saw them, which are not kept)"
+# what a file of conf/ names to import
+TARGET_LINE = re.compile(rf"^\s*{TARGET}: *([\w.]+)", re.MULTILINE)
 # of a batch, unpacked
 ARRAYS = (
     "tokens",
@@ -39,29 +47,237 @@ MOST_BYTES = 2**32
 
 
 @dataclass(frozen=True)
+class ReplayOptions:
+    """How a step is made again."""
+
+    precision: str = "run"  # run: as the run computed; float64: its loss and gradient in that, too
+    # import what the run's settings name and tunix_lite does not have: only for runs of your own
+    trust: bool = False
+
+    def __post_init__(self):
+        if self.precision not in ("run", "float64"):
+            raise ValueError(f"precision={self.precision!r}; it is run or float64")
+
+
+@dataclass(frozen=True)
 class Replay:
-    """Which update, and whose weights look at its batch."""
+    """Which step, or which update that was not made, and whose weights look at its batch."""
 
     checkpoint: str | None = None  # the folder of the run
     skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
-    # of the checkpoint whose weights are used; null: those that saw it, or the newest before
+    # the step to make again; beside skipped=: of the checkpoint whose weights are used, null: those
+    # that saw it, or the newest before
     step: int | None = None
-    batch_size: int = 8  # sequences at a time; changes memory, not what is said
+    batch_size: int = 8  # of skipped=: sequences at a time; changes memory, not what is said
+    replay: ReplayOptions = ReplayOptions()
 
     def __post_init__(self):
-        if self.checkpoint is None or self.skipped is None:
+        if self.checkpoint is None or (self.skipped is None and self.step is None):
             raise ValueError(
-                "give checkpoint=FOLDER, of a run, and skipped=STEP, an update that it did not make"
+                "give the folder of a run, and a step of it: tunix-lite replay outputs/latest "
+                "step=12; or skipped=12, an update that it did not make"
             )
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
 
 
 def main() -> None:
-    program.run_command("replay", Replay, replay)
+    program.run_command(
+        "replay", Replay, replay, positional="checkpoint", change_settings=with_settings_of_run
+    )
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
+    """Makes a step again, or looks at the batch of one that was skipped."""
+    if settings.skipped is not None:
+        look_at_skipped(run, settings)
+        return
+    folder = Path(settings.checkpoint).expanduser()
+    is_exact = settings.replay.precision == "float64"
+    with error_context(""):
+        done = replay_step(run, folder, settings.step, is_exact, print)
+    for line in as_lines(done):
+        print(line)
+
+
+# ---- the settings of the run
+
+
+def with_settings_of_run(values: dict, keys: list[str]) -> dict:
+    """The settings that the run was started with, and on top what the command line says.
+
+    values: the settings that the command line gives, composed; keys: which it names. The mesh and
+    what belongs to this machine are the command line's. The batch of skipped= is looked at with the
+    settings of the command line alone. Raises ConfigError.
+    """
+    if values["checkpoint"] is None or values["skipped"] is not None:
+        return values
+    file = Path(values["checkpoint"]).expanduser() / ".hydra" / "config.yaml"
+    if not file.is_file():
+        return values
+    with error_context("checkpoint"):
+        theirs = with_new_names(read_yaml(file))
+        if not values["replay"]["trust"]:
+            check_targets_known(theirs, values, file)
+
+    # What is this machine's, or was decided for the model already.
+    kept = {"model", "launch", "resume", *(f.name for f in dataclasses.fields(Replay))}
+    changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
+    found = {**values, **changed}
+    for key in (key.lstrip("+~") for key in keys):
+        if key.partition(".")[0] not in kept:
+            _copy_setting(values, found, key.split("."))
+    return _on_this_mesh(found, theirs)
+
+
+def _copy_setting(source: dict, target: dict, path: list[str]) -> None:
+    """Copies a setting, or a whole group, from one tree of settings into another."""
+    *groups, name = path
+    for group in groups:
+        source = source[group]
+        target[group] = dict(target.get(group) or {})
+        target = target[group]
+    if name in source:
+        target[name] = source[name]
+
+
+def _on_this_mesh(values: dict, theirs: dict) -> dict:
+    """The batch as the run had it, cut for the devices that are here: a mesh of another size needs
+    micro-batches of another."""
+    training = dict(values["training"])
+    if training.get("micro_batch_size") == "auto":
+        training["micro_batch_size"] = None
+    model = theirs.get("model")
+    mesh = model.get("mesh_shape") if isinstance(model, dict) else None
+    if mesh != values["model"]["mesh_shape"]:
+        training["gradient_accumulation_steps"] = None
+        training["micro_batch_size"] = None
+    if training.get("prompts_per_step") is None:
+        # The run derived it, on its mesh; its fingerprint says what came out.
+        saved = read_object(RunDir(Path(values["checkpoint"]).expanduser()).fingerprint)
+        kept = saved.get("training")
+        training["prompts_per_step"] = (
+            kept.get("prompts_per_step") if isinstance(kept, dict) else None
+        )
+    return {**values, "training": training}
+
+
+def check_targets_known(theirs: dict, values: dict, file: Path) -> None:
+    """Raises ValueError if the settings of a folder name something to import that neither conf/ nor
+    the command line names."""
+    known = targets_in(values)
+    for yaml_file in program.conf_dir().rglob("*.yaml"):
+        known |= set(TARGET_LINE.findall(yaml_file.read_text()))
+    others = sorted(targets_in(theirs) - known)
+    if others:
+        raise ValueError(
+            f"{file} names {shown(others[0])}, which is not of tunix_lite, and a folder does not "
+            "say what to import. If the run is yours: replay.trust=true"
+        )
+
+
+def targets_in(settings: object) -> set[str]:
+    """All that these settings name by a _target_."""
+    found = set()
+    left = [settings]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if TARGET in value:
+                found.add(str(value[TARGET]))
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return found
+
+
+# ---- what is printed
+
+
+def as_lines(done: Replayed) -> list[str]:
+    """The step as a table: what was logged, what came out now, and how far apart they are."""
+    head = ["metric", "logged", "replayed", "distance"]
+    exact = done.exact.metrics if done.exact else {}
+    if exact:
+        head += ["float64", "distance"]
+    rows = []
+    for name in sorted({*done.metrics, *done.logged}):
+        ours = done.metrics.get(name)
+        theirs = done.logged.get(name)
+        row = [name, _number(theirs), _number(ours), _apart(ours, theirs)]
+        if exact:
+            precise = exact.get(name) if name not in UNTOUCHED else None
+            row += [_number(precise), _apart(ours, precise)]
+        rows.append(row)
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [f"step {done.step}"]
+    for row in [head, *rows]:
+        first, *rest = (
+            text.ljust(width) if i == 0 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    if not done.logged:
+        lines.append("metrics.jsonl has no line of this step")
+    else:
+        same = sum(done.metrics.get(name) == value for name, value in done.logged.items())
+        lines.append(f"{same} of {len(done.logged)} logged metrics are the same to the bit")
+    lines += sample_lines(done)
+    if done.exact is not None and done.gradient is not None:
+        apart = relative_distance(done.gradient.grads, done.exact.grads)
+        lines.append(f"gradient: norm of the difference from float64 over its norm {apart:.2e}")
+    return lines
+
+
+# metrics of the update that a float64 update whose optimizer moves nothing does not have
+UNTOUCHED = {"train/update_norm", "train/learning_rate"}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.9g}"
+
+
+def _apart(ours: float | None, theirs: float | None) -> str:
+    if ours is None or theirs is None:
+        return ""
+    return "0" if ours == theirs else f"{abs(ours - theirs):.2e}"
+
+
+def sample_lines(done: Replayed) -> list[str]:
+    """How the completions compare with the file of the step."""
+    if done.samples is None:
+        return []
+    if done.logged_samples is None:
+        return [f"completions: {len(done.samples)}, and samples/ has no file of this step"]
+    pairs = list(zip(done.samples, done.logged_samples))
+    total = max(len(done.samples), len(done.logged_samples))
+    lines = []
+    for name in ("completion", "tokens", "reward", "correct", "extracted", "advantage"):
+        if any(name in theirs for _, theirs in pairs):
+            same = sum(ours.get(name) == theirs.get(name) for ours, theirs in pairs)
+            lines.append(f"samples/: {name} the same in {same} of {total} completions")
+    gaps = [gap for ours, theirs in pairs if (gap := _gap(ours, theirs)) is not None]
+    if gaps:
+        lines.append(f"samples/: logprobs apart by {max(gaps):.2e} at most")
+    return lines
+
+
+def _gap(ours: dict, theirs: dict) -> float | None:
+    """The largest difference of two completions' log-probabilities; None where they are not of the
+    same tokens."""
+    here, there = ours.get("logprobs"), theirs.get("logprobs")
+    if not isinstance(here, list) or not isinstance(there, list) or len(here) != len(there):
+        return None
+    try:
+        return float(np.abs(np.subtract(here, there)).max(initial=0.0))
+    except (TypeError, ValueError):
+        return None
+
+
+# ---- an update that was skipped
+
+
+def look_at_skipped(run: RunConfig, settings: Replay) -> None:
     """Prints the loss, and every sequence of the batch in which a number is not finite."""
     check_loss(run.algorithm)
     folder = RunDir(Path(settings.checkpoint).expanduser())

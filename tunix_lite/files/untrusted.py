@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 from tunix_lite.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
@@ -47,6 +49,25 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
         )
+    return found
+
+
+def read_yaml(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The mapping of plain values in a YAML file. Raises ValueError, beginning with the file.
+
+    Anchors are refused: a few lines of them stand for more than fits into memory.
+    """
+    text = read_text(file, most)
+    try:
+        if any(isinstance(event, yaml.events.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError(f"{file} has an alias (*name), which is not read")
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} does not hold a mapping")
+    if _is_deeper(found, MOST_DEPTH):
+        raise ValueError(f"{file} is nested too deep: {MOST_DEPTH} in one another are read")
     return found
 
 

@@ -179,13 +179,13 @@ class Tokenizer:
         """
 
         def write(read: Callable) -> str:
-            message = read(asked)
-            if isinstance(message, str) and not self.has_chat_template:
-                return message
-            return self.chat(_conversation(message), **variables)
+            messages = _read_contents(asked, read)
+            if isinstance(messages, str) and not self.has_chat_template:
+                return messages
+            return self.chat(_conversation(messages), **variables)
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self._ids(write, asked)
+        ids = self._ids(write, *_contents(asked))
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -211,7 +211,7 @@ class Tokenizer:
         def write(read: Callable) -> str:
             if not self.has_chat_template:
                 return read(completion)
-            messages = _conversation(read(asked))
+            messages = _conversation(_read_contents(asked, read))
             before = self.chat(messages, **variables)
             answered = [*messages, {"role": "assistant", "content": read(completion)}]
             full = self.chat(answered, add_generation_prompt=False, **variables)
@@ -222,12 +222,38 @@ class Tokenizer:
             return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self._ids(write, asked, completion)
+        ids = self._ids(write, *_contents(asked), completion)
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
         named = self.backend.token_to_id(self.special.get("eos_token", ""))
         return [*ids, named if named in self.eos_ids else self.eos_ids[0]]
+
+    def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
+        """The tokens from the end of the last turn of `earlier` to where the model continues
+        `later`, which begins with the same messages.
+
+        Example: earlier ends with an answer, later adds a user message -> that user's turn.
+        """
+
+        def write(read: Callable) -> str:
+            before = self.chat(_read_contents(earlier, read), False, **variables)
+            full = self.chat(_read_contents(later, read), **variables)
+            if not full.startswith(before):
+                raise ValueError(
+                    "the chat template writes earlier turns differently when others follow"
+                )
+            # the end of a turn may go on after its token, with a newline
+            tail = before[len(self._up_to_last_end(before)) :]
+            return tail + full[len(before) :]
+
+        return self._ids(write, *_contents(later))
+
+    def _up_to_last_end(self, text: str) -> str:
+        """The text up to the end of the last special token that ends a turn."""
+        ends = [self.backend.id_to_token(token) for token in self.eos_ids]
+        places = [text.rfind(end) + len(end) for end in ends if end and end in text]
+        return text[: max(places, default=len(text))]
 
     # ---- texts that spell special tokens but mean plain text
 
@@ -328,6 +354,18 @@ class Tokenizer:
             )
             ids[backend.token_to_id(name)] = i
         return backend, names, ids
+
+
+def _contents(asked: str | Quoted | list[dict]) -> list:
+    """The texts of a message or of a conversation."""
+    return [message["content"] for message in asked] if isinstance(asked, list) else [asked]
+
+
+def _read_contents(asked: str | Quoted | list[dict], read: Callable) -> str | list[dict]:
+    """The same with read(text) in place of each of these texts."""
+    if not isinstance(asked, list):
+        return read(asked)
+    return [{**message, "content": read(message["content"])} for message in asked]
 
 
 def _conversation(asked: str | list[dict]) -> list[dict]:

@@ -50,7 +50,7 @@ def _restored(
     # The newest checkpoint.
     checkpoints = Checkpoints(parts.resume_from)
     with error_context("resume"):
-        state = checkpoints.restore(shapes)
+        state = checkpoints.restore(shapes, parts.resume_step)
         step = int(state.step)
         is_other_run = run.resume.force and parts.differs
         skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(step)

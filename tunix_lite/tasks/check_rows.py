@@ -2,31 +2,49 @@
 
 from collections.abc import Sequence
 
-from tunix_lite.plain_text import shortened
-from tunix_lite.tasks.sources import Rows, where
+from tunix_lite.tasks.row_files import Rows, where
 from tunix_lite.tasks.task import Task
 
-NO_TEXT = "half of a character (a lone surrogate), which is no text"
 # examples of a split that become tokens before the start; of more, so many of them
 MEASURED = 10_000
+# and of those that are not in memory
+MEASURED_LAZILY = 200
 
 
 def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
     """Checks all examples in memory before the start. Returns a summary of them for people; "" if
-    they are not in memory.
+    they are not in memory and there is nothing to note.
 
     Each must make a prompt and, if `demonstrates`, have a completion; MEASURED of each split must
     not be too long, if that is an error. Raises ValueError with the place of the first that is
     wrong, or with how many are too long.
     """
+    if num_held_out and not len(task.config.source.held_out):
+        raise ValueError("no example is held out; set evaluation.num_examples=0")
+    found = [_known(task, demonstrates, num_held_out), _evaluated(task, num_held_out)]
+    return "; ".join(part for part in found if part)
+
+
+def _evaluated(task: Task, num_held_out: int) -> str:
+    """A note if there are fewer held-out examples than evaluation.num_examples."""
+    count = len(task.config.source.held_out)
+    if count >= num_held_out:
+        return ""
+    return f"all {count:,} held-out examples are evaluated (evaluation.num_examples={num_held_out})"
+
+
+def _known(task: Task, demonstrates: bool, num_held_out: int) -> str:
+    """What `_check` found; of a file that was checked in the same way, what it found then."""
     train = task.config.source.train
     held_out = task.config.source.held_out
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+        # made or read one by one, and perhaps very many
+        _measure(task, train, len(train), "training", [], demonstrates, MEASURED_LAZILY)
         return ""
     if not isinstance(train, Rows):
         return _check(task, demonstrates, num_held_out)
     settings = (
-        task.config.prompt,
+        task.config.template,
         task.config.special_tokens_in_data,
         task.long_prompts,
         demonstrates,
@@ -56,6 +74,12 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     in_training = {*asked}
+    for rows in (train, held_out):
+        if isinstance(rows, Rows) and rows.skipped:
+            said.append(
+                f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
+                f"{rows.first_skipped}"
+            )
     if both := sum(prompt in in_training for prompt in asked_then):
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if count := len(special) + (0 if held_out is train else len(special_then)):
@@ -74,31 +98,31 @@ def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int]
     special = []
     for i, example in enumerate(examples):
         try:
-            message = task.text.ask(example)
-            message.encode()
-            spells = bool(task.text.special_in(message, example))
-            if demonstrates:
-                spells |= bool(task.tokenizer.special_in(task.text.completion(example)))
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where(examples, i)}: {NO_TEXT}, in {shortened(message)}") from error
+            task.text.template.check(example)
+            spells = task.text.spells_special(example, demonstrates)
         except ValueError as error:
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(hash(message))
+        asked.append(hash(tuple(task.text.template.messages(example))))
         if spells:
             special.append(i)
     return asked, special
 
 
 def _measure(
-    task: Task, examples: Sequence, most: int, which: str, special: list[int], demonstrates: bool
+    task: Task,
+    examples: Sequence,
+    most: int,
+    which: str,
+    special: list[int],
+    demonstrates: bool,
+    limit: int | None = None,
 ) -> None:
     """Raises ValueError: how many of the first `most` are too long; or the place of one that cannot
-    be tokens."""
+    be tokens. limit: examples that become tokens, evenly spread; None: MEASURED."""
     count = min(most, len(examples))
+    limit = MEASURED if limit is None else limit
     places = (
-        range(count)
-        if count <= MEASURED
-        else [i * (count - 1) // (MEASURED - 1) for i in range(MEASURED)]
+        range(count) if count <= limit else [i * (count - 1) // (limit - 1) for i in range(limit)]
     )
     looked = (
         f"{count:,}" if len(places) == count else f"the {len(places):,} (of {count:,}) looked at"
@@ -116,7 +140,7 @@ def _measure(
     if demonstrates:
         measured = {*places, *special[:MEASURED]}
         _check_lengths(
-            {i: len(task.text.demonstration(examples[i])) for i in measured},
+            {i: len(task.text.demonstration(examples[i])[0]) for i in measured},
             task.max_new_tokens,
             f"of {looked} {which} completions are longer than generation.max_new_tokens",
             "",

@@ -4,20 +4,20 @@ saved iterator.
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
 
-import codecs
 import hashlib
 import json
 import re
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
+
+from tunix_lite.tasks.generated import is_held_out
+from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
@@ -25,11 +25,6 @@ LOOKED_AT = 2000
 SAMPLED = 64
 # examples that become text together
 AT_ONCE = 1000
-# brackets in brackets that a row may have: what is written of it later must be readable, too
-DEEPEST = 100
-# read and looked at once, though a start asks for them twice
-FILES_KEPT = 4
-UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
@@ -78,21 +73,18 @@ def fitting_batch_at(
 def first_fitting(
     examples: Sequence[dict], count: int, length: Callable[[dict], int] | None, limit: int
 ) -> list[dict]:
-    """The first `count` held-out examples with no prompt longer than `limit`. Raises ValueError if
-    there are too few.
+    """The first `count` held-out examples, or all if there are fewer, with no prompt longer than
+    `limit`. Raises ValueError if too few fit.
 
     length: example -> tokens; None: all fit.
     """
-    if len(examples) < count:
-        raise ValueError(
-            f"evaluation.num_examples={count}, but the held-out set has {len(examples)}"
-        )
+    enough = min(count, len(examples))
     if length is None:
-        return [examples[i] for i in range(count)]
+        return [examples[i] for i in range(enough)]
     # examples are made one by one, so no more of them than needed
     everything = (examples[i] for i in range(len(examples)))
     fitting = list(islice((e for e in everything if length(e) <= limit), count))
-    if len(fitting) < count:
+    if len(fitting) < enough:
         raise ValueError(
             f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
             f"{len(fitting)} fit "
@@ -133,7 +125,9 @@ def digest_of_data(source: Any) -> dict[str, str]:
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
     if isinstance(examples, Rows):
-        return examples.digest
+        if "digest" not in examples.known:
+            examples.known["digest"] = _digest_of_examples(examples)
+        return examples.known["digest"]
     return _digest_of_examples(examples)
 
 
@@ -193,105 +187,18 @@ class Jsonl:
 
     train_file: str  # path
     held_out_file: str  # path
+    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
+
+    def __post_init__(self):
+        check_on_error(self.on_error)
 
     @cached_property
-    def train(self) -> "Rows":
-        return _rows_of(self.train_file)
+    def train(self) -> Rows:
+        return rows_of(self.train_file, "jsonl", self.on_error)
 
     @cached_property
-    def held_out(self) -> "Rows":
-        return _rows_of(self.held_out_file)
-
-
-class Rows(list):
-    """The rows of a file, and in which of its lines each stands."""
-
-    def __init__(self, file: str):
-        """Raises ValueError, naming file and line, for what is not one JSON object a line in
-        UTF-8."""
-        self.file = file
-        self.lines = array("q")
-        # what was found out about all of them, by what was asked
-        self.known: dict = {}
-        for number, line in lines_of(file):
-            row = json_of(line, self._at(number))
-            if not isinstance(row, dict):
-                raise ValueError(f"{self._at(number)}: not an object with named fields")
-            self.append(row)
-            self.lines.append(number)
-        if not self:
-            raise ValueError(f"{file} holds no examples")
-
-    def where(self, index: int) -> str:
-        """`train.jsonl, line 250`."""
-        return self._at(self.lines[index])
-
-    @cached_property
-    def digest(self) -> str:
-        return _digest_of_examples(self)
-
-    def _at(self, number: int) -> str:
-        return f"{self.file}, line {number}"
-
-
-def _rows_of(file: str) -> Rows:
-    """As the file is now: a start reads it twice, once to check the settings, and the second time
-    finds it here."""
-    if not Path(file).is_file():
-        raise ValueError(f"{file} is not a file")
-    with open(file, "rb") as opened:
-        return _rows_with(file, hashlib.file_digest(opened, "blake2b").digest())
-
-
-@lru_cache(maxsize=FILES_KEPT)
-def _rows_with(file: str, content: bytes) -> Rows:
-    return Rows(file)
-
-
-def where(examples: Sequence[dict], index: int) -> str:
-    """Where example `index` stands: file and line, or its number."""
-    return examples.where(index) if isinstance(examples, Rows) else f"example {index}"
-
-
-def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, with their numbers; ValueError for one that is
-    not UTF-8.
-
-    A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028,
-    U+0085).
-    """
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1 and line.startswith(UTF_16):
-                raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                byte = f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}"
-                raise ValueError(f"{file}, line {number}: not UTF-8 ({byte})") from error
-            if text.strip():
-                yield number, text.rstrip("\r\n")
-
-
-def json_of(line: str, at: str) -> Any:
-    """The value in a line of JSON. Raises ValueError that begins with `at`, file and line."""
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        # JSONDecodeError, or an integer of more than 4300 digits
-        raise ValueError(f"{at}: not JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep") from error
-    if line.count("[") + line.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
-        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep")
-    return value
-
-
-def _is_deeper(value, depth: int) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth < 0 or any(
-        _is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list)
-    )
+    def held_out(self) -> Rows:
+        return rows_of(self.held_out_file, "jsonl", self.on_error)
 
 
 @dataclass(frozen=True)
@@ -377,11 +284,3 @@ class Problems:
             total = after
         lines = [*(steps if worked else []), f"The answer is {total}."]
         return {"question": question, "answer": str(total), "completion": "\n".join(lines)}
-
-
-def is_held_out(question: str) -> bool:
-    """One problem in eight, chosen by its text alone (FNV-1a, the same on every machine)."""
-    value = 2166136261
-    for byte in question.encode():
-        value = (value ^ byte) * 16777619 % 2**32
-    return (value >> 16) % 8 == 0

@@ -28,6 +28,7 @@ from tunix_lite.tasks.grading import (
 )
 from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
 from tunix_lite.tasks.prompt_text import (
+    PromptTemplate,
     PromptText,
     fitted_completions,
     fitted_prompts,
@@ -44,6 +45,7 @@ from tunix_lite.tasks.sources import (
 from tunix_lite.types import Graded, Prompts, Rollout
 
 SPECIAL_TOKENS = ("text", "control", "error")
+LEARNED_TURNS = ("last", "all")
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,17 @@ class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet."""
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
-    prompt: str  # the user's message; {names} are fields of the example
+    # the user's message; {names} are fields of the example; null: its field `messages` or `prompt`
+    prompt: str | None
     rewards: dict[str, Reward]  # by the name under which they are logged
     # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
     correct: Callable = correct
     extract: Callable = final_answer  # completion -> the answer as text or None, for display
     # `<end_of_turn>` in a row: text: mere letters; control: the token; error
     special_tokens_in_data: str = "text"
+    system: str | None = None  # a message before the user's; {names} are fields here, too
+    # of `messages` to learn from: the `last` assistant turn, or `all` of them
+    learned_turns: str = "last"
 
     def __post_init__(self):
         if self.special_tokens_in_data not in SPECIAL_TOKENS:
@@ -91,6 +97,8 @@ class TaskConfig:
                 f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or "
                 "error"
             )
+        if self.learned_turns not in LEARNED_TURNS:
+            raise ValueError(f"learned_turns={self.learned_turns!r}; it is last or all")
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
@@ -103,6 +111,11 @@ class TaskConfig:
             _check_call(f"rewards.{name}.fn", reward.fn, given)
         _check_call("correct", self.correct, "(completion, example)")
         _check_call("extract", self.extract, "(completion)")
+
+    @property
+    def template(self) -> PromptTemplate:
+        """How an example becomes messages."""
+        return PromptTemplate(self.prompt, self.system, self.learned_turns)
 
     def functions(self) -> dict[str, Callable]:
         """All that is called on completions, by the name in messages: (completion, example) ->
@@ -187,7 +200,7 @@ class Task:
         """How an example becomes text and tokens."""
         config = self.config
         return PromptText(
-            config.prompt, config.special_tokens_in_data, self.tokenizer, config.source
+            config.template, config.special_tokens_in_data, self.tokenizer, config.source
         )
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:

@@ -1,0 +1,182 @@
+"""Tasks of files of one's own, from the command line alone."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.runs.setup import prepare, startup_summary
+from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.task import Task
+from tunix_lite.tracking.rundir import RunDir
+
+REWARD = "task.reward=tunix_lite.rewards.math.correct"
+
+
+def near(completion, example) -> float:
+    return float(completion.strip() == example["answer"])
+
+
+def words(config: list[str], tokenizer=None, **settings) -> Task:
+    run = compose([*config, "evaluation.num_examples=4"])
+    return Task(run.task, tokenizer, 48, 16, **settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED)
+
+
+def json_lines(file: Path, rows: list) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
+    """Newcomer.md 5: a prompt with columns, a system prompt, a reward by its path; a small held-out file is used whole."""
+    rows = [{"word": f"w{i}", "answer": str(i), "hint": "h"} for i in range(20)]
+    json_lines(tmp_path / "train.jsonl", rows)
+    json_lines(tmp_path / "held_out.jsonl", [{"word": "x", "answer": "3", "hint": ""}] * 3)
+    run = compose(
+        [
+            "task=jsonl",
+            f"task.train={tmp_path / 'train.jsonl'}",
+            f"task.held_out={tmp_path / 'held_out.jsonl'}",
+            "task.prompt='Spell {word}!'",
+            "task.system='Be kind.'",
+            "task.reward=test_task_files.near",
+            "training.prompts_per_step=2",
+            "generation.max_prompt_length=48",
+        ]
+    )
+    assert list(run.task.rewards) == ["near"] and run.task.correct is near
+    assert run.task.rewards["near"].fn("3 ", rows[3]) == 1 and run.task.extract(" 3\n") == "3"
+    parts = prepare(run, RunDir(tmp_path / "run"))
+    said = dict(startup_summary(run, parts, RunDir(tmp_path / "run"))[1])["data"]
+    assert said == (
+        "20 examples to train on, 3 held out; all 3 held-out examples are evaluated (evaluation.num_examples=256)"
+    )
+    text = parts.model.tokenizer.decode(parts.task.prompts(rows[:1])[0], skip_special=False)
+    assert text.endswith("<start_of_turn>user\nSpell w0!<end_of_turn>\n<start_of_turn>model\n") and "Be kind." in text
+    assert [e["hint"] for e in parts.task.held_out(256)] == [""] * 3
+
+
+def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer):
+    file = json_lines(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(25)])
+    task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)
+    assert [e["prompt"] for e in task.config.source.held_out] == ["9", "19"]
+    assert len(task.config.source.train) == 23 and task.config.source.train.where(9).endswith("line 11")
+    assert check_all_rows(task, False, 2) == "23 examples to train on, 2 held out"
+
+
+def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
+    file = tmp_path / "rows.csv"
+    file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
+    rows = Rows(str(file), "csv")
+    assert rows == [{"question": "1 + 1, said\nhe", "answer": "2"}, {"question": "3 + 4", "answer": "7"}]
+    assert [rows.where(i)[-6:] for i in (0, 1)] == ["line 2", "line 5"]
+    task = words(
+        ["task=csv", f"task.train={file}", f"task.held_out={file}", "task.prompt='{question}?'", REWARD], tokenizer
+    )
+    assert task.text.ask(rows[1]) == "3 + 4?"
+    for content, says in (
+        (b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]; each needs a name of its own"),
+        (b"a,b\n1,2\n1,2,3\n", "line 3: 3 values for 2 columns"),
+        (b"a,b\n1,\xff\n", "line 2: not UTF-8"),
+        (b'a,b\n1,"x"y\n', "line 2: not CSV"),
+        (b"a,b\n", "holds no examples"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=says):
+            Rows(str(file), "csv")
+
+
+def test_parquet_names_what_to_install(tmp_path):
+    if importlib.util.find_spec("pyarrow"):
+        pytest.skip("pyarrow is installed")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(
+        ValueError, match=r"rows.parquet: a Parquet file needs pyarrow: pip install 'tunix_lite\[data\]'"
+    ):
+        Rows(str(tmp_path / "rows.parquet"), "parquet")
+
+
+def test_parquet_rows_are_dicts(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist([{"question": "1 + 1", "messages": [{"role": "user", "content": "hi"}]}] * 3)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = Rows(str(tmp_path / "rows.parquet"), "parquet")
+    assert rows[2] == {"question": "1 + 1", "messages": [{"role": "user", "content": "hi"}]}
+    assert rows.where(2).endswith("rows.parquet, row 3")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ValueError, match="bad.parquet: cannot be read as Parquet"):
+        Rows(str(tmp_path / "bad.parquet"), "parquet")
+
+
+BAD = ["{oops", {"answer": "1"}, "[1]", {"question": "\ud800"}]
+
+
+def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer):
+    good = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
+    train = json_lines(tmp_path / "train.jsonl", [good[0], *BAD, *good[1:]])
+    held_out = json_lines(tmp_path / "held_out.jsonl", [{"question": "9", "answer": "9"}])
+    given = ["task=jsonl", f"task.train={train}", f"task.held_out={held_out}", "task.prompt='{question}?'", REWARD]
+    task = words([*given, "task.on_error=skip"], tokenizer)
+    assert [*task.config.source.train] == good and task.config.source.train.where(1).endswith("line 6")
+    assert check_all_rows(task, False, 1) == (
+        f"4 examples to train on, 1 held out; 4 malformed rows of {train} are left out, the first: {train}, line 2: not "
+        "JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"
+    )
+    for bad, says in zip(BAD, ("not JSON", "task.prompt names 'question', but", "not an object", "half of a char")):
+        json_lines(train, [good[0], bad])
+        with pytest.raises(ValueError, match=rf"train.jsonl, line 2: {says}"):
+            _ = words(given).config.source.train
+    json_lines(train, BAD)
+    with pytest.raises(ValueError, match="holds no examples; all 4 rows were left out, the first: .*line 1: not JSON"):
+        _ = words([*given, "task.on_error=skip"]).config.source.train
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        ([], "task: train is missing: give task.train=FILE"),
+        (["task.train=a"], "task: reward is missing: give task.reward=module.function"),
+        (["task.train=a", "task.reward=nowhere.near"], "task.reward._target_: cannot import 'nowhere.near'"),
+        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl, csv, parquet"),
+        (["task.train=a", REWARD, "task.on_error=drop"], "task: on_error='drop'; it is raise or skip"),
+        (["task.train=a", REWARD, "task.learned_turns=no"], "task: learned_turns='no'; it is last or all"),
+        (
+            ["task.train=a", REWARD, "+task.rewards.correct={fn: tunix_lite.rewards.text.brevity}"],
+            "task: reward and rewards.correct have the same name",
+        ),
+    ],
+)
+def test_a_wrong_task_of_files_is_named(overrides, says):
+    with pytest.raises(ConfigError) as failed:
+        compose(["task=jsonl", *overrides])
+    assert says in str(failed.value)
+
+
+def test_nothing_held_out_is_named(tmp_path, tokenizer):
+    file = json_lines(tmp_path / "rows.jsonl", [{"prompt": "1"}] * 3)
+    task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)
+    with pytest.raises(ValueError, match="no example is held out; set evaluation.num_examples=0"):
+        check_all_rows(task, False, 4)
+    assert check_all_rows(task, False, 0) == "3 examples to train on, 0 held out"
+
+
+def test_a_reward_may_be_the_path_of_a_class_with_settings():
+    task = compose(["task=jsonl", "task.train=a", "task.reward=tunix_lite.rewards.answers.NumericAnswer"]).task
+    assert task.rewards["NumericAnswer"].fn("so 1/2", {"answer": "0.5"}) == 1.0
+    task = compose(["task=jsonl", "task.train=a", "task.reward={_target_: tunix_lite.rewards.text.brevity, length: 8}"])
+    assert task.task.rewards["brevity"].fn("four", {}) == 0.5
+    assert replace(task.task, on_error="skip").rewards == task.task.rewards

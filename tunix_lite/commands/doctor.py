@@ -1,0 +1,81 @@
+"""`tunix-lite doctor RUN`: why a run does not learn, from its files alone."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from tunix_lite.commands import program
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
+from tunix_lite.files.untrusted import as_path
+from tunix_lite.plain_text import escaped
+from tunix_lite.runs.evidence import Evidence, read_evidence
+from tunix_lite.runs.findings import Finding, diagnose
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """How the findings are shown."""
+
+    json: bool = False  # one JSON object instead of lines
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Which run is looked at."""
+
+    folder: str | None = None  # of the run; `tunix-lite doctor FOLDER` is short for it
+    doctor: DoctorOptions = DoctorOptions()
+
+    def __post_init__(self):
+        if self.folder is None:
+            raise ValueError("give the folder of a run: tunix-lite doctor outputs/latest")
+
+
+def main() -> None:
+    program.run_command("doctor", Doctor, doctor, positional="folder")
+
+
+def doctor(run: RunConfig, settings: Doctor) -> None:
+    """Prints what is wrong with the run in a folder, the heaviest finding first."""
+    try:
+        evidence = read_evidence(as_path(settings.folder))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    findings = diagnose(evidence)
+    if settings.doctor.json:
+        print(json.dumps(as_object(evidence, findings), indent=2))
+        return
+    for line in as_lines(evidence, findings):
+        print(escaped(line, 1000))
+
+
+def as_object(run: Evidence, findings: list[Finding]) -> dict:
+    """The findings as plain values."""
+    return {
+        "folder": str(run.folder),
+        "steps": run.num_steps,
+        "findings": [{**asdict(finding), "weight": finding.weight} for finding in findings],
+        "unread": run.unread,
+    }
+
+
+def as_lines(run: Evidence, findings: list[Finding]) -> list[str]:
+    """The findings for people."""
+    lines = [f"{run.folder}: {run.num_steps} steps{_curve(run)}"]
+    lines += [f"not read: {text}" for text in run.unread]
+    for number, finding in enumerate(findings, 1):
+        lines.append(f"{number}. {finding.what} [{finding.name}]")
+        lines += [f"     {text}" for text in finding.evidence]
+        lines += [f"     try {text}" for text in finding.overrides]
+    if not findings:
+        lines.append("no finding: nothing in these files says that the run is not sound")
+    return lines
+
+
+def _curve(run: Evidence) -> str:
+    shown = ""
+    for name in ("reward/mean", "eval/accuracy"):
+        series = run.series(name)
+        if series is not None:
+            shown += f", {name} {series.first:.3g} → {series.last:.3g}"
+    return shown

@@ -1,0 +1,269 @@
+"""What the folder of a run says of it: settings, metrics, completions. Files of somebody else, so
+only data: what cannot be read is named and left out, and nothing that they name is imported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.files.untrusted import parse_object, read_lines, read_object, read_yaml
+from tunix_lite.plain_text import escaped, shown
+from tunix_lite.tracking.rows import is_number, read_rows
+from tunix_lite.tracking.rundir import RunDir
+
+# most steps of metrics.jsonl that are looked at: the first ones
+MOST_STEPS = 100_000
+# most files of samples/ that are looked at, the first ones and the last ones; and lines of each
+MOST_FILES = 8
+MOST_SAMPLES = 4096
+# most bytes of config.yaml and of a line of samples/
+MOST_SETTINGS = 2**20
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it stands; numbers that are not finite are left out.
+
+    Example: `evidence.series("reward/mean").early` is its mean over the first third of the steps.
+    """
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def first(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def early(self) -> float:
+        """Mean over the first third of the steps, one step at least."""
+        return float(self.values[: max(len(self) // 3, 1)].mean())
+
+    @property
+    def late(self) -> float:
+        """Mean over the last third of the steps, one step at least."""
+        return float(self.values[-max(len(self) // 3, 1) :].mean())
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+    @property
+    def largest(self) -> float:
+        return float(self.values.max())
+
+    @property
+    def is_all(self) -> Callable[[float], bool]:
+        """Whether all values are this one."""
+        return lambda value: bool((self.values == value).all())
+
+    def where(self, chosen: np.ndarray) -> "Series":
+        return Series(self.name, self.steps[chosen], self.values[chosen])
+
+    def at_largest(self) -> int:
+        """The step of the largest value."""
+        return int(self.steps[self.values.argmax()])
+
+    def told(self) -> str:
+        """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
+        return (
+            f"{self.name} {self.early:.3g} → {self.late:.3g} "
+            f"(steps {self.steps[0]} to {self.steps[-1]})"
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a run.
+
+    Example: `read_evidence(Path("outputs/latest")).setting("optimizer.learning_rate")`.
+    """
+
+    folder: Path
+    settings: dict
+    # one for each step that was trained, in order
+    rows: list[dict]
+    # one for each step that was evaluated
+    evaluations: list[dict]
+    # step -> the lines of its file
+    samples: dict[int, list[dict]]
+    status: dict
+    # parameters of the architecture by model.json: embed_dim and the like
+    architecture: dict
+    # files that could not be read, and why
+    unread: list[str] = field(default_factory=list)
+
+    def series(self, name: str, at_rollouts: bool = False) -> Series | None:
+        """A metric; None if no step has it. at_rollouts: only of the first update of a rollout."""
+        rows = self.evaluations if name.startswith("eval/") else self.rows
+        found = [(r["step"], r[name]) for r in rows if is_number(r.get(name))]
+        if at_rollouts:
+            every = self.number("algorithm.updates_per_rollout", 1)
+            found = [(step, value) for step, value in found if (step - 1) % max(every, 1) == 0]
+        if not found:
+            return None
+        steps, values = zip(*found)
+        return Series(name, np.array(steps), np.array(values, np.float64))
+
+    def setting(self, name: str) -> Any:
+        """A setting by its dotted name; None if it is not known."""
+        value: Any = self.settings
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def number(self, name: str, default: float) -> Any:
+        """A setting that is a number, else the default."""
+        value = self.setting(name)
+        return value if is_number(value) else default
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rows)
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt; 1 if not known."""
+        return int(self.number("algorithm.num_generations", 1))
+
+    @property
+    def sampled(self) -> list[dict]:
+        """All completions of samples/ that were looked at."""
+        return [row for step in sorted(self.samples) for row in self.samples[step]]
+
+    def groups(self, step: int) -> list[list[dict]]:
+        """The completions of a step by their group; where the file does not say it, as they stand
+        there."""
+        rows = self.samples[step]
+        if all(type(row.get("group")) is int for row in rows):
+            numbers = sorted({row["group"] for row in rows})
+            return [[row for row in rows if row["group"] == number] for number in numbers]
+        size = self.group_size
+        if size < 2 or len(rows) % size:
+            return []
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def share(self, of: Callable[[dict], bool], step: int | None = None) -> float | None:
+        """The share of completions for which this holds; None if there are none."""
+        rows = self.sampled if step is None else self.samples.get(step, [])
+        return float(np.mean([of(row) for row in rows])) if rows else None
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """What the folder of a run says. Raises ValueError if it is none: it has no metrics.jsonl."""
+    run_dir = RunDir(folder)
+    if not run_dir.metrics.is_file():
+        raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
+    unread: list[str] = []
+    rows, evaluations = _read_metrics(run_dir, unread)
+    status = _read(unread, run_dir.status, read_object)
+    model = _read(unread, folder / RunDir.MODEL, read_object).get("model")
+    architecture = model.get("architecture") if isinstance(model, dict) else None
+    return Evidence(
+        folder=folder,
+        settings=_read_settings(run_dir, unread),
+        rows=rows,
+        evaluations=evaluations,
+        samples=_read_samples(folder / "samples", unread),
+        status=status,
+        architecture=architecture if isinstance(architecture, dict) else {},
+        unread=unread,
+    )
+
+
+def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict:
+    """What the reader gives; {} for a file that is not there, or cannot be read, which is noted."""
+    if not file.exists():
+        return {}
+    try:
+        return reader(file)
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return {}
+
+
+def _read_settings(run_dir: RunDir, unread: list[str]) -> dict:
+    """The settings that Hydra kept; of a run from Python those of its fingerprint, which are
+    fewer."""
+    settings = _read(
+        unread, run_dir.path / ".hydra" / "config.yaml", lambda f: read_yaml(f, MOST_SETTINGS)
+    )
+    return settings or _read(unread, run_dir.fingerprint, read_object)
+
+
+def _read_metrics(run_dir: RunDir, unread: list[str]) -> tuple[list[dict], list[dict]]:
+    """The rows of trained steps, and those with an evaluation; a step twice counts once, as last
+    written."""
+    by_step: dict[int, dict] = {}
+    num_bad = 0
+    for number, line, row in read_rows(run_dir.metrics):
+        if number > MOST_STEPS:
+            unread.append(f"{run_dir.metrics}: lines after {MOST_STEPS:,} are left out")
+            break
+        if row is None:
+            num_bad += bool(line.strip())
+        else:
+            by_step[row["step"]] = row
+    if num_bad:
+        unread.append(f"{run_dir.metrics}: {num_bad} lines are not the metrics of a step")
+    rows = [by_step[step] for step in sorted(by_step)]
+    trained = [row for row in rows if "train/loss" in row or "train/skipped" in row]
+    return trained, [row for row in rows if "eval/accuracy" in row]
+
+
+def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
+    """The lines of the first and the last files of samples/."""
+    steps = {}
+    for file in folder.glob("step_*.jsonl") if folder.is_dir() else ():
+        digits = file.stem.removeprefix("step_")
+        if digits.isascii() and digits.isdecimal() and len(digits) < 19:
+            steps[int(digits)] = file
+    chosen = sorted(steps)
+    if len(chosen) > MOST_FILES:
+        chosen = chosen[: MOST_FILES // 2] + chosen[-MOST_FILES // 2 :]
+    found = {}
+    for step in chosen:
+        try:
+            rows = _sample_rows(steps[step])
+        except ValueError as error:
+            unread.append(escaped(str(error)))
+            continue
+        if rows:
+            found[step] = rows
+    return found
+
+
+def read_sample_file(folder: Path, step: int) -> list[dict] | None:
+    """The completions of a step, as samples/ has them; None if there is no file of it. Raises
+    ValueError."""
+    file = folder / "samples" / f"step_{step:06d}.jsonl"
+    return _sample_rows(file) if file.is_file() else None
+
+
+def _sample_rows(file: Path) -> list[dict]:
+    rows = []
+    for number, (line, is_whole) in enumerate(read_lines(file), 1):
+        if number > MOST_SAMPLES or not is_whole:
+            break
+        try:
+            row = parse_object(line.decode("utf-8"), "the line")
+        except ValueError as error:
+            raise ValueError(f"{file}: line {number} cannot be read ({error})") from error
+        rows.append(row)
+    return rows
+
+
+def shortened(text: Any, most: int = 60) -> str:
+    """A text of the run, for a message."""
+    text = text if isinstance(text, str) else str(text)
+    return shown(text if len(text) <= most else text[:most] + "…")

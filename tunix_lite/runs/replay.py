@@ -1,0 +1,296 @@
+"""A step of a run once more, from the files of the run: the same data, completions and update.
+
+The newest checkpoint before the step is restored, and the steps up to it are made again as the run
+made them: data and random numbers are functions of seed and step. Nothing is written.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed.stopping import Stopping
+from tunix_lite.errors import error_context
+from tunix_lite.learner.optim import learning_rate_at, num_updates
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.step import TrainStep
+from tunix_lite.models import source
+from tunix_lite.models.rounding import at_least_float32
+from tunix_lite.planning.programs import policy_of
+from tunix_lite.runs.evidence import read_sample_file
+from tunix_lite.runs.experience import Experience, FreshExperience
+from tunix_lite.runs.learner import Learner, build_learner
+from tunix_lite.runs.reference import find_reference
+from tunix_lite.runs.samples import advantages_of, sample_rows
+from tunix_lite.runs.session import Session
+from tunix_lite.runs.setup import Parts, check_resumed, find_parts
+from tunix_lite.tracking.console import OUR_PARTS, Console
+from tunix_lite.tracking.rows import is_number, rows_until
+from tunix_lite.tracking.rundir import RunDir, Status, read_status
+from tunix_lite.types import Metrics, Params, RowBatch, TrainState
+
+# parts of metrics' names that say how long something took, or where: no step repeats them
+OF_THE_MACHINE = ("time", "perf", "memory", "eval")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a step, arrays of the host, with the metrics of the update.
+
+    Example: `gradient_of(learner, state, experience).metrics["train/loss"]`.
+    """
+
+    grads: Params
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was made again, and what the run logged of it.
+
+    Example: `replay_step(run, Path("outputs/latest"), 12, False, print).metrics["train/loss"]`.
+    """
+
+    step: int
+    # the step of the checkpoint that it began from; 0: the weights that the run began with
+    began: int
+    metrics: dict[str, float]
+    # of metrics.jsonl; {} if the step has no line
+    logged: dict[str, float]
+    # as a file of samples/ has them; None: nothing was sampled
+    samples: list[dict] | None
+    # the file of the step; None: the run wrote none
+    logged_samples: list[dict] | None
+    # in the precision of the run, and in float64 if it was asked for
+    gradient: Gradient | None = None
+    exact: Gradient | None = None
+
+
+def replay_step(
+    run: RunConfig, folder: Path, step: int, is_exact: bool, say: Callable[[str], None]
+) -> Replayed:
+    """Makes step number `step` (from 1) of the run in `folder` again.
+
+    run: the settings of the run, on the mesh of this machine. is_exact: compute loss and gradient
+    in float64, too. say: prints a line about what takes long. Raises ConfigError.
+    """
+    run_dir = RunDir(folder)
+    parts, began = parts_of_replay(run, run_dir, step)
+    count = "1 step" if step - began == 1 else f"{step - began} steps"
+    say(f"from {_origin(began)}: {count} to make{_duration(run_dir, began, step)}")
+    if parts.differs:
+        say(f"not as in the run: {parts.differs}")
+    with open_replay(parts, run_dir) as session:
+        learner = build_learner(session)
+        source_of = FreshExperience(session, learner)
+        state = learner.state
+        for number in range(began, step - 1):
+            state = _next(learner, source_of, state, number)[0]
+
+        # The step itself. Its gradients come first: the update donates the state.
+        experience = source_of.take(step - 1, learner.policy_params(state))
+        gradient = exact = None
+        if is_exact:
+            gradient = gradient_of(learner, state, experience)
+            exact = exact_gradient(learner, state, experience)
+        rate = learning_rate_at(
+            learner.resolved.optimizer,
+            learner.resolved.run.training.max_steps,
+            num_updates(state.opt_state),
+        )
+        _, learned = learner.train_step(state, learner.frozen, experience.rows)
+    metrics = {name: float(value) for name, value in learned.items()}
+    metrics |= {name: float(x) for name, x in experience.metrics.items()}
+    metrics["train/learning_rate"] = rate
+    graded = experience.graded
+    return Replayed(
+        step,
+        began,
+        {name: x for name, x in metrics.items() if _is_repeated(name)},
+        logged_metrics(run_dir, step),
+        None if graded is None else sample_rows(graded, advantages_of(graded, experience.batch)),
+        read_sample_file(folder, step),
+        gradient,
+        exact,
+    )
+
+
+def _next(
+    learner: Learner, source_of: FreshExperience, state: TrainState, number: int
+) -> tuple[TrainState, Metrics]:
+    experience = source_of.take(number, learner.policy_params(state))
+    return jax.block_until_ready(learner.train_step(state, learner.frozen, experience.rows))
+
+
+def _origin(began: int) -> str:
+    return f"checkpoint {began}" if began else "the weights that the run began with"
+
+
+def _duration(run_dir: RunDir, began: int, step: int) -> str:
+    """How long the run took for these steps, in words."""
+    rows = [row for _, _, row in rows_until(run_dir.metrics, step) if row["step"] > began]
+    seconds = [row["time/step"] for row in rows if is_number(row.get("time/step"))]
+    return f", which took the run {sum(seconds):.0f} s" if seconds else ""
+
+
+# ---- where it begins
+
+
+def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, int]:
+    """What the replay of a step is made of, and the step of the checkpoint that it begins from.
+
+    Writes nothing. Raises ConfigError if the folder holds no state to begin from, or another run.
+    """
+    with error_context("step"):
+        began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
+    parts = find_parts(run)
+    with error_context(""):
+        model = source.download(parts.model)
+    differs = check_resumed(run, model, parts.batch, run_dir)
+    with error_context("replay"):
+        reference = find_reference(run, model, run_dir, run_dir.checkpoints)
+    parts = replace(parts, model=model, reference=reference, differs=differs)
+    if began:
+        parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
+    return parts, began
+
+
+def nearest_before(run_dir: RunDir, step: int, updates: int = 1) -> int:
+    """The newest checkpoint that step number `step` can be reached from; 0: the run's beginning.
+
+    updates: of a rollout: a run goes on only between two rollouts. Raises ValueError, naming the
+    steps that can be replayed.
+    """
+    if step < 1:
+        raise ValueError(f"{step}: the first step of a run is 1")
+    steps = Checkpoints(run_dir.checkpoints).steps()
+    before = [number for number in steps if number < step and number % updates == 0]
+    if before:
+        return max(before)
+    _, _, began, _ = read_status(run_dir.status)
+    if not began:
+        return 0
+    can = f"{min(steps) + 1} and later" if steps else "none"
+    raise ValueError(
+        f"{step}: this run began from step {began} of another, and {run_dir.checkpoints} holds "
+        f"nothing before step {step}; steps that can be replayed: {can}"
+    )
+
+
+@contextlib.contextmanager
+def open_replay(parts: Parts, run_dir: RunDir) -> Iterator[Session]:
+    """A session that writes nothing into the folder of the run."""
+    run = parts.resolved.run
+    jax.set_mesh(parts.mesh)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as closing:
+        console = Console(Path(scratch) / "replay.log", run.training.max_steps, quiet=True)
+        closing.callback(console.close)
+        stopping = Stopping(None, console.say)
+        session = Session(
+            run, parts, run_dir, console, Status(run_dir), stopping, parts.task, closing
+        )
+        workers = parts.task.with_workers(run.rewards, console.say)
+        session.task = closing.enter_context(workers)
+        yield session
+
+
+# ---- gradients
+
+
+def gradient_of(learner: Learner, state: TrainState, experience: Experience) -> Gradient:
+    """The gradient of the step in the precision of the run."""
+    return _kept(learner, policy_of(learner.resolved), state, learner.frozen, experience.rows)
+
+
+def exact_gradient(learner: Learner, state: TrainState, experience: Experience) -> Gradient:
+    """The gradient of the same batch under the same weights, all of it computed in float64."""
+    resolved = learner.resolved
+    run = resolved.run
+    with jax.enable_x64(True):
+        params, frozen = jax.tree.map(_in_float64, (state.params, learner.frozen))
+        rows, _ = resolved.rows.lay_out(jax.tree.map(_host_in_float64, experience.batch))
+        policy = make_policy(
+            resolved.cfg,
+            None,
+            run.learning_temperature,
+            jnp.float64,
+            None,
+            resolved.rows,
+            remat=run.training.remat,
+        )
+        return _kept(learner, policy, state.replace(params=params), frozen, rows)
+
+
+def _in_float64(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.device_put(np.asarray(x, np.float64), x.sharding)
+
+
+def _host_in_float64(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
+
+
+def _kept(
+    learner: Learner, policy: Policy, state: TrainState, frozen: Params | None, rows: RowBatch
+) -> Gradient:
+    """One update whose optimizer keeps the gradient as its state, and moves nothing."""
+    run = learner.resolved.run
+    keep = optax.GradientTransformation(
+        init=lambda params: params,
+        update=lambda grads, kept, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
+    step = TrainStep(
+        policy,
+        run.algorithm,
+        keep,
+        learner.resolved.rows.num_parts,
+        learner.lora,
+        run.seed,
+        run.training.sync_gradients_every,
+    )
+    # Copies, because an update donates its state. The number of the step is that of dropout.
+    copied = jax.tree.map(jnp.copy, (state.step, state.params))
+    zeros = jax.tree.map(_zeros, state.params)
+    new, metrics = step(TrainState(*copied, zeros), frozen, rows)
+    grads = jax.tree.map(lambda x: np.asarray(x, np.float64), new.opt_state)
+    return Gradient(grads, {name: float(x) for name, x in metrics.items()})
+
+
+def _zeros(x: jax.Array) -> jax.Array:
+    return jax.device_put(np.zeros(x.shape, at_least_float32(x.dtype)), x.sharding)
+
+
+def relative_distance(ours: Params, exact: Params) -> float:
+    """The norm of the difference of two gradients over the norm of the second."""
+    pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True))
+    apart = sum(float(((x - y) ** 2).sum()) for x, y in pairs)
+    size = sum(float((y**2).sum()) for _, y in pairs)
+    return float(np.sqrt(apart / size)) if size else float(np.sqrt(apart))
+
+
+# ---- what the run logged
+
+
+def logged_metrics(run_dir: RunDir, step: int) -> dict[str, float]:
+    """The metrics of a step that a replay repeats; {} if metrics.jsonl has no line of it."""
+    for _, _, row in rows_until(run_dir.metrics, step):
+        if row["step"] == step:
+            return {name: x for name, x in row.items() if _is_repeated(name) and is_number(x)}
+    return {}
+
+
+def _is_repeated(name: str) -> bool:
+    part = name.partition("/")[0]
+    return part in OUR_PARTS and part not in OF_THE_MACHINE

@@ -1,0 +1,116 @@
+"""A task of rows in files of your own, all of it set from the command line."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from tunix_lite.tasks.prompt_text import PromptTemplate
+from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.task import Reward, TaskConfig
+
+# of the rows of one file, every so many-th is held out
+HELD_OUT_EVERY = 10
+
+
+def whole_text(completion: str) -> str:
+    """The completion without white space around it: the answer where nothing else is known."""
+    return completion.strip()
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files as a source: each makes a prompt, or is refused or left out when it is read."""
+
+    train_file: str
+    held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
+    format: str  # one of row_files.KINDS
+    on_error: str  # a malformed row: raise; skip: leave it out
+    template: PromptTemplate
+
+    @cached_property
+    def train(self) -> Rows:
+        """The rows to train on."""
+        return self._whole if self.held_out_file else self._part(is_held_out=False)
+
+    @cached_property
+    def held_out(self) -> Rows:
+        """The rows to evaluate with."""
+        return self._read(self.held_out_file) if self.held_out_file else self._part(True)
+
+    @cached_property
+    def _whole(self) -> Rows:
+        return self._read(self.train_file)
+
+    def _read(self, file: str) -> Rows:
+        # a row that makes no prompt is malformed, too
+        return rows_of(file, self.format, self.on_error, self.template)
+
+    def _part(self, is_held_out: bool) -> Rows:
+        places = [
+            i
+            for i in range(len(self._whole))
+            if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == is_held_out
+        ]
+        part = self._whole.part(places)
+        if not is_held_out:
+            part.skipped, part.first_skipped = self._whole.skipped, self._whole.first_skipped
+        return part
+
+
+@dataclass(frozen=True)
+class FilesTaskConfig(TaskConfig):
+    """A task as one line of a command: files, a prompt and a reward.
+
+    Example: task=jsonl task.train=train.jsonl task.prompt='{question}' task.reward=my_rewards.near
+    """
+
+    # made of the settings below
+    source: Any = field(init=False, default=None)
+    prompt: str | None = None
+    # more rewards, by name
+    rewards: dict[str, Reward] = field(default_factory=dict)
+    correct: Callable | None = None  # null: what gets a reward above 0
+    extract: Callable = whole_text
+    train: str | None = None  # the file to train on
+    held_out: str | None = None  # the file to evaluate with; null: every tenth row of `train`
+    reward: Callable | None = None  # (completion, row) -> number, by its dotted path
+    format: str = "jsonl"  # of both files: jsonl, csv or parquet
+    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
+
+    def __post_init__(self):
+        if self.train is None:
+            raise ValueError("train is missing: give task.train=FILE")
+        if self.format not in KINDS:
+            raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
+        check_on_error(self.on_error)
+        rewards = dict(self.rewards)
+        if self.reward is not None:
+            name = _name_of(self.reward)
+            if rewards.get(name, Reward(self.reward)) != Reward(self.reward):
+                raise ValueError(f"reward and rewards.{name} have the same name; rename the latter")
+            rewards = {name: Reward(self.reward)} | rewards
+        if not rewards:
+            raise ValueError(
+                "reward is missing: give task.reward=module.function, which gets (completion, row) "
+                "and returns a number; tunix_lite.rewards has ready ones"
+            )
+        # the dataclass is frozen for everybody else
+        settle = partial(object.__setattr__, self)
+        settle("rewards", rewards)
+        single = [reward.fn for reward in rewards.values() if not reward.group]
+        if self.correct is None and not single:
+            raise ValueError("correct is missing: rewards of a group do not say what is right")
+        settle("correct", self.correct or single[0])
+        settle("source", FileRows(*self._files, self.template))
+        super().__post_init__()
+
+    @property
+    def _files(self) -> tuple[str, str | None, str, str]:
+        return self.train, self.held_out, self.format, self.on_error
+
+
+def _name_of(fn: Callable) -> str:
+    """The name under which a reward is logged: that of the function or of its class."""
+    fn = fn.func if isinstance(fn, partial) else fn
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,1 @@
+"""Problems that are generated, with answers that can be verified: one kind in each file."""

@@ -1,0 +1,241 @@
+"""Files of rows, a dict a row: JSON lines, CSV and Parquet."""
+
+import codecs
+import csv
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tunix_lite.plain_text import shortened
+
+ON_ERROR = ("raise", "skip")
+# brackets in brackets that a row may have: what is written of it later must be readable, too
+DEEPEST = 100
+# read and looked at once, though a start asks for them twice
+FILES_KEPT = 4
+UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises ValueError for anything but raise and skip."""
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r}; it is raise or skip")
+
+
+class Rows(list):
+    """The rows of a file, and in which of its lines each stands.
+
+    Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows.where(0) is "train.jsonl, line 1".
+    """
+
+    def __init__(
+        self,
+        file: str,
+        kind: str = "jsonl",
+        on_error: str = "raise",
+        checker: Any = None,
+    ):
+        """Raises ValueError, naming file and line, for a row that cannot be read, and for one for
+        which checker.check(row) raises ValueError; with on_error=skip such rows are left out.
+
+        kind: one of KINDS.
+        """
+        self.file = file
+        self.lines = array("q")
+        self.word = "row" if kind == "parquet" else "line"
+        # how many rows were left out, and why the first of them
+        self.skipped = 0
+        self.first_skipped = ""
+        # what was found out about all of them, by what was asked
+        self.known: dict = {}
+        for number, read in KINDS[kind](file):
+            try:
+                row = read(self._at(number))
+                if checker is not None:
+                    check_row(row, self._at(number), checker.check)
+            except ValueError as error:
+                if on_error == "raise":
+                    raise
+                self.skipped += 1
+                self.first_skipped = self.first_skipped or str(error)
+                continue
+            self.append(row)
+            self.lines.append(number)
+        if not self:
+            left_out = f"; all {self.skipped} rows were left out, the first: {self.first_skipped}"
+            raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
+
+    def where(self, index: int) -> str:
+        """`train.jsonl, line 250`."""
+        return self._at(self.lines[index])
+
+    def part(self, places: Sequence[int]) -> "Rows":
+        """Some of the rows, which keep their lines; `skipped` stays with the whole."""
+        rows = Rows.__new__(Rows, ())
+        list.__init__(rows, [self[i] for i in places])
+        rows.file, rows.word = self.file, self.word
+        rows.lines = array("q", [self.lines[i] for i in places])
+        rows.skipped, rows.first_skipped, rows.known = 0, "", {}
+        return rows
+
+    def _at(self, number: int) -> str:
+        return f"{self.file}, {self.word} {number}"
+
+
+def check_row(row: dict, at: str, check: Callable[[dict], Any]) -> None:
+    """Calls check(row). Its ValueError begins with `at`, file and line, then."""
+    try:
+        check(row)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from error
+
+
+def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
+    """As the file is now: a start reads it twice, once to check the settings, and the second time
+    finds it here. checker: see Rows; one that does the same must compare equal."""
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is not a file")
+    with open(file, "rb") as opened:
+        content = hashlib.file_digest(opened, "blake2b").digest()
+    return _rows_with(file, content, kind, on_error, checker)
+
+
+@lru_cache(maxsize=FILES_KEPT)
+def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any) -> Rows:
+    return Rows(file, kind, on_error, checker)
+
+
+def where(examples: Sequence[dict], index: int) -> str:
+    """Where example `index` stands: file and line, or its number."""
+    return examples.where(index) if isinstance(examples, Rows) else f"example {index}"
+
+
+# ---- JSON lines
+
+
+def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, with their numbers; ValueError for one that is
+    not UTF-8.
+
+    A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028,
+    U+0085).
+    """
+    for number, line in _raw_lines(file):
+        yield number, _decoded(line, f"{file}, line {number}")
+
+
+def _raw_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1 and line.startswith(UTF_16):
+                raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
+            # what is no ASCII may be white space, too
+            if line.strip() and (not line.isspace() or line.decode(errors="replace").strip()):
+                yield number, line
+
+
+def _decoded(line: bytes, at: str) -> str:
+    try:
+        return line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}"
+        raise ValueError(f"{at}: not UTF-8 ({byte})") from error
+
+
+def json_of(line: str, at: str) -> Any:
+    """The value in a line of JSON. Raises ValueError that begins with `at`, file and line."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        # JSONDecodeError, or an integer of more than 4300 digits
+        raise ValueError(f"{at}: not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep") from error
+    if line.count("[") + line.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
+        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep")
+    return value
+
+
+def _is_deeper(value, depth: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(
+        _is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list)
+    )
+
+
+def _json_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+    for number, line in _raw_lines(file):
+        yield number, lambda at, line=line: _json_row(line, at)
+
+
+def _json_row(line: bytes, at: str) -> dict:
+    row = json_of(_decoded(line, at), at)
+    if not isinstance(row, dict):
+        raise ValueError(f"{at}: not an object with named fields")
+    return row
+
+
+# ---- CSV
+
+
+def _csv_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+    """The first line names the columns. All values are texts."""
+    # a field may be as long as it likes
+    csv.field_size_limit(sys.maxsize)
+    # what is not UTF-8 becomes half characters, and is refused row by row
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            names = next(reader, [])
+            if not all(names) or len({*names}) != len(names) or not names:
+                raise ValueError(
+                    f"{file}, line 1: the columns are {shortened(names)}; each needs a name of its "
+                    "own"
+                )
+            number = reader.line_num + 1
+            for values in reader:
+                if values:
+                    yield number, lambda at, values=values: _csv_row(names, values, at)
+                # a value in quotes may go on over several lines
+                number = reader.line_num + 1
+        except csv.Error as error:
+            raise ValueError(f"{file}, line {reader.line_num}: not CSV ({error})") from error
+
+
+def _csv_row(names: list[str], values: list[str], at: str) -> dict:
+    if len(values) != len(names):
+        raise ValueError(f"{at}: {len(values)} values for {len(names)} columns")
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{at}: not UTF-8") from error
+    return dict(zip(names, values))
+
+
+# ---- Parquet
+
+
+def _parquet_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{file}: a Parquet file needs pyarrow: pip install 'tunix_lite[data]'"
+        ) from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, lambda at, row=row: row
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file}: cannot be read as Parquet ({error})") from error
+
+
+# kind -> a function: file -> (number of the line, a function that reads the row there) of each row
+KINDS = {"jsonl": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
