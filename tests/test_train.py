@@ -337,6 +337,7 @@ CONDITIONAL = {
     "prompts/mixed",
     "prompts/kept",
     "time/extra_rounds",
+    "time/rescore",
     "sampler/logprob_gap",  # algorithm.old_logprobs=rescored, and algorithm.correction
     "sampler/logprob_gap_max",
     "sampler/weight_mean",

@@ -146,8 +146,8 @@ class Pool:
         return future
 
     def taken_seconds(self) -> list[float]:
-        """The seconds of each call that has been made since this was asked last, as the run sees
-        them: with the way to a worker and back."""
+        """The seconds of each call that has been made since this was asked last; of one that was
+        lost with its worker, rewards.timeout."""
         count = len(self._seconds)
         return [self._seconds.popleft() for _ in range(count)]
 
@@ -229,9 +229,9 @@ class Pool:
             worker = self._worker(place)
             worker.send(_packed(calls), self.settings.timeout)
             for number, *_ in calls:
-                began = time.perf_counter()
                 found = worker.answer(self.settings.timeout, number)
-                self._seconds.append(time.perf_counter() - began)
+                is_lost = found[0] in ("timeout", "crash")
+                self._seconds.append(self.settings.timeout if is_lost else worker.seconds)
                 calls = calls[1:]
                 if found[0] == "refused":
                     raise ValueError(
@@ -241,7 +241,6 @@ class Pool:
                     raise ValueError("the reward workers were closed")
 
                 # the calls behind it are made by the next worker
-                is_lost = found[0] in ("timeout", "crash")
                 if is_lost:
                     self._drop(place)
                 yield found
@@ -287,6 +286,8 @@ class _Worker:
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
         self._answers = io.FileIO(reading)
+        # that the last call took, as the worker says
+        self.seconds = 0.0
         # whole lines of answers, and the beginning of the next one
         self._lines: deque = deque()
         self._rest = bytearray()
@@ -337,7 +338,8 @@ class _Worker:
                 return "timeout", None
         line = self._lines.popleft()
         try:
-            answers, kind, value = json.loads(line)
+            answers, kind, value, seconds = json.loads(line)
+            self.seconds = float(seconds)
         except (TypeError, ValueError):
             return "crash", f"wrote {short_repr(line)} to the pipe of its process"
         if answers != number and kind != "refused":

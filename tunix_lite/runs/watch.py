@@ -330,13 +330,8 @@ def open_watch(session: Session, learner: Learner) -> Watch:
 
     # Signals count from here until everything is on the disk.
     closing.enter_context(session.stopping)
-    checkpoints = Checkpoints(
-        run_dir.checkpoints,
-        run.training.keep_checkpoints,
-        run.training.keep_best_checkpoints,
-        run_dir.point_latest_here,
-    )
-
+    kept = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
     closing.push(closed_at_end(checkpoints.close))
     missing = None if session.begins_here else unmeasured(run, run_dir, start)
     trackers = open_trackers(session, start, is_measured=missing is None)
