@@ -465,7 +465,9 @@ def test_the_table_of_sizes_says_what_is_published(monkeypatch):
 
 def metrics_in_the_code() -> set[str]:
     """Every `part/name` that stands in the package as a string; the variable part of an f-string is <name>."""
-    trees = [ast.parse(file.read_text()) for file in (ROOT / "tunix_lite").rglob("*.py")]
+    files = (ROOT / "tunix_lite").rglob("*.py")
+    # the doctor only reads what runs have logged
+    trees = [ast.parse(file.read_text()) for file in files if file.name != "findings.py"]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     # one that ends in _ is the beginning of an f-string

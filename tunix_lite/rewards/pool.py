@@ -338,8 +338,8 @@ class _Worker:
                 return "timeout", None
         line = self._lines.popleft()
         try:
-            answers, kind, value, seconds = json.loads(line)
-            self.seconds = float(seconds)
+            answers, kind, value, *seconds = json.loads(line)
+            self.seconds = float(seconds[0]) if seconds else 0.0
         except (TypeError, ValueError):
             return "crash", f"wrote {short_repr(line)} to the pipe of its process"
         if answers != number and kind != "refused":
