@@ -788,3 +788,20 @@ def test_the_formula_has_the_constants_that_are_used():
         assert part in text
     text = "\n".join(compose(["algorithm=dapo", "generation.max_new_tokens=100"]).algorithm.formula)
     assert "- 1 clip((tokens - 80) / 20, 0, 1)" in text and "at most 3 rounds" in text
+
+
+# ---- pieces of a user (docs/extend/algorithm.md)
+
+
+def test_pieces_of_a_user_stand_beside_ours(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs" / "extend" / "example")
+    import my_pieces
+
+    np.testing.assert_allclose(my_pieces.ranked(np.array([[3.0, 1.0, 1.0], [0, 0, 0]])), [[1, -0.5, -0.5], [0, 0, 0]])
+    d = drawn(5)
+    algorithm = GRPO(advantages=my_pieces.ranked, surrogate=my_pieces.squashed)
+    loss, (slopes, _), _ = value_and_slopes(algorithm, d)
+    squashed = np.tanh((d.logprobs - d.old) / 0.3)
+    np.testing.assert_allclose(loss, -(d.weight * (1 + 0.3 * squashed) * d.advantages).sum(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(slopes, -d.weight * (1 - squashed**2) * d.advantages, rtol=1e-3, atol=1e-5)
+    assert any("squashed" in line for line in algorithm.formula)

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,9 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.ratios import sequence_ratio
+from tunix_lite.algorithms.surrogates import geometric_mean
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.types import Rollout, TokenScores
 
@@ -111,6 +114,65 @@ def test_a_mean_over_a_completion_is_the_same_in_every_layout(way):
     batch, loss, grads = of_the_formulas()
     devices = jax.devices()[: way.fsdp * way.tp]
     found = exactness_worker.update(MODELS["plain"], way, batch, devices, example("gspo").GSPO(**CLIP))
+    np.testing.assert_allclose(found.metrics["train/loss"], loss, rtol=1e-5, atol=1e-7)
+    assert difference(found.grads, grads) < 1e-5
+
+
+# ---- the pieces of algorithms.grpo that sum over a completion
+
+
+@cache
+def of_the_geometric_mean():
+    """(batch, loss, gradients) of GMPO with an off-policy mask, in float64."""
+    batch, *_ = of_the_formulas()
+    known, counts = expected("plain"), batch.loss_weight > 0
+    losses, slopes = 0.0, np.zeros(counts.shape)
+    left_behind = 0
+    for b in range(SEQUENCES):
+        real = counts[b]
+        if not real.any():
+            continue
+        log_ratio = known.logprobs[b, real] - np.float64(batch.old_logprobs[b, real])
+        A = float(batch.advantages[b, 0])
+        share = float(np.float64(batch.loss_weight[b, real]).sum())
+        if A < 0 and -log_ratio.mean() > OFF_POLICY_DELTA:
+            left_behind += 1
+            continue
+        inside = log_ratio < LOG_CLIP if A > 0 else log_ratio > -LOG_CLIP
+        mean = np.exp(np.where(inside, log_ratio, LOG_CLIP * np.sign(A)).mean())
+        losses -= share * mean * A
+        slopes[b, real] = -share * mean * A / real.sum() * inside
+    assert left_behind >= 1 and (slopes != 0).any()
+    with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)):
+        trained, base = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), MODELS["plain"].arrays())
+        of_each = [
+            pulled(trained, base, batch.tokens[b][mask], slopes[b][mask][1:], MODELS["plain"])[1]
+            for b, mask in enumerate(np.asarray(batch.token_mask))
+        ]
+        grads = jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *of_each)
+    return batch, losses, grads
+
+
+LOG_CLIP, OFF_POLICY_DELTA = 0.05, 0.03
+OURS = {
+    "gspo": (GRPO(ratio=sequence_ratio, **CLIP), of_the_formulas),
+    "gmpo": (
+        GRPO(surrogate=partial(geometric_mean, log_clip=LOG_CLIP), off_policy_delta=OFF_POLICY_DELTA),
+        of_the_geometric_mean,
+    ),
+}
+SOME = [("gmpo", FEW[2])]
+CASES = SOME + [
+    pytest.param(name, way, marks=pytest.mark.wide) for name in OURS for way in ALL if (name, way) not in SOME
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES, ids=lambda x: x if isinstance(x, str) else named(x))
+def test_pieces_that_sum_over_a_completion_are_the_same_in_every_layout(name, way):
+    algorithm, formulas = OURS[name]
+    batch, loss, grads = formulas()
+    devices = jax.devices()[: way.fsdp * way.tp]
+    found = exactness_worker.update(MODELS["plain"], way, batch, devices, algorithm)
     np.testing.assert_allclose(found.metrics["train/loss"], loss, rtol=1e-5, atol=1e-7)
     assert difference(found.grads, grads) < 1e-5
 

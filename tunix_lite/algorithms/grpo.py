@@ -24,7 +24,7 @@ from tunix_lite.algorithms.formula import formula_of
 from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.oversampling import sample_mixed_groups
-from tunix_lite.algorithms.ratios import token_ratio, token_terms
+from tunix_lite.algorithms.ratios import TokenTerms, token_ratio, token_terms
 from tunix_lite.algorithms.surrogates import Bounds, clip
 from tunix_lite.algorithms.variants import apply_variant
 from tunix_lite.algorithms.weighting import per_token
@@ -122,17 +122,26 @@ class GRPO:
         gain, metrics = corrected_gain(self.off_policy_delta, terms, gain)
         loss = -jnp.sum(batch.loss_weight * gain.gain)
         metrics |= ratio_metrics(self.surrogate, terms, bounds, gain)
+        if self.needs_reference or self.entropy_coef:
+            loss, found = self._with_penalties(loss, terms, scores)
+            metrics |= found
+        return loss, metrics
 
+    def _with_penalties(
+        self, loss: jax.Array, terms: TokenTerms, scores: TokenScores
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss with its KL term and its entropy bonus, and metrics of them."""
+        metrics: Metrics = {}
+        weight_RW = terms.batch.loss_weight
         # the KL term, per token
         if self.needs_reference:
-            kl_RW = kl.token_kl(self.kl_estimator, terms)
-            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl_RW)
+            metrics["train/kl"] = jnp.sum(weight_RW * kl.token_kl(self.kl_estimator, terms))
             if self.kl_estimator != kl.IN_REWARD:
                 loss += self.kl_coef * metrics["train/kl"]
 
         # the entropy of what each token is drawn from
         if self.entropy_coef:
-            loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
+            loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
         return loss, metrics
 
     def _selected(self, groups: Groups) -> Groups:

@@ -49,11 +49,17 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     gain_RW = jnp.minimum(plain_RW, bounded_RW)
     limited_RW = plain_RW > bounded_RW
     if dual is not None:
-        least_RW = dual * terms.advantages
-        is_beyond_RW = (terms.advantages < 0) & (gain_RW < least_RW)
-        gain_RW = jnp.where(is_beyond_RW, least_RW, gain_RW)
-        limited_RW |= is_beyond_RW
+        return _bounded_below(gain_RW, limited_RW, terms.advantages, dual)
     return Gain(gain_RW, limited_RW)
+
+
+def _bounded_below(
+    gain_RW: jax.Array, limited_RW: jax.Array, advantages_RW: jax.Array, dual: float
+) -> Gain:
+    """The gain, not below dual A where A < 0."""
+    least_RW = dual * advantages_RW
+    is_beyond_RW = (advantages_RW < 0) & (gain_RW < least_RW)
+    return Gain(jnp.where(is_beyond_RW, least_RW, gain_RW), limited_RW | is_beyond_RW)
 
 
 def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:

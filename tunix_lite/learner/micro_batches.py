@@ -84,15 +84,30 @@ def accumulate(
     """
     lie = partial(_constrain_grads, grad_shardings=grad_shardings)
     if sync_every > 1 and axis_size("fsdp") > 1:
-        fn = _sum_per_shard(fn, sync_every, grad_shardings)
-        parts = parts // sync_every
-        num_used = None if num_used is None else -(-num_used // sync_every)
-        batch = jax.tree.map(lambda x: _split_by_shard(x, parts, sync_every), batch)
+        fn, batch, parts, num_used = _by_shard(
+            fn, batch, parts, num_used, grad_shardings, sync_every
+        )
     elif parts == 1:
         return _values_of(lie(fn(batch)))
     else:
         batch = cut(batch, parts)
     return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, lie))
+
+
+def _by_shard(
+    fn: Callable[[Any], Sums],
+    batch: Any,
+    parts: int,
+    num_used: jax.Array | None,
+    grad_shardings: Any,
+    sync_every: int,
+) -> tuple[Callable[[Any], Sums], Any, int, jax.Array | None]:
+    """The same sum in larger parts, each of which a shard adds up by itself: (fn, batch, parts,
+    num_used)."""
+    parts = parts // sync_every
+    num_used = None if num_used is None else -(-num_used // sync_every)
+    batch = jax.tree.map(lambda x: _split_by_shard(x, parts, sync_every), batch)
+    return _sum_per_shard(fn, sync_every, grad_shardings), batch, parts, num_used
 
 
 def _sum_parts(

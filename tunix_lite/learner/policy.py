@@ -155,6 +155,11 @@ def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, ja
     if batch.scored is None:
         M = batch.is_scored.shape[1]
         return hidden_RWD[:, -M - 1 : -1], batch.tokens[:, -M:]
+    return _gathered(hidden_RWD, batch)
+
+
+def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
+    """`scored_hidden` of packed rows."""
     before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
     return before_RMD, jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
 

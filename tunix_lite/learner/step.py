@@ -79,9 +79,7 @@ class TrainStep:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
         # Gradient: micro-batches are summed. Nothing is divided, because loss_weight is normalised
         # over the whole batch.
-        has_dropout = self.lora is not None and self.lora.dropout
-        keys_R = dropout_keys(self.seed, state.step, len(batch.tokens)) if has_dropout else None
-        rows = batch.replace(num_parts=None), keys_R
+        rows = batch.replace(num_parts=None), self._dropout_keys(state, batch)
         gradient = partial(self.gradient, state.params, frozen)
         grads, metrics = accumulate(
             gradient, rows, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
@@ -99,6 +97,12 @@ class TrainStep:
         metrics["train/update_norm"] = jnp.where(is_finite, size, 0.0)
         metrics["train/skipped"] = 1.0 - is_finite
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    def _dropout_keys(self, state: TrainState, batch: RowBatch) -> jax.Array | None:
+        """One key for each row; None: nothing is dropped."""
+        if self.lora is None or not self.lora.dropout:
+            return None
+        return dropout_keys(self.seed, state.step, len(batch.tokens))
 
     def gradient(
         self, params: Params, frozen: Params | None, part: tuple[RowBatch, jax.Array | None]

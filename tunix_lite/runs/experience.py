@@ -49,25 +49,31 @@ class ExperienceSource(Protocol):
         ...
 
 
+# what an algorithm collects: the batch, metrics, and the graded completions if there are any
+Collected = tuple[Batch, Metrics, Graded | None]
+
+
 class FreshExperience:
     """Completions are sampled with the current weights, once in algorithm.updates_per_rollout
     updates; in between, the same batch is handed out again, or the next mini-batch of it."""
 
     def __init__(self, session: Session, learner: Learner):
-        self._run = session.run
+        self._algorithm = session.run.algorithm
+        self._seed = session.run.seed
         self._task = session.task
         self._long_prompts = session.task.long_prompts
         self._mini_batches = num_mini_batches(session.run.algorithm)
+        self._rounds = max_rounds(session.run.algorithm)
         self._num_prompts = session.parts.batch.prompts * self._mini_batches
         self._rows = session.parts.rows
         self._policy = learner.policy
         self._seed_key = learner.seed_key
-        self._collected: tuple[Batch, Metrics, Graded | None] | None = None
+        self._collected: Collected | None = None
         self._held: Experience | None = None
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
-        updates = self._run.algorithm.updates_per_rollout
+        updates = self._algorithm.updates_per_rollout
         update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
             # Collect: examples of the task, completions of the policy, rewards, advantages.
@@ -76,44 +82,50 @@ class FreshExperience:
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             if update == 0 or self._mini_batches > 1:
                 self._held = self._lay_out(update % self._mini_batches)
-        held = self._held
-        assert held is not None, "a run begins and resumes where a rollout begins"
-        metrics = held.metrics if update == 0 else {}
-        return replace(held, metrics=metrics, updates_left=updates - update)
+        assert self._held is not None, "a run begins and resumes where a rollout begins"
+        metrics = self._held.metrics if update == 0 else {}
+        return replace(self._held, metrics=metrics, updates_left=updates - update)
 
-    def _collect(
-        self, step: int, rollout: int, params: Params
-    ) -> tuple[Batch, Metrics, Graded | None]:
-        algorithm = self._run.algorithm
+    def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
-        examples, dropped = self._examples(rollout, max_rounds(algorithm))
-        batch, metrics, graded = algorithm.collect(self._policy, self._task, params, examples, key)
+        examples, dropped = self._task.batch(self._num_prompts, self._seed, rollout)
+        if self._rounds > 1:
+            examples, dropped = self._with_more_rounds(examples, dropped, rollout)
+        batch, metrics, graded = self._algorithm.collect(
+            self._policy, self._task, params, examples, key
+        )
         if self._long_prompts == "drop":
             metrics["prompts/dropped"] = dropped
         return batch, metrics, graded
 
-    def _examples(self, rollout: int, rounds: int) -> tuple[list[dict], int]:
-        """Those of rollout number `rollout`, and how many were passed over for their length.
+    def _with_more_rounds(
+        self, examples: list[dict], dropped: int, rollout: int
+    ) -> tuple[list[dict], int]:
+        """The examples of the first round and of all others, and how many were passed over for
+        their length.
 
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
         """
-        found = []
-        passed_over = 0
-        for r in range(rounds):
-            seed = (self._run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            examples, dropped = self._task.batch(self._num_prompts, seed, rollout)
-            found += examples
-            passed_over += dropped
-        return found, passed_over
+        found = list(examples)
+        for r in range(1, self._rounds):
+            seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
+            more, passed_over = self._task.batch(self._num_prompts, seed, rollout)
+            found += more
+            dropped += passed_over
+        return found, dropped
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""
-        assert self._collected is not None, "a run begins and resumes where a rollout begins"
         batch, metrics, graded = self._collected
         if self._mini_batches > 1:
-            rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
-            batch = jax.tree.map(lambda x: x[rows], batch)
-            graded = None if graded is None else chosen_completions([graded], rows)
+            batch, graded = self._mini_batch(batch, graded, part)
         laid_out, _ = self._rows.lay_out(batch)
         return Experience(laid_out, batch, metrics, graded, updates_left=1)
+
+    def _mini_batch(
+        self, batch: Batch, graded: Graded | None, part: int
+    ) -> tuple[Batch, Graded | None]:
+        rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
+        graded = None if graded is None else chosen_completions([graded], rows)
+        return jax.tree.map(lambda x: x[rows], batch), graded
