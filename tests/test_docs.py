@@ -83,6 +83,8 @@ ALLOWED = {
     "tail -f outputs/latest/train.log",
     "cat outputs/latest/status.json",
     'python -c "import jax; print(jax.devices())"',
+    "python -m tunix_lite.conformance",  # both are run by test_conformance.py
+    "python -m tunix_lite.conformance cispo",
 }
 
 
