@@ -108,6 +108,8 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tracking",
         "types",
     },
+    # What names mean elsewhere, and whether our algorithms can give it.
+    "conformance": {"conformance", "algorithms.algorithm", "config", "errors", "learner", "types"},
     "train.py": {"config", "errors", "learner", "runs", "types"},
     # Programs.
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax
