@@ -1,6 +1,8 @@
 """Preferences and distillation: scores under today's weights, DPO's gradient, and a frozen teacher."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params
+from test_docs import EXAMPLE, ROOT, commands
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
+from tunix_lite.commands import program
 from tunix_lite.commands.program import compose
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -26,7 +31,7 @@ from tunix_lite.planning.programs import policy_of
 from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.tasks.sources import Jsonl
 from tunix_lite.train import train
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Rollout, TokenScores
 
 
 def test_a_batch_is_scored_under_the_weights_that_are_given(cfg, params, rollout):
@@ -149,6 +154,45 @@ def test_a_policy_that_is_its_teacher_has_nothing_to_learn(tmp_path):
     assert row["train/teacher_gap_max"] < 1e-4 and row["train/grad_norm"] < 1e-4
     assert row["time/teacher"] > 0
     assert "teacher" in (tmp_path / "run" / "plan.md").read_text()
+
+
+@pytest.mark.wide
+def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
+    """docs/extend/teacher.md: its class, its YAML and its first command, for one step; the better of two is taken."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    conf = tmp_path / "conf"
+    shutil.copytree(program.conf_dir(), conf)
+    shutil.copy(EXAMPLE / "conf" / "algorithm" / "two_teachers.yaml", conf / "algorithm")
+    monkeypatch.setattr(program, "conf_dir", lambda: conf)
+    command = commands(ROOT / "docs" / "extend" / "teacher.md")[0]
+    run = compose([*command.split()[2:], "training.max_steps=1", *QUICK])
+    train(run, tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["time/first"] > 0 < row["time/second"]
+    assert {"first", "second"} <= set(re.findall(r"\w+", (tmp_path / "run" / "plan.md").read_text()))
+
+
+def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    from two_teachers import TwoTeachers
+
+    mask = np.array([[False, True, True], [False, True, False]])
+    old = np.where(mask, -2.0, 7.0)
+    rollout = Rollout(np.ones((2, 3), int), np.ones((2, 3), bool), mask, old, np.ones(2), old)
+    graded = SimpleNamespace(rewards=np.zeros(2), dropped=np.zeros(2, bool), metrics={}, each={}, weights={})
+    task = SimpleNamespace(
+        prompts=lambda examples: None,
+        grader=lambda examples: SimpleNamespace(submit=None, results=lambda rollout: graded),
+    )
+    likes = {"first": np.array([[0, -1, -3], [0, -5, 0]]), "second": np.array([[0, -2, -1.5], [0, -4, 0]])}
+    scorers = {name: lambda batch, found=found: found for name, found in likes.items()}
+    algorithm = TwoTeachers(TeacherConfig("bundled"), TeacherConfig("bundled"), num_generations=2)
+    policy = Policy(lambda *_, **__: rollout, None, scorers)
+    batch, _, _ = algorithm.collect(policy, task, None, [{}], None)
+    np.testing.assert_array_equal(batch.advantages, [[0, 1, 0.5], [0, -2, 0]])
+    # on policy: - (1 + 0.5 - 2) / 3
+    loss, _ = algorithm.loss(TokenScores(jnp.asarray(old), None), batch)
+    assert float(loss) == pytest.approx(0.5 / 3)
 
 
 def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
