@@ -41,7 +41,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
     "evaluation": {"evaluation", "rewards.similarity"},
-    "tasks": {"tasks", "models.tokenizer", "plain_text", "rewards", "types"},
+    "tasks": {"tasks", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
     "checkpoint.py": {"distributed", "errors", "files", "plain_text", "types"},
