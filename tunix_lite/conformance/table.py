@@ -187,6 +187,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 def _escaped(formula: str) -> str:
     """As Markdown; a minus sign that begins a line would begin a list."""
-    for plain, written in (("*", "\\*"), ("_", "\\_"), ("<", "\\<"), ("- ", "− ")):
+    for plain, written in (("*", "\\*"), ("_", "\\_"), ("<", "\\<"), ("- ", "\N{MINUS SIGN} ")):
         formula = formula.replace(plain, written)
     return formula
