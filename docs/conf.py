@@ -40,6 +40,9 @@ autodoc_default_options = {"members": True, "exclude-members": "replace"}
 
 # pages with a part that is made of code
 GENERATED = (config_reference, model_table)
+# made now: autodoc puts its own objects for the defaults of what it has read, and a class that
+# checks its fields cannot be built then
+RENDERED = {made.PAGE: made.render() for made in GENERATED}
 
 
 def fill(app, page, source):
@@ -47,7 +50,7 @@ def fill(app, page, source):
     for made in GENERATED:
         if page == made.PAGE:
             assert made.MARKER in source[0], f"{page} has lost its marker"
-            source[0] = source[0].replace(made.MARKER, made.render())
+            source[0] = source[0].replace(made.MARKER, RENDERED[page])
 
 
 def drop_empty_globs(app, page, source):
