@@ -38,10 +38,9 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "exclude-members": "replace"}
 
 
-# pages with a part that is made of code
+# Pages with a part that is made of code. It is made before autodoc replaces the defaults of the
+# same functions by texts (autodoc_preserve_defaults).
 GENERATED = (config_reference, model_table)
-# made now: autodoc puts its own objects for the defaults of what it has read, and a class that
-# checks its fields cannot be built then
 RENDERED = {made.PAGE: made.render() for made in GENERATED}
 
 
