@@ -27,7 +27,7 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import ShardingConfig
 from tunix_lite.plain_text import shown
-from tunix_lite.rewards.pool import RewardsConfig, check_portable
+from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.tasks.task import TaskConfig
@@ -253,6 +253,7 @@ def check_together(run: RunConfig) -> None:
     if run.rewards.workers:
         with error_context("task"):
             check_portable(run.task.functions())
+            check_times(run.task.functions(), run.rewards)
     check_loss(run.algorithm)
     declared = reduction_of(run.algorithm)
     if declared not in (None, *LOSS_REDUCTIONS) or (

@@ -1,10 +1,9 @@
 """Answers that can be checked: a text, a number or a letter of a choice, read out of a completion.
 
-An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `The
-answer is ...`; of several marks the last one counts. `how` says what is read:
-
-  strict    only what a mark holds, and only if it is an answer as a whole
-  flexible  what the last mark holds, or begins with; without a mark the last one in the text
+An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as
+`Answer: ...`; of several marks the last one counts. Of `how`, strict reads only what a mark holds,
+and only if it is an answer as a whole; flexible reads what the last mark holds, or begins with, and
+without a mark the last answer in the text.
 """
 
 import re

@@ -20,9 +20,6 @@ class CompletionText(str):
     def __getnewargs__(self) -> tuple[str, int]:
         return str(self), self.num_tokens
 
-    def __str__(self) -> str:
-        return str.__str__(self)
-
 
 UNITS = ("tokens", "words", "characters")
 

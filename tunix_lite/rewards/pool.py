@@ -24,15 +24,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any, NamedTuple
 
 from tunix_lite.marked_processes import find_marked, send_signal
-from tunix_lite.rewards.worker import outcome, short_repr
+from tunix_lite.rewards.scores import from_json
+from tunix_lite.rewards.worker import IS_NONE, outcome, short_repr
 
 # ("", what a function says) or (error, timeout, crash or not_number, how it failed)
 Outcome = tuple[str, Any]
 ON_ERROR = ("raise", "zero", "drop")
+ON_NONE = ("error", "unscorable", "skip")
+# the kinds of outcomes that are failures; others are "", and those that on_none asks for
+FAILURES = ("error", "timeout", "crash", "not_number")
 # completions sent to a worker at once, at most
 BATCH = 16
 # attempts: what ends a worker before it listens is mostly a signal that was meant for the run
@@ -66,10 +71,15 @@ class RewardsConfig:
     timeout: float = 10.0  # seconds for one call of one function; after that it has failed
     # processes they run in; 0: the one that trains, without a timeout, as a debugger likes it
     workers: int = 1
+    # a reward returns None: error: it has failed; unscorable: nothing is learned from that
+    # completion; skip: the other rewards alone count
+    on_none: str = "error"
 
     def __post_init__(self):
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r}; it is raise, zero or drop")
+        if self.on_none not in ON_NONE:
+            raise ValueError(f"on_none={self.on_none!r}; it is error, unscorable or skip")
         if self.timeout <= 0:
             raise ValueError(f"timeout={self.timeout} must be above 0")
         if self.workers < 0:
@@ -87,6 +97,20 @@ def check_portable(functions: dict[str, Callable]) -> None:
         except Exception as error:
             # pickling runs what objects say of themselves, so it can be any
             raise ValueError(_cannot_be_sent(name, str(error))) from error
+
+
+def check_times(functions: dict[str, Callable], settings: RewardsConfig) -> None:
+    """Raises ValueError naming a function that may take longer than rewards.timeout, by its own
+    settings (`most_seconds`)."""
+    for name, fn in functions.items():
+        # as TaskConfig.functions binds it
+        reward = fn.args[0] if isinstance(fn, partial) and fn.args else fn
+        seconds = getattr(reward, "most_seconds", 0.0)
+        if settings.workers and seconds >= settings.timeout:
+            raise ValueError(
+                f"{name} may take {seconds:g} seconds by its settings, and "
+                f"rewards.timeout={settings.timeout:g}; raise that above it"
+            )
 
 
 class _Job(NamedTuple):
@@ -168,11 +192,22 @@ class Pool:
     ) -> dict[str, Outcome]:
         found = {}
         for name in names:
-            found[name] = next(outcomes)
-            if found[name][0] and self.settings.on_error == "raise":
+            found[name] = self._with_none_treated(next(outcomes))
+            if found[name][0] in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, found[name], completion)
                 raise ValueError(f"{problem}; rewards.on_error=zero or drop would go on without it")
         return found
+
+    def _with_none_treated(self, found: Outcome) -> Outcome:
+        """The outcome as rewards.on_none has it, where a function returned None, or a list with it.
+
+        In a list of a group, None stays where it is no error.
+        """
+        kind, value = found
+        is_in_list = isinstance(value, list) and None in value
+        if self.settings.on_none == "error":
+            return ("not_number", IS_NONE) if kind == "none" or is_in_list else found
+        return (self.settings.on_none, IS_NONE) if kind == "none" else found
 
     # ---- a thread and its worker
 
@@ -322,7 +357,8 @@ class _Worker:
         line = self._lines.popleft()
         try:
             answers, kind, value = json.loads(line)
-        except (TypeError, ValueError):
+            value = from_json(value)
+        except (LookupError, TypeError, ValueError):
             return "crash", f"wrote {short_repr(line)} to the pipe of its process"
         if answers != number and kind != "refused":
             return "crash", "got the answer to another call from its process"

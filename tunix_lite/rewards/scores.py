@@ -1,12 +1,14 @@
 """What a reward function may return beside a plain number."""
 
+from typing import Any
+
 
 class Score(float):
     """A number, and what kept the completion from getting more. Anywhere else it is that number.
 
     kind: "no_answer", the completion holds no answer that could be read; or "stopped", its code was
     stopped by a limit. A run counts both (`rewards/no_answer`, `rewards/stopped`), so that a score
-    of 0 for them is not taken for that of a wrong answer.
+    of 0 for them is not taken for that of a wrong answer. `why` says more, in words.
 
     Example: Score(0, "no_answer", "it holds no number") + 1.0 == 1.0.
     """
@@ -26,6 +28,20 @@ class Score(float):
 
     def __getnewargs__(self) -> tuple[float, str, str]:
         return float(self), self.kind, self.why
+
+
+def to_json(value: Any) -> Any:
+    """A value of a reward as JSON can hold it; `from_json` is the way back."""
+    if isinstance(value, Score):
+        return {"score": float(value), "kind": value.kind, "why": value.why}
+    return [to_json(item) for item in value] if isinstance(value, list) else value
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` made a value of."""
+    if isinstance(value, dict):
+        return Score(value["score"], value["kind"], value["why"])
+    return [from_json(item) for item in value] if isinstance(value, list) else value
 
 
 def no_answer(why: str) -> Score:

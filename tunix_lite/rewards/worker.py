@@ -18,10 +18,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tunix_lite.rewards.scores import Score, to_json
+
 # characters of a text that a message shows
 SHOWN = 200
 # characters of a text from a reward that leave this process; of the rest, how many there were
 KEPT = 64 * 1024
+# how a message goes on after the name of a reward
+IS_NONE = "is None, not a number,"
 # that a child has to exec or end before a call that forked counts as done
 CAME_BACK_SECONDS = 0.1
 # of prctl(2)
@@ -31,16 +35,27 @@ PR_SET_PDEATHSIG = 1
 class NotANumber(Exception):
     """What a reward function returned, in words."""
 
+    kind = "not_number"
+
+
+class NoScore(NotANumber):
+    """It returned None: rewards.on_none says what that means."""
+
+    kind = "none"
+
 
 def number(fn: Callable, completion: str, example: dict) -> float:
-    """What a reward function returns, as a float. NotANumber if it is no number or not finite; '1'
-    is a text, not a number."""
-    return _finite(fn(completion, example))
+    """What a reward function returns, as a float. NoScore if it is None, NotANumber if it is no
+    number or not finite; '1' is a text, not a number."""
+    value = fn(completion, example)
+    if value is None:
+        raise NoScore(IS_NONE)
+    return _finite(value)
 
 
-def numbers(fn: Callable, completions: list[str], example: dict) -> list[float]:
-    """What a reward function of a whole group returns: a finite number for each completion, in
-    their order. NotANumber if it is anything else."""
+def numbers(fn: Callable, completions: list[str], example: dict) -> list[float | None]:
+    """What a reward function of a whole group returns: a finite number, or None, for each
+    completion, in their order. NotANumber if it is anything else."""
     values = fn(completions, example)
     try:
         values = list(values)
@@ -48,7 +63,7 @@ def numbers(fn: Callable, completions: list[str], example: dict) -> list[float]:
         raise NotANumber(f"is {short_repr(values)}, not a list of numbers,") from error
     if len(values) != len(completions):
         raise NotANumber(f"is {len(values)} numbers, not {len(completions)},")
-    return [_finite(value) for value in values]
+    return [None if value is None else _finite(value) for value in values]
 
 
 def _finite(value: Any) -> float:
@@ -60,7 +75,7 @@ def _finite(value: Any) -> float:
         raise NotANumber(f"is {short_repr(value)}, not a number,") from error
     if not math.isfinite(as_float):
         raise NotANumber(f"is {as_float}")
-    return as_float
+    return value if isinstance(value, Score) else as_float
 
 
 def text(fn: Callable, completion: str, example: dict) -> str | None:
@@ -79,7 +94,7 @@ def outcome(fn: Callable, completion: str, example: dict) -> tuple[str, Any]:
     try:
         found = "", fn(completion, example)
     except NotANumber as error:
-        found = "not_number", str(error)
+        found = error.kind, str(error)
     except KeyboardInterrupt:
         if os.getpid() == mine:
             raise
@@ -204,7 +219,7 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
 
 def _answer(answers: BinaryIO, number: int | None, kind: str, value: Any) -> None:
     """number: of the call that is answered, so that no answer is ever taken for that of another."""
-    answers.write(json.dumps([number, kind, value]).encode() + b"\n")
+    answers.write(json.dumps([number, kind, to_json(value)]).encode() + b"\n")
     # each at once: the first that is missing is the call that failed
     answers.flush()
 

@@ -92,7 +92,7 @@ class FreshExperience:
         if self._rounds > 1:
             examples, dropped = self._with_more_rounds(examples, dropped, rollout)
         batch, metrics, graded = self._algorithm.collect(
-            self._policy, self._task, params, examples, key
+            self._policy, self._task.at_step(step), params, examples, key
         )
         if self._long_prompts == "drop":
             metrics["prompts/dropped"] = dropped

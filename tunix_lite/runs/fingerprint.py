@@ -45,7 +45,7 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1
         "data": digest_of_data(run.task.source),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
-        "rewards": {"on_error": run.rewards.on_error},
+        "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
         "optimizer": _optimizer(run, shards),
         "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision}
         | _reduced(run),
@@ -68,6 +68,11 @@ def _task(run: RunConfig) -> dict:
         if not reward["group"]:
             del reward["group"]
     return task
+
+
+def _on_none(run: RunConfig) -> dict:
+    """Only where it is not the default: earlier versions had no such setting."""
+    return {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
 
 
 def _optimizer(run: RunConfig, shards: int) -> dict:

@@ -239,7 +239,7 @@ class Watch:
             heartbeat("evaluating")
         found = evaluate(
             self.learner.policy,
-            session.task,
+            session.task.at_step(int(self.state.step)),
             self.learner.policy_params(self.state),
             self.learner.seed_key,
             num_examples,

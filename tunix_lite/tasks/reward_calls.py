@@ -4,7 +4,10 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from itertools import groupby
 
-from tunix_lite.rewards.pool import Outcome, Pool
+from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.pool import FAILURES, Outcome, Pool
+from tunix_lite.rewards.scores import from_json, to_json
+from tunix_lite.rewards.worker import IS_NONE
 from tunix_lite.tasks.processes import Processes, SharedError, unlike_the_first
 from tunix_lite.tasks.sources import digest
 
@@ -26,7 +29,7 @@ class RewardCalls:
         self.pool = pool
         self.examples = examples
         # row -> its text
-        self.completions: dict[int, str] = {}
+        self.completions: dict[int, CompletionText] = {}
         self._processes = processes
         self._group_names = group_names
         self._names = [name for name in pool.functions if name not in group_names]
@@ -37,7 +40,7 @@ class RewardCalls:
         # number of a call -> its outcomes; None: another process makes it
         self._futures: dict[int, Future | None] = {}
 
-    def submit(self, row: int, completion: str) -> None:
+    def submit(self, row: int, completion: CompletionText) -> None:
         """Calls the functions on a completion and, if it is the last of its group, on the group."""
         self.completions[row] = completion
         self._call(row, completion, row, self._names)
@@ -69,18 +72,25 @@ class RewardCalls:
         for rows, of_group in zip(self._groups, outcomes[count:]):
             for name, (kind, values) in of_group.items():
                 for place, row in enumerate(rows):
-                    found[row][name] = (kind, values if kind else values[place])
+                    found[row][name] = (kind, values) if kind else self._of_one(values[place])
         return found
 
+    def _of_one(self, value: float | None) -> Outcome:
+        """What a call for a group says of one completion."""
+        return (self.pool.settings.on_none, IS_NONE) if value is None else ("", value)
+
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
-        """In words: `reward 'short' is nan for the completion '...'`."""
-        texts = [self.completions[row] for row in range(len(self.examples))]
+        """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
+        completion that a reward did not score."""
+        kinds = {kind for one in outcomes for kind, _ in one.values()}
+        shown = kinds.intersection(FAILURES) or kinds - {""}
+        texts = [str(self.completions[row]) for row in range(len(self.examples))]
         of_groups = [[texts[row] for row in rows] for rows in self._groups]
         return next(
             self.pool.describe_failure(name, outcome, called_on)
             for called_on, one in zip([*texts, *of_groups], outcomes)
             for name, outcome in one.items()
-            if outcome[0]
+            if outcome[0] in shown
         )
 
 
@@ -103,7 +113,7 @@ def shared_outcomes(
         error = str(failed)
 
     # every process raises, or stops, or none does
-    everyone = processes.share([own, error, graded])
+    everyone = processes.share([None if own is None else _as_json(own), error, graded])
     if stopping is not None:
         stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
     errors = [error for _, error, _ in everyone if error is not None]
@@ -116,7 +126,16 @@ def shared_outcomes(
             "same data files and the same tokenizer?"
         )
     count = len(everyone)
-    return [everyone[call % count][0][call // count] for call in range(len(futures))]
+    found = (everyone[call % count][0][call // count] for call in range(len(futures)))
+    return [
+        {name: (kind, from_json(value)) for name, (kind, value) in one.items()} for one in found
+    ]
+
+
+def _as_json(outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
+    return [
+        {name: (kind, to_json(value)) for name, (kind, value) in one.items()} for one in outcomes
+    ]
 
 
 def _results(

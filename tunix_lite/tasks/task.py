@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.grading import (
     completion_metrics,
+    dropped_of,
     failure_metrics,
+    kinds_of,
     reasons_of,
     reward_metrics,
     texts_of,
@@ -40,7 +43,7 @@ from tunix_lite.tasks.sources import (
     first_fitting,
     fitting_batch_at,
 )
-from tunix_lite.types import Graded, Prompts, Rollout
+from tunix_lite.types import Graded, Metrics, Prompts, Rollout
 
 SPECIAL_TOKENS = ("text", "control", "error")
 LEARNED_TURNS = ("last", "all")
@@ -55,7 +58,8 @@ class Reward:
 
     # (completion, example) -> number; of a group: (completions, example) -> a number for each
     fn: Callable
-    weight: float = 1.0  # factor in the sum of rewards
+    # factor in the sum of rewards; or, of the number of the update from 0, what it is there
+    weight: float | Callable = 1.0
     group: bool = False  # fn gets all completions of a prompt at once, and compares them
 
 
@@ -94,6 +98,8 @@ class TaskConfig:
         for name, reward in self.rewards.items():
             given = "(completions, example)" if reward.group else "(completion, example)"
             _check_call(f"rewards.{name}.fn", reward.fn, given)
+            if callable(reward.weight):
+                _check_call(f"rewards.{name}.weight", reward.weight, "(step)")
         _check_call("correct", self.correct, "(completion, example)")
         _check_call("extract", self.extract, "(completion)")
 
@@ -112,6 +118,26 @@ class TaskConfig:
         if self.correct_is == "correct":
             called["correct"] = partial(number, self.correct)
         return called | {"extract": partial(text, self.extract)}
+
+    def weights(self, step: int) -> dict[str, float]:
+        """What each reward counts in update number `step` (from 0).
+
+        Raises ValueError for a schedule that gives no finite number.
+        """
+        weights = {}
+        for name, reward in self.rewards.items():
+            weights[name] = reward.weight(step) if callable(reward.weight) else reward.weight
+            if not np.isfinite(weights[name]):
+                raise ValueError(f"rewards.{name}.weight is {weights[name]} in step {step + 1}")
+        return weights
+
+    def weight_metrics(self, step: int) -> Metrics:
+        """The weights that change over the run."""
+        return {
+            f"rewards/weight_{name}": float(weight)
+            for name, weight in self.weights(step).items()
+            if callable(self.rewards[name].weight)
+        }
 
     @property
     def group_names(self) -> list[str]:
@@ -167,6 +193,12 @@ class Task:
     say: Callable[[str], None] | None = None
     # who takes the same batches and shares the grades; alone, while settings may still be wrong
     processes: Processes = ALONE
+    step: int = 0  # the number of the update, which weights of rewards may depend on
+
+    def at_step(self, step: int) -> "Task":
+        """The task as it grades for update number `step` (from 0): with the weights of then."""
+        has_schedule = any(callable(reward.weight) for reward in self.config.rewards.values())
+        return replace(self, step=step) if has_schedule else self
 
     @contextlib.contextmanager
     def with_workers(
@@ -264,7 +296,8 @@ class Grader:
     def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Sends a completion that has ended to the rewards. row: its place in `examples`."""
         began = time.perf_counter()
-        self._calls.submit(row, self.task.tokenizer.decode(tokens))
+        completion = CompletionText(self.task.tokenizer.decode(tokens), len(tokens))
+        self._calls.submit(row, completion)
         self.seconds += time.perf_counter() - began
 
     def results(self, rollout: Rollout) -> Graded:
@@ -289,20 +322,22 @@ class Grader:
         config = self.task.config
         outcomes = self._calls.of_completions(of_calls)
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        total_B = sum(config.rewards[name].weight * np.nan_to_num(each[name]) for name in each)
-        failed_B = np.isnan([*each.values()]).any(axis=0)
-        dropped_B = failed_B & (self._calls.pool.settings.on_error == "drop")
+        weights = config.weights(self.task.step)
+        total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
+        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
+        dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
         right_B = values_of(outcomes, config.correct_is) > 0
 
-        failures = failure_metrics(self._calls, of_calls, dropped_B, self.task.say)
-        metrics = reward_metrics(total_B, each, dropped_B) | failures
+        failures = failure_metrics(self._calls, of_calls, dropped_B, unscorable_B, self.task.say)
+        metrics = reward_metrics(total_B, each, kinds_BN, dropped_B) | failures
+        metrics |= config.weight_metrics(self.task.step)
         metrics |= completion_metrics(right_B, rollout) | {"time/rewards": self.seconds}
         if self.task.long_prompts == "truncate":
             full = with_full_prompts(self.examples, rollout)
             metrics["prompts/truncated"] = self.task.truncated(full)
         return Graded(
             prompts=[self.task.text.ask(example) for example in self.examples],
-            completions=[self._calls.completions[row] for row in range(len(self.examples))],
+            completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
             correct=right_B,
@@ -310,7 +345,7 @@ class Grader:
             metrics=metrics,
             dropped=dropped_B,
             each=each,
-            weights={name: reward.weight for name, reward in config.rewards.items()},
+            weights=weights,
             examples=self.examples,
             rollout=rollout,
             failures=[reasons_of(one) for one in outcomes],

@@ -1,0 +1,202 @@
+"""Code against tests: right and wrong code, and code that attacks what runs it. Linux only."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tunix_lite.rewards import code
+from tunix_lite.rewards.code import PassesTests, code_in, run_job
+from tunix_lite.rewards.scores import Score
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+
+FAST = PassesTests(seconds=0.6, memory_mib=512)
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def block(source: str) -> str:
+    return f"Here it is:\n\n```python\n{source}\n```\nThat is all."
+
+
+def kind(score: float) -> str:
+    return score.kind if isinstance(score, Score) else ""
+
+
+# ---- right and wrong code
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "score"),
+    [
+        (ADD, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], 1),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], 0.5),
+        (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1),
+        (ADD + "if __name__ == '__main__':\n    print(add(*map(int, input())))\n", ["assert add(1, 2) == 3"], 1),
+        (ADD + "import math, collections\n", ["import os\nassert os.getcwd()"], 1),
+        ("def add(a, b:", ["assert add(1, 2) == 3"], 0),
+        ("", ["assert add(1, 2) == 3"], 0),
+        ("add = 3", ["assert add(1, 2) == 3"], 0),
+        ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2\n", "output": "3\n"}], 1),
+        ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2", "output": "4"}], 0),
+        ("import sys\nprint(3)\nsys.exit(0)", [{"input": "", "output": "3"}], 1),
+        ("import sys\nprint(3)\nsys.exit(1)", [{"input": "", "output": "3"}], 0),
+        ("print(3)\nraise ValueError", [{"input": "", "output": "3"}], 0),
+        ("print(3, '', sep=' ')\nprint()", [{"input": "", "output": "3"}], 1),
+        ("print('é', input())", [{"input": "ü", "output": "é ü"}], 1),
+    ],
+)
+def test_the_share_of_tests_that_pass(source, tests, score):
+    assert PassesTests(all_or_nothing=False)(block(source), {"tests": tests}) == score
+    if score == 0.5:
+        assert PassesTests()(block(source), {"tests": tests}) == 0
+
+
+def test_the_last_block_of_python_is_run():
+    assert code_in("```python\na\n```\nor\n```py\nb\n```\n```bash\nls\n```") == "b\n"
+    assert code_in("```\na\n```") == "a\n"
+    assert code_in("print(3)") is None and code_in("```python\nprint(3)") is None and code_in("") is None
+    assert kind(FAST("no code", {"tests": ["assert True"]})) == "no_answer"
+
+
+def test_tests_that_are_none_and_settings_that_are_wrong_are_named():
+    for tests in (None, [], [3], [{"input": "3"}], {"input": "", "output": ""}):
+        with pytest.raises(ValueError, match=r"tests=.* of an example is not a list of texts or of"):
+            FAST("x", {"tests": tests})
+    for name in ("seconds", "memory_mib", "max_processes"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be above 0"):
+            PassesTests(**{name: 0})
+
+
+# ---- attacks
+
+OUTSIDE = Path("/tmp/tunix-lite-written-outside")
+SLEEPS = "import time\ntime.sleep(97)\n"
+ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends on kernel and time
+    "infinite loop": ("while True:\n    pass", "stopped"),
+    "sleep": (SLEEPS, "stopped"),
+    "ignores signals": (
+        "import signal\nfor n in range(1, 65):\n    try:\n        signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError):\n        pass\nwhile True:\n    pass",
+        "stopped",
+    ),
+    "fork bomb": ("import os\nwhile True:\n    os.fork()", "stopped"),
+    "forks that leave": (
+        "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork() == 0:\n            time.sleep(97)\n        os._exit(0)\ntime.sleep(97)",
+        "stopped",
+    ),
+    "huge output": ("while True:\n    print('x' * 100_000)", "stopped"),
+    "memory hog": ("x = 'x' * (4 * 10**9)", "stopped"),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()", None),
+    "writes outside": (f"open({str(OUTSIDE)!r}, 'w').write('x')", ""),
+    "removes outside": ("import shutil\nshutil.rmtree('/tmp/tunix-lite-kept')", ""),
+    "fills the disk": ("while True:\n    open('x', 'ab').write(bytes(2**20))", ""),
+    "kills its parent": ("import os\nos.kill(os.getppid(), 9)\n" + SLEEPS, None),
+    "kills all": ("import os\nos.kill(-1, 9)\n" + SLEEPS, ""),
+    "stops its group": ("import os\nos.killpg(0, 19)", "stopped"),
+    "leaves early": ("import os\nos._exit(0)", ""),
+    "leaves at once": ("raise SystemExit(0)", ""),
+    "crashes": ("import ctypes\nctypes.string_at(0)", ""),
+    "closes its pipes": ("import os\nos.closerange(0, 64)\n" + SLEEPS, "stopped"),
+    "claims to be done": ("import os\nos.write(3, b'0' * 32)\nos._exit(0)", ""),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_code_that_attacks_gets_nothing_and_leaves_nothing(name):
+    source, expected = ATTACKS[name]
+    kept = Path("/tmp/tunix-lite-kept")
+    kept.mkdir(exist_ok=True)
+    (kept / "file").write_text("kept")
+    before = {*Path("/tmp").glob("tunix-lite-code-*")}
+    began = time.monotonic()
+    score = FAST(block(source), {"tests": ["assert True"]})
+    assert score == 0 and kind(score) in ({expected} if expected is not None else {"", "stopped"})
+    assert time.monotonic() - began < 5
+    assert (kept / "file").read_text() == "kept" and not OUTSIDE.exists()
+    assert {*Path("/tmp").glob("tunix-lite-code-*")} <= before
+    assert not of_code(), "a process of the code is left"
+
+
+def of_code() -> list[str]:
+    """Processes that our children started and that still run, but for those of this test."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            state = (process / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if str(code.RUNNER).encode() in words and state[0] != "Z":
+            found.append(process.name)
+    return found
+
+
+def test_code_reaches_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        source = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"
+        assert FAST(block(source), {"tests": ["assert True"]}) == 0
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_limit_is_named_and_all_tests_together_have_one():
+    score = FAST(block("while True: pass"), {"tests": ["assert True"] * 50})
+    assert score.why == "its code took more than its seconds"
+    began = time.monotonic()
+    share = PassesTests(seconds=0.3, total_seconds=0.8, all_or_nothing=False)
+    score = share(block("import time\ntime.sleep(0.2)"), {"tests": ["assert True"] * 50})
+    assert 0 < score < 0.2 and score.why == "its code took more than total_seconds for all tests"
+    assert time.monotonic() - began < 4
+
+
+def test_what_the_kernel_refuses_is_told_once(monkeypatch, capsys):
+    verdict = '{"status": "ended", "why": "", "is_done": true, "printed": "", "missing": ["it can use the network"]}'
+    ended = subprocess.CompletedProcess([], 0, verdict)
+    monkeypatch.setattr(code, "_told", set())
+    monkeypatch.setattr(code.subprocess, "Popen", lambda *a, **k: FakeProcess(ended))
+    for _ in range(2):
+        assert FAST(block("3"), {"tests": ["assert True"]}) == 1
+    assert capsys.readouterr().out == "code of completions: it can use the network\n"
+
+
+class FakeProcess:
+    def __init__(self, ended):
+        self.returncode, self.stdout = ended.returncode, ended.stdout
+
+    def communicate(self, *_, **__):
+        return self.stdout, None
+
+
+def test_who_watches_may_be_killed_and_takes_the_code_along():
+    def kill():
+        while not (found := of_code()):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(min(map(int, found)), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    score = PassesTests(seconds=30)(block(SLEEPS), {"tests": ["assert True"]})
+    thread.join()
+    assert kind(score) == "stopped" and "ended who watched it (signal 9)" in score.why
+    deadline = time.monotonic() + 3
+    while of_code() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not of_code()
+
+
+def test_an_environment_that_cannot_run_code_is_no_fault_of_the_completion(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    monkeypatch.setattr(code, "RUNNER", Path(__file__).with_name("answer_cases.txt"))
+    with pytest.raises(RuntimeError, match=r"answer_cases.txt ended with exit code 1"):
+        run_job({"seconds": 1})

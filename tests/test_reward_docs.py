@@ -1,0 +1,134 @@
+"""docs/extend/reward.md followed to the letter, and every YAML of docs/guide/rewards.md built and called."""
+
+import contextlib
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from test_docs import DOCS, EXAMPLE, blocks, with_the_example  # noqa: F401
+
+from tunix_lite.commands.program import compose
+from tunix_lite.config import build
+from tunix_lite.rewards import answers, code, groups, judge, math_verify, schedules, similarity, text
+from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.pool import Pool
+from tunix_lite.tasks.task import Reward, TaskConfig
+
+GUIDE = DOCS / "guide" / "rewards.md"
+EXTEND = DOCS / "extend" / "reward.md"
+EXAMPLE_ROW = {"question": "3 + 4", "answer": "7", "tests": ["assert True"]}
+
+
+def yaml_of_the_guide() -> list[dict]:
+    bodies = [body for language, _, body in blocks(GUIDE) if language == "yaml"]
+    return [yaml.safe_load(body.replace("${generation.max_new_tokens}", "64")) for body in bodies]
+
+
+def rewards_of_the_guide() -> dict[str, Reward]:
+    found = {}
+    for number, block in enumerate(yaml_of_the_guide()):
+        for name, reward in build(dict[str, Reward], block["rewards"], "rewards").items():
+            found[f"{number}_{name}"] = reward
+    return found
+
+
+@pytest.fixture
+def as_if_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+
+
+def test_every_reward_that_is_there_is_on_the_page_with_all_its_settings(as_if_installed):
+    on_the_page = {
+        name: {field for field, _ in pasted.items() if field != "_target_"}
+        for pasted in targets(yaml_of_the_guide())
+        for name in [pasted["_target_"].rpartition(".")[2]]
+    }
+    modules = (answers, code, groups, judge, math_verify, schedules, similarity, text)
+    classes = {
+        name: set(kind.__dataclass_fields__)
+        for module in modules
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and "__call__" in vars(kind)
+    }
+    assert len(classes) >= 16 and classes.keys() <= on_the_page.keys()
+    shown = GUIDE.read_text()
+    for name, fields in classes.items():
+        missing = {field for field in fields if not re.search(rf"\b{field}\b", shown)}
+        assert not missing, f"{name}: the page does not name {missing}"
+
+
+def targets(value) -> list[dict]:
+    if isinstance(value, dict):
+        own = [value] if "_target_" in value else []
+        return own + [found for item in value.values() for found in targets(item)]
+    return [found for item in value for found in targets(item)] if isinstance(value, list) else []
+
+
+def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_installed):
+    source = SimpleNamespace(train=[], held_out=[])
+    called = 0
+    for reward in rewards_of_the_guide().values():
+        TaskConfig(source, "", {"r": reward})
+        if isinstance(reward.fn, judge.Judge | math_verify.MathVerify):
+            continue
+        completion = CompletionText("<think>3 + 4</think><answer>7</answer>\n```python\n3\n```", 20)
+        found = reward.fn([completion] if reward.group else completion, EXAMPLE_ROW | {"answer": answer_for(reward)})
+        assert all(isinstance(score, float | int) for score in (found if reward.group else [found]))
+        called += 1
+    assert called >= 14
+
+
+def answer_for(reward: Reward) -> str:
+    return "B" if isinstance(reward.fn, answers.ChoiceAnswer) else "7"
+
+
+def test_the_defaults_on_the_page_are_those_of_the_code(as_if_installed):
+    """Where a block names every setting of a reward, it shows the defaults; what has none is chosen for the page."""
+    chosen = {"base_url", "model", "prompt", "cache", "choices", "target", "width", "max_length", "correct", "pattern"}
+    chosen |= {"max_tokens", "buffer_tokens", "start", "end", "steps", "begin", "text", "length"}
+    for pasted in targets(yaml_of_the_guide()):
+        module, _, name = pasted["_target_"].rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        for field, value in pasted.items():
+            if field != "_target_" and field not in chosen:
+                default = kind.__dataclass_fields__[field].default
+                value = tuple(value) if isinstance(value, list) else value
+                assert value == default, f"{name}.{field}: the page shows {value}, and the default is {default}"
+
+
+# ---- a reward of your own
+
+
+def test_the_files_of_the_page_are_where_it_says(with_the_example):  # noqa: F811
+    page = EXTEND.read_text()
+    for name in ("my_reward.py", "conf/task/my_task.yaml"):
+        assert f"`{name}`" in page and (EXAMPLE / name).is_file()
+
+
+def test_what_is_tried_on_the_page_is_so(with_the_example):  # noqa: F811
+    (body,) = [body for language, _, body in blocks(EXTEND) if language == "python"]
+    exec(compile(body, EXTEND.name, "exec"), {})
+
+
+def test_the_task_of_the_page_grades_as_it_says(with_the_example):  # noqa: F811
+    run = compose(["task=my_task"])
+    assert {*run.task.rewards} == {*re.findall(r"`reward/(\w+)`", EXTEND.read_text())} - {"mean"}
+    with contextlib.closing(Pool(run.task.functions(), run.rewards)) as pool:
+        found = pool.submit(CompletionText("2 + 3 = 5", 6), {"question": "2 + 3", "answer": "5"}).result()
+    assert {name: value for name, (_, value) in found.items()} == {
+        "reward 'correct'": 1.0,
+        "reward 'working'": 1.0,
+        "reward 'few_words'": 1.0,
+        "extract": "5",
+    }
+    run = compose(["task=my_task", "task.rewards.few_words.fn.most=8", "task.rewards.few_words.weight=0"])
+    assert run.task.rewards["few_words"].fn.most == 8 and run.task.weights(0)["few_words"] == 0
+
+
+def test_the_number_of_cases_on_the_page_is_right():
+    (count,) = re.findall(r"lists (\d+)\s+completions", GUIDE.read_text())
+    lines = (Path(__file__).parent / "answer_cases.txt").read_text().splitlines()
+    assert int(count) == sum(bool(line) and not line.startswith("#") for line in lines)

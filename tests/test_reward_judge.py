@@ -1,0 +1,242 @@
+"""A judge over HTTP on this machine: what it answers, how it fails, what is kept."""
+
+import contextlib
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.rewards.judge import Judge, JudgeError
+from tunix_lite.rewards.pool import Pool, RewardsConfig
+
+ZERO = RewardsConfig("zero", timeout=20.0)
+PROMPT = "Is {completion} a good answer to {question}? End with Score: 0 to 10."
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request by the next of `answers` (the last one for ever): a text, an HTTP status, a function of the
+    handler; and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, *answers):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers, self.asked, self.headers, self.paths = list(answers), [], [], []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        server.headers.append(dict(self.headers))
+        server.paths.append(self.path)
+        answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        if callable(answer):
+            answer(self)
+        elif isinstance(answer, int):
+            self.say(answer, b"busy")
+        else:
+            self.say(200, json.dumps({"choices": [{"message": {"content": answer}}]}).encode())
+
+    def say(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serving(*answers):
+    with Server(*answers) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def judge(server, **settings) -> Judge:
+    return Judge(**{"base_url": server.url, "model": "m", "prompt": PROMPT, "backoff": 0.01, "timeout": 2.0} | settings)
+
+
+EXAMPLE = {"question": "2 + 2", "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "score"),
+    [
+        ("Score: 7", {}, 0.7),
+        ("Score: 3. No, Score: 8", {}, 0.8),
+        ("**SCORE**: 10", {}, 1),
+        ("score = 0", {}, 0),
+        ("Score: 3", {"lowest": 1.0, "highest": 5.0}, 0.5),
+        ("Score: -1", {"lowest": -1.0, "highest": 1.0}, 0),
+        ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
+        ("I say Yes.", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, 1),
+        ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
+    ],
+)
+def test_the_last_score_of_the_answer_counts(answer, settings, score):
+    with serving(answer) as server:
+        assert judge(server, **settings)("It is {4}", EXAMPLE) == pytest.approx(score)
+        assert server.paths == ["/v1/chat/completions"]
+        (asked,) = server.asked
+    assert asked == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Is It is {4} a good answer to 2 + 2? End with Score: 0 to 10."}],
+        "temperature": 0.0,
+        "max_tokens": 512,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("It is good.", "the judge's answer holds no score: 'It is good.'"),
+        ("Score: 11", "the judge's 11 is not from 0 to 10"),
+        ("", "holds no score: ''"),
+    ],
+)
+def test_an_answer_without_a_score_is_an_error_and_not_kept(answer, message, tmp_path):
+    with serving(answer, "Score: 5") as server:
+        asks = judge(server, cache=str(tmp_path / "cache.jsonl"))
+        with pytest.raises(JudgeError, match=message):
+            asks("4", EXAMPLE)
+        assert asks("4", EXAMPLE) == 0.5, "it was asked again"
+
+
+def test_what_may_pass_is_tried_again_and_what_will_not_is_not():
+    with serving(503, 429, "Score: 5") as server:
+        assert judge(server, retries=2)("4", EXAMPLE) == 0.5 and len(server.asked) == 3
+    twice = "gave no answer, asked 2 times: HTTP 503 Service Unavailable busy"
+    with serving(503) as server, pytest.raises(JudgeError, match=twice):
+        judge(server)("4", EXAMPLE)
+    with serving(401) as server:
+        with pytest.raises(JudgeError, match="asked once: HTTP 401"):
+            judge(server)("4", EXAMPLE)
+        assert len(server.asked) == 1
+    with serving(lambda handler: handler.say(200, b"<html>"), "Score: 5") as server:
+        assert judge(server)("4", EXAMPLE) == 0.5
+    with serving(lambda handler: handler.say(200, b'{"choices": []}'), "Score: 5") as server:
+        assert judge(server)("4", EXAMPLE) == 0.5
+    closed = Server("")
+    closed.server_close()
+    with pytest.raises(JudgeError, match="refused"):
+        judge(closed)("4", EXAMPLE)
+
+
+def test_a_judge_that_is_slow_or_endless_is_given_up():
+    def drip(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(300):
+                handler.wfile.write(b" ")
+                time.sleep(0.02)
+
+    def flood(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b" " * 5 * 2**20)
+
+    for answer, message in ((lambda _: time.sleep(1), "timed out"), (drip, "more than 0.3 sec"), (flood, "bytes")):
+        with serving(answer) as server:
+            began = time.monotonic()
+            with pytest.raises(JudgeError, match=message):
+                judge(server, timeout=0.3, retries=0)("4", EXAMPLE)
+            assert time.monotonic() - began < 2
+
+
+def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with serving("Score: 5") as other:
+        with serving(lambda handler: handler.say(302, b"", Location=other.url)) as server:
+            with pytest.raises(JudgeError, match="HTTP 302"):
+                judge(server, api_key_env="MY_KEY")("4", EXAMPLE)
+            assert server.headers[0]["Authorization"] == "Bearer secret"
+        assert not other.asked
+        judge(other)("4", EXAMPLE)
+        assert "Authorization" not in other.headers[0]
+
+
+def test_answers_are_kept_in_a_file_which_processes_share(tmp_path):
+    file = tmp_path / "new" / "cache.jsonl"
+    with serving("Score: 5") as server:
+        asks = judge(server, cache=str(file))
+        assert [asks("4", EXAMPLE), asks("4", EXAMPLE), asks("5", EXAMPLE)] == [0.5] * 3
+        assert len(server.asked) == 2
+        # another pattern reads the same answers; another model is asked anew
+        assert judge(server, cache=str(file), highest=5.0)("4", EXAMPLE) == 1 and len(server.asked) == 2
+        judge(server, cache=str(file), model="other")("4", EXAMPLE)
+        assert len(server.asked) == 3
+
+        # another process: all that is in the file, but for a line that its writer did not finish
+        with open(file, "a") as more:
+            more.write('{"key": "x", "ans')
+        with contextlib.closing(Pool({"judge": asks}, RewardsConfig(timeout=20.0))) as pool:
+            found = [pool.submit(text, EXAMPLE).result()["judge"] for text in ("4", "6", "6")]
+        assert found == [("", 0.5)] * 3 and len(server.asked) == 4
+        assert asks("6", EXAMPLE) == 0.5 and len(server.asked) == 4, "it was read from what the other process wrote"
+        assert len(file.read_text().splitlines()) == 5
+
+
+def test_many_at_once_write_whole_lines(tmp_path):
+    file = tmp_path / "cache.jsonl"
+    with serving("Score: 5 " + "x" * 5000) as server:
+        asks = judge(server, cache=str(file))
+        with ThreadPoolExecutor(8) as pool:
+            assert {*pool.map(lambda n: asks(str(n), EXAMPLE), range(40))} == {0.5}
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 40
+
+
+def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
+    with serving(503) as server, contextlib.closing(Pool({"judge": judge(server)}, ZERO)) as pool:
+        kind, how = pool.submit("4", EXAMPLE).result()["judge"]
+    assert kind == "error" and "JudgeError: the judge at http://127.0.0.1" in how
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; it is as http"),
+        ({"base_url": "localhost:8000"}, "base_url="),
+        ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
+        ({"pattern": "Score"}, "has no group"),
+        ({"pattern": "(Score"}, r"pattern='\(Score': missing \)"),
+        ({"lowest": 10.0}, "lowest=10.0 must be below highest=10.0"),
+        ({"retries": -1}, "retries and backoff not negative"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such variable"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": PROMPT} | settings)
+
+
+def test_a_prompt_that_names_another_field_is_named():
+    with pytest.raises(ValueError, match="the judge's prompt names 'question'; an example has answer"):
+        Judge("http://127.0.0.1:1/v1", "m", PROMPT)("4", {"answer": "4"})
+
+
+def test_what_a_call_may_take_is_known():
+    assert Judge("http://a", "m", PROMPT, timeout=4.0, retries=3, backoff=0.5).most_seconds == 4 * 4 + 0.5 * 7
+
+
+def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
+    prompt = "prompt: '{completion}'"
+    fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
+    asks = [f"+task.rewards.judge={{fn: {fn}}}"]
+    with pytest.raises(ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; raise"):
+        compose(asks)
+    compose([*asks, "rewards.timeout=20"])

@@ -1,0 +1,208 @@
+"""What a reward may say beside a number: None, a Score with a reason; what it gets beside a text: its tokens; and
+weights that change over the run."""
+
+import json
+import pickle
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scored_rewards import num_tokens, num_tokens_of_group, of_group, of_text, one, shown
+
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.models import source
+from tunix_lite.rewards.pool import RewardsConfig
+from tunix_lite.rewards.schedules import Linear
+from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
+from tunix_lite.runs.fingerprint import fingerprint
+from tunix_lite.tasks.grading import values_of
+from tunix_lite.tasks.processes import Processes
+from tunix_lite.tasks.reward_calls import shared_outcomes
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.types import Rollout
+
+
+class Words:
+    """A tokenizer whose token i is the whole of text i; the end-of-sequence token adds nothing."""
+
+    pad_id = 0
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def decode(self, tokens):
+        return self.texts[tokens[0]]
+
+    def special_in(self, text):
+        return []
+
+    def prompt(self, asked):
+        return [0]
+
+
+def grade(texts, settings, rewards, examples=None, step=0, lengths=None):
+    """What a task says of completions. lengths: their tokens, 1 each by default."""
+    source = SimpleNamespace(train=[{}], held_out=[{}] * len(texts))
+    task = Task(TaskConfig(source, "", rewards, one, shown), Words(texts), 1, 8).at_step(step)
+    lengths = lengths or [1] * len(texts)
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    tokens = np.where(mask, np.arange(len(texts))[:, None], 0)
+    rollout = Rollout(tokens, mask, mask, mask * 0.0, np.ones(len(texts)), mask * 0.0)
+    with task.with_workers(settings, lambda text: None) as task:
+        return task.grade(examples or [{}] * len(texts), rollout)
+
+
+def noted(graded) -> dict:
+    return {name: graded.metrics[f"rewards/{name}"] for name in ("unscorable", "no_answer", "stopped", "dropped")}
+
+
+# ---- Score
+
+
+def test_a_score_is_its_number_and_survives_its_ways():
+    score = Score(0.25, "stopped", "why")
+    assert score == 0.25 and score + 1 == 1.25 and isinstance(score, float) and json.dumps(score) == "0.25"
+    for copy in (pickle.loads(pickle.dumps(score)), from_json(json.loads(json.dumps(to_json(score))))):
+        assert copy == 0.25 and (copy.kind, copy.why) == ("stopped", "why")
+    values = [1.0, None, no_answer("x")]
+    found = from_json(json.loads(json.dumps(to_json(values))))
+    assert found == values and found[2].why == "x"
+    with pytest.raises(ValueError, match="kind='other'; it is no_answer or stopped"):
+        Score(0, "other", "why")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_group", [False, True])
+def test_what_kept_a_completion_from_more_is_counted_and_is_no_failure(workers, is_group):
+    texts = ["1", "no answer", "stopped", "no answer"]
+    reward = Reward(of_group if is_group else of_text, group=is_group)
+    graded = grade(texts, RewardsConfig(workers=workers), {"r": reward}, examples=[{}] * 4)
+    np.testing.assert_array_equal(graded.rewards, [1, 0, 0.25, 0])
+    assert noted(graded) == {"unscorable": 0, "no_answer": 2, "stopped": 1, "dropped": 0}
+    assert graded.failures[1]["reward 'r'"] == "no_answer: it holds no number"
+    assert graded.metrics["reward/r"] == 1.25 / 4
+
+
+def test_processes_tell_each_other_why():
+    def share(value):
+        return [json.loads(json.dumps(value))]
+
+    future = Future()
+    future.set_result({"r": ("", no_answer("it holds no number"))})
+    (found,) = shared_outcomes((future,), "", Processes(share=share))
+    assert found["r"][1].why == "it holds no number" and values_of([found], "r")[0] == 0
+
+
+# ---- None
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_none_is_an_error_unless_it_is_asked_for(is_group):
+    reward = {"r": Reward(of_group if is_group else of_text, group=is_group)}
+    with pytest.raises(ValueError, match="reward 'r' is None, not a number,"):
+        grade(["1", "none"], RewardsConfig(workers=0), reward)
+    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, examples=[{"a": 1}, {"a": 2}])
+    np.testing.assert_array_equal(graded.rewards, [1, 0])
+    assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_group", [False, True])
+def test_an_unscorable_completion_leaves_the_baseline(workers, is_group):
+    rewards = {"r": Reward(of_group if is_group else of_text, group=is_group), "one": Reward(one)}
+    settings = RewardsConfig(workers=workers, on_none="unscorable")
+    graded = grade(["1", "none", "3"], settings, rewards, examples=[{}] * 3)
+    np.testing.assert_array_equal(graded.rewards, [2, np.nan, 4])
+    np.testing.assert_array_equal(graded.dropped, [False, True, False])
+    assert noted(graded) == {"unscorable": 1, "no_answer": 0, "stopped": 0, "dropped": 1}
+    assert graded.metrics["reward/r"] == 2 and graded.metrics["reward/mean"] == 3
+    assert graded.failures[1]["reward 'r'"].startswith("unscorable: is None")
+
+
+def test_a_reward_that_skips_leaves_the_score_to_the_others():
+    rewards = {"a": Reward(of_text), "b": Reward(of_text, 10.0), "one": Reward(one)}
+    settings = RewardsConfig(workers=0, on_none="skip")
+    graded = grade(["1", "none", "3"], settings, rewards)
+    np.testing.assert_array_equal(graded.rewards, [12, 1, 34])
+    assert graded.metrics["reward/a"] == 2, "a mean of those that it scored"
+    assert noted(graded)["unscorable"] == 0 and not graded.dropped.any()
+    del rewards["one"]
+    graded = grade(["1", "none", "3"], settings, rewards)
+    np.testing.assert_array_equal(graded.dropped, [False, True, False])
+    assert noted(graded)["unscorable"] == 1, "all skipped it"
+    with pytest.raises(ValueError, match=r"all 1 completions were dropped; the first: reward 'a' is None"):
+        grade(["none"], settings, rewards)
+
+
+def test_what_none_means_is_one_of_three():
+    with pytest.raises(ConfigError, match=r"rewards: on_none='zero'; it is error, unscorable or skip"):
+        compose(["rewards.on_none=zero"])
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_knows_how_many_tokens_were_sampled(workers):
+    rewards = {"one": Reward(num_tokens), "group": Reward(num_tokens_of_group, 100.0, group=True)}
+    graded = grade(["a", "b", "c"], RewardsConfig(workers=workers), rewards, examples=[{}] * 3, lengths=[2, 3, 1])
+    np.testing.assert_array_equal(graded.rewards, [202, 303, 101])
+    assert [type(text) for text in graded.completions] == [str] * 3
+
+
+def test_the_limit_of_tokens_is_taken_from_generation():
+    run = compose(
+        [
+            "+task.rewards.overlong={fn: {_target_: tunix_lite.rewards.text.SoftOverlong, "
+            "max_tokens: '${generation.max_new_tokens}', buffer_tokens: 4}}",
+            "generation.max_new_tokens=20",
+        ]
+    )
+    assert run.task.rewards["overlong"].fn.max_tokens == 20
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize(("step", "weight"), [(0, 1), (9, 1), (10, 1), (35, 0.75), (60, 0.5), (110, 0), (5000, 0)])
+def test_a_linear_weight(step, weight):
+    assert Linear(1.0, 0.0, 100, begin=10)(step) == weight
+
+
+def test_weights_are_those_of_the_step_and_are_logged():
+    rewards = {"r": Reward(of_text, Linear(1.0, 0.0, 4)), "one": Reward(one, 2.0)}
+    for step, weight in ((0, 1), (1, 0.75), (4, 0), (9, 0)):
+        graded = grade(["1", "3"], RewardsConfig(workers=0), rewards, step=step)
+        np.testing.assert_array_equal(graded.rewards, [weight + 2, 3 * weight + 2])
+        assert graded.metrics["rewards/weight_r"] == weight == graded.weights["r"]
+        assert "rewards/weight_one" not in graded.metrics and graded.metrics["reward/r"] == 2
+
+
+def test_yaml_gives_a_weight_as_a_number_or_as_a_schedule():
+    schedule = "{_target_: tunix_lite.rewards.schedules.Linear, start: 1, end: 0.5, steps: 30}"
+    run = compose([f"task.rewards.correct.weight={schedule}"])
+    assert run.task.rewards["correct"].weight == Linear(1.0, 0.5, 30)
+    assert compose(["task.rewards.correct.weight=2"]).task.rewards["correct"].weight == 2.0
+    for wrong, message in (
+        ("[1]", "task.rewards.correct.weight: expected float"),
+        ("{_target_: tunix_lite.rewards.math.correct}", r"rewards.correct.weight is called with \(step\)"),
+        (schedule.replace("30", "0"), "steps=0 must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose([f"task.rewards.correct.weight={wrong}"])
+
+
+def test_a_weight_that_is_no_number_stops_the_run_naming_the_step():
+    config = TaskConfig(SimpleNamespace(train=[], held_out=[]), "", {"r": Reward(one, lambda step: float("nan"))})
+    with pytest.raises(ValueError, match=r"rewards.r.weight is nan in step 8"):
+        config.weights(7)
+
+
+def test_the_fingerprint_of_a_run_without_the_new_settings_is_that_of_earlier_versions():
+    run = compose([])
+    kept = fingerprint(run, source.locate(run.model), 16)
+    assert kept["rewards"] == {"on_error": "raise"} and kept["task"]["rewards"]["correct"]["weight"] == 1.0
+    run = compose(["rewards.on_none=skip"])
+    assert fingerprint(run, source.locate(run.model), 16)["rewards"] == {"on_error": "raise", "on_none": "skip"}

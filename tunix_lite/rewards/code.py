@@ -1,0 +1,178 @@
+"""Code that a model wrote, run against tests: each test in processes of its own, with limits.
+
+It needs Linux. **This is no security boundary**: what limits there are keep honest mistakes and
+clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does).
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite.rewards.scores import Score, no_answer
+
+# characters of a program that are run
+LONGEST = 256 * 1024
+# seconds that starting and ending the processes of a test may take beside the test
+GRACE = 5.0
+RUNNER = Path(__file__).with_name("run_code.py")
+STOPPED = {
+    "time": "took more than its seconds",
+    "output": "printed more than output_kib",
+    "memory": "took more than memory_mib",
+    "processes": "started more than max_processes",
+}
+TOO_LONG = "took more than total_seconds for all tests"
+_FENCE = re.compile(r"^```[^\S\n]*([\w+-]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# protections that the kernel refused, of which this process has told
+_told: set[str] = set()
+
+
+@dataclass(frozen=True)
+class PassesTests:
+    """The share of an example's tests that the completion's code passes; with `all_or_nothing`, 1
+    if it passes all, else 0.
+
+    The code is the last block fenced by ``` (of Python, or of no language). A test is a text of
+    Python, run after the code and passed if nothing raises; or {input: ..., output: ...}: the code
+    as a program gets the input on stdin, and its lines on stdout are compared without space at
+    their ends. A completion whose code goes beyond a limit is counted (`rewards/stopped`), one
+    without code too (`rewards/no_answer`).
+    """
+
+    field: str = "tests"  # of the example: a list of tests
+    all_or_nothing: bool = True
+    seconds: float = 2.0  # for one test
+    total_seconds: float = 8.0  # for all tests of a completion; below rewards.timeout
+    max_tests: int = 32  # the first ones of an example
+    memory_mib: int = 1024
+    output_kib: int = 1024  # on stdout
+    disk_mib: int = 16  # in the folder that the code runs in
+    max_processes: int = 8  # threads count, too
+
+    def __post_init__(self):
+        for name in (
+            "seconds",
+            "total_seconds",
+            "max_tests",
+            "memory_mib",
+            "output_kib",
+            "disk_mib",
+            "max_processes",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if sys.platform != "linux":
+            raise ValueError("rewards.code.PassesTests limits code by means of Linux only")
+
+    @property
+    def most_seconds(self) -> float:
+        """What a call may take; rewards.timeout must be above it."""
+        return self.total_seconds
+
+    def __call__(self, completion: str, example: dict) -> float:
+        """Raises ValueError for tests that are none, RuntimeError if they cannot be run here."""
+        tests = self._tests(example)
+        code = code_in(completion)
+        if code is None:
+            return no_answer("it holds no block of code between ``` and ```")
+        deadline = time.monotonic() + self.total_seconds
+        passed = 0
+        stopped = ""
+        for test in tests:
+            left = min(self.seconds, deadline - time.monotonic())
+            if left <= 0:
+                stopped = stopped or TOO_LONG
+                break
+            is_passed, why = self._passes(code, test, left)
+            if why == STOPPED["time"] and left < self.seconds:
+                why = TOO_LONG
+            passed += is_passed
+            stopped = stopped or why
+            if self.all_or_nothing and not is_passed:
+                break
+        score = float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
+        return Score(score, "stopped", f"its code {stopped}") if stopped else score
+
+    def _tests(self, example: dict) -> list[str | dict]:
+        tests = example.get(self.field)
+        if isinstance(tests, str):
+            tests = [tests]
+        if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+            wrong = f"{self.field}={tests!r:.200} of an example"
+            raise ValueError(f"{wrong} is not a list of texts or of {{input: ..., output: ...}}")
+        return tests[: self.max_tests]
+
+    def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
+        """Whether the code passes a test, and by which limit it was stopped ("": by none)."""
+        is_program = isinstance(test, dict)
+        job = {
+            "kind": "stdin" if is_program else "assert",
+            "code": code,
+            "test": "" if is_program else test,
+            "input": test["input"] if is_program else "",
+            "seconds": seconds,
+            "memory_mib": self.memory_mib,
+            "output_bytes": self.output_kib * 1024,
+            "disk_mib": self.disk_mib,
+            "processes": self.max_processes,
+        }
+        verdict = run_job(job)
+        if verdict["status"] != "ended":
+            return False, STOPPED.get(verdict["status"], verdict["status"])
+        is_passed = verdict["is_done"]
+        if is_program:
+            is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
+        return is_passed, "took more than memory_mib" if "MemoryError" in verdict["why"] else ""
+
+
+def run_job(job: dict) -> dict:
+    """What became of a job (see run_code.run). Raises RuntimeError if it could not be run."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(RUNNER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"status": "could not be ended in time", "why": ""}
+    if process.returncode < 0:
+        return {"status": f"ended who watched it (signal {-process.returncode})", "why": ""}
+    try:
+        verdict = json.loads(said)
+    except ValueError as error:
+        raise RuntimeError(f"{RUNNER.name} ended with exit code {process.returncode}") from error
+    if verdict["status"] == "failed":
+        raise RuntimeError(f"code could not be run: {verdict['why']}")
+    for refused in verdict["missing"]:
+        if refused not in _told:
+            _told.add(refused)
+            print(f"code of completions: {refused}", flush=True)
+    return verdict
+
+
+def code_in(completion: str) -> str | None:
+    """The last fenced block of Python, or of no language; None if there is none."""
+    blocks = [
+        block
+        for language, block in _FENCE.findall(completion[:LONGEST])
+        if language.lower() in ("", "python", "py", "python3")
+    ]
+    return blocks[-1] if blocks else None
+
+
+def _is_test(test: object) -> bool:
+    if isinstance(test, dict):
+        return all(isinstance(test.get(name), str) for name in ("input", "output"))
+    return isinstance(test, str)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,249 @@
+"""A model as a judge, over HTTP: any server that answers OpenAI-style chat completions.
+
+The network is used only because `base_url` names a server, and only that server is asked. What
+fails is an error of the reward, which rewards.on_error treats and `rewards/errors` counts; it is
+never a score of 0.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import string
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+# bytes of an answer that are read, and characters of what is wrong that are shown
+LONGEST = 1024 * 1024
+SHOWN = 200
+# of a request that may well succeed when it is made again
+TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+class JudgeError(RuntimeError):
+    """The judge could not be asked, or what it answered is no score."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The score that a model gives a completion, from 0 to 1.
+
+    `prompt` is a text with {completion} and fields of the example. In the answer, `pattern` finds
+    the score, and the last place counts: its first group is a number from `lowest` to `highest`,
+    which becomes 0 to 1; or, with `scores`, a word with a score of its own.
+
+    Requests that fail are made again, `retries` times, each after twice the time. Raises JudgeError
+    when none succeeds, or when the answer holds no score.
+    """
+
+    base_url: str  # of the server, as in http://127.0.0.1:8000/v1
+    model: str  # its name there
+    prompt: str
+    system: str = ""  # a message before it; "": none
+    pattern: str = r"(?i)score[^\w-]{0,9}(-?\d+(?:\.\d+)?)"
+    lowest: float = 0.0
+    highest: float = 10.0
+    scores: dict[str, float] | None = None  # {yes: 1, no: 0}, without case; null: numbers
+    temperature: float = 0.0
+    max_tokens: int = 512  # of the judge's answer
+    timeout: float = 4.0  # seconds for one request
+    retries: int = 1
+    backoff: float = 0.5  # seconds before the first retry
+    cache: str | None = None  # a file that keeps answers; null: none are kept
+    api_key_env: str = ""  # the environment variable that holds a key; "": none is sent
+
+    def __post_init__(self):
+        url = urlsplit(self.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"base_url={self.base_url!r}; it is as http://127.0.0.1:8000/v1")
+        try:
+            named = {name for _, name, *_ in string.Formatter().parse(self.prompt) if name}
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern={self.pattern!r}: {error}") from error
+        if "completion" not in named:
+            raise ValueError("prompt has no {completion}: the judge would not see it")
+        if groups < 1:
+            raise ValueError(f"pattern={self.pattern!r} has no group (...) around the score")
+        if self.scores is None and self.lowest >= self.highest:
+            raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
+        if self.timeout <= 0 or self.retries < 0 or self.backoff < 0 or self.max_tokens < 1:
+            raise ValueError(
+                "timeout and max_tokens must be above 0, retries and backoff not negative"
+            )
+        if self.api_key_env and self.api_key_env not in os.environ:
+            raise ValueError(f"api_key_env={self.api_key_env}: there is no such variable")
+
+    @property
+    def most_seconds(self) -> float:
+        """What a call may take; rewards.timeout must be above it."""
+        waits = self.backoff * (2**self.retries - 1)
+        return self.timeout * (self.retries + 1) + waits
+
+    def __call__(self, completion: str, example: dict) -> float:
+        body = self._request(completion, example)
+        key = hashlib.sha256(json.dumps([self.base_url, body]).encode()).hexdigest()
+        cache = None if self.cache is None else _cache_of(self.cache)
+        if cache is not None and (kept := cache.get(key)) is not None:
+            return self._score(kept)
+        answer = self._ask(body)
+        score = self._score(answer)
+
+        # an answer without a score is asked for again
+        if cache is not None:
+            cache.put(key, answer)
+        return score
+
+    def _request(self, completion: str, example: dict) -> dict:
+        try:
+            text = self.prompt.format(**{**example, "completion": completion})
+        except (KeyError, IndexError, AttributeError) as error:
+            fields = ", ".join(map(str, example))[:SHOWN]
+            wrong = f"the judge's prompt names {error}; an example has {fields}"
+            raise ValueError(wrong) from error
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": text}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+
+    def _score(self, answer: str) -> float:
+        found = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
+        if not found:
+            raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
+        if self.scores is not None:
+            words = {word.casefold(): score for word, score in self.scores.items()}
+            if found[-1].casefold() not in words:
+                raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is none of {list(words)}")
+            return words[found[-1].casefold()]
+        try:
+            number = float(found[-1])
+        except ValueError as error:
+            raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is no number") from error
+        if not self.lowest <= number <= self.highest:
+            wrong = f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}"
+            raise JudgeError(wrong)
+        return (number - self.lowest) / (self.highest - self.lowest)
+
+    # ---- the server
+
+    def _ask(self, body: dict) -> str:
+        """The text of the answer. Raises JudgeError naming the last failure."""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.backoff * 2 ** (attempt - 1))
+            try:
+                return self._post(body)
+            except urllib.error.HTTPError as error:
+                said = error.read(SHOWN).decode(errors="replace")
+                failure = f"HTTP {error.code} {error.reason} {said}".strip()
+                if error.code not in TRANSIENT:
+                    break
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                failure = f"{type(error).__name__}: {error}"[:SHOWN]
+        asked = f"asked {attempt + 1} times" if attempt else "asked once"
+        raise JudgeError(f"the judge at {self.base_url} gave no answer, {asked}: {failure}")
+
+    def _post(self, body: dict) -> str:
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        if self.api_key_env:
+            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
+        request = urllib.request.Request(
+            f"{self.base_url.rstrip('/')}/chat/completions",
+            json.dumps(body).encode("utf-8"),
+            headers,
+        )
+        deadline = time.monotonic() + self.timeout
+        with _opener(self.base_url)(request, timeout=self.timeout) as response:
+            said = b""
+            # a server that sends a byte now and then takes no longer either
+            while part := response.read1(65536):
+                said += part
+                if len(said) > LONGEST:
+                    raise ValueError(f"the answer has more than {LONGEST:,} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the answer took more than {self.timeout:g} seconds")
+        text = json.loads(said)["choices"][0]["message"]["content"]
+        if not isinstance(text, str):
+            raise TypeError(f"the content of the answer is {type(text).__name__}, not a text")
+        return text
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Only the named server is asked: a key must not go to another one."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _opener(url: str) -> Callable:
+    handlers: list = [_NoRedirect()]
+    if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
+        # no proxy stands between this machine and itself
+        handlers.append(urllib.request.ProxyHandler({}))
+    return urllib.request.build_opener(*handlers).open
+
+
+# ---- answers that are kept
+
+
+class _Cache:
+    """A file with a line of JSON for each answer, which several processes read and append to."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self._answers: dict[str, str] = {}
+        # bytes that were read: whole lines
+        self._read = 0
+
+    def get(self, key: str) -> str | None:
+        if key not in self._answers:
+            self._catch_up()
+        return self._answers.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # whoever was killed while writing left a part of a line
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(size - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
+        self._answers[key] = answer
+
+    def _catch_up(self) -> None:
+        """Reads what was appended since, by whichever process."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._read)
+                said = file.read()
+        except FileNotFoundError:
+            return
+        *lines, rest = said.split(b"\n")
+        self._read += len(said) - len(rest)
+        for line in lines:
+            try:
+                kept = json.loads(line)
+                self._answers[kept["key"]] = str(kept["answer"])
+            except (ValueError, LookupError, TypeError):
+                # the beginning of a line whose writer was killed: it is asked for again
+                continue
+
+
+_caches: dict[str, _Cache] = {}
+
+
+def _cache_of(path: str) -> _Cache:
+    return _caches.setdefault(path, _Cache(path))

@@ -1,0 +1,100 @@
+"""Answers compared as mathematics, by the package math-verify: `pip install 'tunix_lite[math]'`."""
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+from tunix_lite.rewards.limits import call_with_limits, time_limit
+from tunix_lite.rewards.numbers import number_of
+from tunix_lite.rewards.scores import Score, no_answer
+
+# characters of a completion that are parsed: its last ones
+LONGEST = 16 * 1024
+
+
+@dataclass(frozen=True)
+class MathVerify:
+    """1 if the completion's answer equals the example's as mathematics (numbers, fractions,
+    expressions, intervals, sets), else 0.
+
+    math-verify itself turns all that goes wrong into "wrong". Here it is 0 and counted: a
+    completion without an expression that can be parsed or compared (`rewards/no_answer`), and one
+    that takes longer than `seconds` (`rewards/stopped`). An example's answer that cannot be parsed
+    is an error of the reward, which rewards.on_error treats.
+    """
+
+    field: str = "answer"  # of the example: LaTeX, or a plain number or expression
+    decimals: int = 6  # that numbers are rounded to before they are compared
+    digits: int = 15  # that expressions are computed to
+    seconds: float = 5.0  # for one completion; below rewards.timeout
+
+    def __post_init__(self):
+        if self.seconds <= 0:
+            raise ValueError(f"seconds={self.seconds} must be above 0")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(
+                "the package math-verify is not installed: pip install 'tunix_lite[math]'"
+            )
+
+    def __call__(self, completion: str, example: dict) -> float:
+        """Raises ValueError for an example's answer that cannot be parsed."""
+        if self.field not in example:
+            raise ValueError(f"an example has no field {self.field!r}: it has {', '.join(example)}")
+        expected = _expected(str(example[self.field]), self.seconds)
+        compare = functools.partial(self._compare, expected, completion[-LONGEST:])
+        try:
+            return call_with_limits(compare, self.seconds, "math-verify")
+        except (TimeoutError, MemoryError) as error:
+            return Score(0.0, "stopped", str(error))
+
+    def _compare(self, expected: tuple, completion: str) -> float:
+        package = _package()
+        # it is given no timeouts: those are signals as well, and would end ours
+        found = package.parse(completion, parsing_timeout=None)
+        if not _holds_mathematics(found):
+            return no_answer("it holds no expression that could be parsed")
+        try:
+            is_right = package.verify(
+                list(expected),
+                found,
+                float_rounding=self.decimals,
+                numeric_precision=self.digits,
+                timeout_seconds=None,
+                raise_on_error=True,
+            )
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return no_answer(f"its answer could not be compared: {type(error).__name__}")
+        return float(is_right)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(answer: str, seconds: float) -> tuple:
+    """The parsed answer of an example, as LaTeX; marks of mathematics may stand around it."""
+    # Without dollars, math-verify takes a number out of LaTeX: of 2\sqrt{2} the first 2.
+    is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+    texts = (answer,) if is_marked else (f"${answer}$", answer)
+    # A plain number is parsed as it stands, as a completion's is.
+    for text in reversed(texts) if number_of(answer) is not None else texts:
+        with time_limit(seconds, "math-verify"):
+            found = _package().parse(text, parsing_timeout=None)
+        if _holds_mathematics(found):
+            return tuple(found)
+    raise ValueError(f"math-verify cannot parse the answer {answer[:200]!r} of an example")
+
+
+def _holds_mathematics(found: list) -> bool:
+    """Whether something was parsed; what could not be is there as a text."""
+    return any(not isinstance(part, str) for part in found)
+
+
+@functools.cache
+def _package() -> ModuleType:
+    """math_verify, without its warnings that timeouts are off: ours are on."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify

@@ -1,0 +1,332 @@
+"""The program that runs a piece of code once, with limits, in processes of its own (Linux).
+
+`python -I run_code.py` reads a job as JSON from stdin and writes what became of it as JSON to
+stdout. It is three processes: this one watches; its child is the first process of a new process
+namespace, so that all ends with it; the child of that runs the code. It imports nothing of the
+package: it starts once for each test.
+
+It keeps honest mistakes and clumsy tricks from harming a run. It is no security boundary.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import secrets
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+
+# seconds between two looks at what the code does
+LOOK_SECONDS = 0.02
+# bytes of a traceback that are kept
+KEPT = 2_000
+# files that the code may have open, and bytes of one that it writes
+OPEN_FILES = 64
+MIB = 1024 * 1024
+# the user that code runs as, if this one is root and that one can read Python
+NOBODY = 65534
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+# of unshare(2), prctl(2), mount(2)
+CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_CHILD_SUBREAPER = 36
+MS_NOSUID_NODEV = 2 | 4
+MNT_DETACH = 2
+MS_REC_PRIVATE = 16384 | 1 << 18
+CAPABILITY_VERSION = 0x20080522
+# of landlock(7): system calls, and what may be done to files; the bits of writing
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
+REFER = 1 << 13
+TRUNCATE = 1 << 14
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.read())
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    folder = tempfile.mkdtemp(prefix="tunix-lite-code-")
+    try:
+        verdict = run(job, folder)
+    except OSError as error:
+        verdict = {"status": "failed", "why": str(error)}
+    finally:
+        # what is mounted there, if anything is
+        libc.umount2(folder.encode(), MNT_DETACH)
+        shutil.rmtree(folder, ignore_errors=True)
+    json.dump(verdict, sys.stdout)
+
+
+def run(job: dict, folder: str) -> dict:
+    """Runs the code of a job once. Returns `status` (ended, or by which limit it was stopped), what
+    it printed, whether it came to its end, and which protections this kernel refused."""
+    missing = _isolate(folder, job)
+    job["is_apart"] = not missing
+    output, writes_output = os.pipe()
+    # where the code's last words go: that it came to its end, or why not
+    words, writes_words = os.pipe()
+    code_input = os.memfd_create("input")
+    os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
+    os.lseek(code_input, 0, os.SEEK_SET)
+
+    # which nobody but the last line of the harness can say
+    nonce = secrets.token_hex(16)
+    first = os.fork()
+    if first == 0:
+        with contextlib.suppress(BaseException):
+            _first_process(job, folder, nonce, (code_input, writes_output, writes_words))
+        os._exit(1)
+    os.close(writes_output)
+    os.close(writes_words)
+    status, printed, said = _watch(job, first, output, words)
+    _end(first)
+    marker, _, why = said.decode(errors="replace").partition("\n")
+    return {
+        "status": status,
+        "printed": printed.decode(errors="replace"),
+        "is_done": marker == nonce,
+        "why": why[-KEPT:],
+        "missing": missing,
+    }
+
+
+# ---- the process that watches
+
+
+def _watch(job: dict, first: int, output: int, words: int) -> tuple[str, bytes, bytes]:
+    """Reads what the code prints until it ends or goes beyond a limit."""
+    deadline = time.monotonic() + job["seconds"]
+    found = {output: bytearray(), words: bytearray()}
+    arriving = select.poll()
+    for pipe in found:
+        os.set_blocking(pipe, False)
+        arriving.register(pipe, select.POLLIN)
+    status = "ended"
+    is_gone = False
+    while status == "ended":
+        arriving.poll(1000 * LOOK_SECONDS)
+        for pipe, read in found.items():
+            with contextlib.suppress(BlockingIOError):
+                read += os.read(pipe, 65536)
+        if len(found[output]) > job["output_bytes"]:
+            status = "output"
+        elif is_gone:
+            break
+        elif time.monotonic() > deadline:
+            status = "time"
+        else:
+            status = _too_much(job, first) or status
+
+        # once more after its end, for what it printed last
+        is_gone = os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return status, bytes(found[output][: job["output_bytes"]]), bytes(found[words][:MIB])
+
+
+def _too_much(job: dict, first: int) -> str | None:
+    """Which limit of all processes of the code together is exceeded."""
+    processes = _descendants(first)
+    if len(processes) > job["processes"] + 2:
+        return "processes"
+    page = resource.getpagesize()
+    pages = 0
+    for pid in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+            pages += int(file.read().split()[1])
+    return "memory" if pages * page > job["memory_mib"] * MIB * 1.25 else None
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all that it started, also those that left its group."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        if len(found) > 10_000:
+            break
+    return found
+
+
+def _end(first: int) -> None:
+    """Ends the code and all that it started. The end of the first process of a namespace is the end
+    of all in it; elsewhere what is left is found as our descendants, orphans too."""
+    own = os.getpid()
+    for _ in range(100):
+        for pid in _descendants(own)[1:]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if len(_descendants(own)) == 1:
+            return
+        time.sleep(0.005)
+
+
+# ---- what keeps the code apart
+
+
+def _isolate(folder: str, job: dict) -> list[str]:
+    """New namespaces for what is started from here on. Returns what the kernel refused."""
+    if os.getuid() == 0:
+        _become_nobody(folder)
+    user, group = os.getuid(), os.getgid()
+    missing = []
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS):
+        refused = os.strerror(ctypes.get_errno())
+        missing.append(f"it can use the network and see other processes (unshare: {refused})")
+    else:
+        with contextlib.suppress(OSError):
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{NOBODY} {user} 1"),
+                ("gid_map", f"{NOBODY} {group} 1"),
+            ):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        # a file system of its own for its folder, which ends with it and cannot fill the disk
+        size = f"size={job['disk_mib']}m,mode=700".encode()
+        libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
+        if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
+            refused = os.strerror(ctypes.get_errno())
+            missing.append(f"its files are on the disk, without a limit in all (mount: {refused})")
+    return missing
+
+
+def _become_nobody(folder: str) -> None:
+    """Root becomes a user without rights, if that one can read Python and what is installed."""
+    needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
+    os.seteuid(NOBODY)
+    can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
+    os.seteuid(0)
+    if can_read:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _restrict_writes(folder: str) -> str | None:
+    """Landlock: files are written in the folder only, no TCP, no signals to others. Returns what
+    the kernel refused, in words."""
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return "landlock is not there"
+    files = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
+    rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
+    for path, access in ((folder, files), (os.devnull, files & (1 << 1 | TRUNCATE))):
+        with contextlib.suppress(OSError):
+            opened = os.open(path, os.O_PATH)
+            rule = struct.pack("=Qi", access, opened)
+            libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0)
+            os.close(opened)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
+        return os.strerror(ctypes.get_errno())
+    os.close(ruleset)
+    return None
+
+
+def _limit(job: dict) -> None:
+    """What the kernel limits for each process of the code."""
+    seconds = int(job["seconds"]) + 1
+    # threads and processes count alike; before 5.14 those of the whole machine did, so not there
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if job["is_apart"] and release >= (5, 14):
+        resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # where memory runs out, the code goes first
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+# ---- the processes of the code
+
+
+def _first_process(job: dict, folder: str, nonce: str, pipes: tuple[int, int, int]) -> None:
+    """Waits for the code, and takes all that it started with it."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    code = os.fork()
+    if code == 0:
+        try:
+            _code_process(job, folder, nonce, pipes)
+        finally:
+            os._exit(1)
+    for pipe in pipes:
+        os.close(pipe)
+    while os.waitpid(-1, 0)[0] != code:
+        pass
+    os._exit(0)
+
+
+def _code_process(job: dict, folder: str, nonce: str, pipes: tuple[int, int, int]) -> None:
+    code_input, output, words = pipes
+    os.dup2(code_input, 0)
+    os.dup2(output, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(words, 3)
+    os.closerange(4, 256)
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME=folder, TMPDIR=folder, LANG="C.UTF-8")
+    # numpy's threads would count as processes
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    _restrict_writes(folder)
+    # no rights in its own namespaces either
+    libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
+    _limit(job)
+    try:
+        _call(job)
+    except BaseException as error:
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not (is_exit and job["kind"] == "stdin"):
+            said = traceback.format_exception_only(error)[-1]
+            os.write(3, f"\n{said}".encode(errors="replace")[:KEPT])
+            os._exit(1)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    os.write(3, nonce.encode())
+    os._exit(0)
+
+
+def _call(job: dict) -> None:
+    """The code as a program that reads stdin, or as a module that a test looks at."""
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.argv = ["solution.py"]
+    is_program = job["kind"] == "stdin"
+    names = {"__name__": "__main__" if is_program else "solution"}
+    exec(compile(job["code"], "solution.py", "exec"), names)
+    if not is_program:
+        exec(compile(job["test"], "test.py", "exec"), names)
+
+
+if __name__ == "__main__":
+    main()
