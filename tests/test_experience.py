@@ -1,16 +1,24 @@
 """What an update learns from: mini-batches, later rounds of prompts, and the same again after a resume."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import set_mesh
 
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.parallel.mesh import put
 from tunix_lite.runs.experience import FreshExperience
-from tunix_lite.types import Batch, Graded
+from tunix_lite.runs.moving_reference import MovingReference
+from tunix_lite.runs.reference import find_reference
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import Batch, Graded, Rollout
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,14 @@ class Echo:
         texts = [str(example["n"]) for example in kept]
         count = len(kept)
         graded = Graded(
-            texts, texts, np.arange(count, dtype=float), np.ones(count, bool), texts, {}, np.zeros(count, bool)
+            texts,
+            texts,
+            np.arange(count, dtype=float),
+            np.ones(count, bool),
+            texts,
+            {},
+            np.zeros(count, bool),
+            rollout=Rollout(numbers, mask, mask, drawn, np.ones(count, np.int8), drawn),
         )
         metrics = {"seen": [example["n"] for example in examples]}
         return Batch(numbers, np.ones(numbers.shape, bool), mask / 3, old_logprobs=drawn), metrics, graded
@@ -39,7 +54,7 @@ def source(algorithm, prompts=2):
     def batch(count, seed, rollout):
         return [{"n": seed % 1000 + rollout * count + i} for i in range(count)], 1
 
-    task = SimpleNamespace(batch=batch, long_prompts="drop")
+    task = SimpleNamespace(batch=batch, long_prompts="drop", at_step=lambda step: None)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts), rows=RowLayout())
     session = SimpleNamespace(run=SimpleNamespace(algorithm=algorithm, seed=0), task=task, parts=parts)
     return FreshExperience(session, SimpleNamespace(policy=None, seed_key=jax.random.key(0)))
@@ -91,3 +106,46 @@ def test_later_rounds_are_of_other_shuffles_and_leave_the_first_as_it_is():
     assert len(rounds.metrics["seen"]) == 6 and rounds.metrics["seen"][:2] == plain.metrics["seen"]
     assert rounds.metrics["seen"][2:] != plain.metrics["seen"] * 2
     assert rounds.metrics["prompts/dropped"] == 3
+
+
+# ---- a reference that follows the policy
+
+
+@dataclass(frozen=True)
+class Scorer:
+    params: dict
+
+
+@dataclass(frozen=True)
+class Timed:
+    scorer: Scorer
+
+
+def weight(value):
+    return put(np.full((1, 1), value, np.float32), "embed", "embed")
+
+
+def moved(run_dir, mix, last, at, value, before):
+    """The reference of a policy at step `at`, whose one weight is `value`."""
+    reference = MovingReference(run_dir, 2, mix, partial(jax.tree.map, jnp.copy), last)
+    policy = Policy(None, None, {"reference": Timed(Scorer({"w": weight(before)}))})
+    found = reference.follow(policy, at, {"w": weight(value)})
+    return float(found.scorers["reference"].scorer.params["w"][0, 0])
+
+
+def test_a_reference_follows_at_its_steps_and_is_kept_for_a_resume(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert moved(run_dir, 0.25, 0, 1, 8.0, before=4.0) == 4, "its step has not come"
+    assert moved(run_dir, 0.25, 0, 2, 8.0, before=4.0) == 5
+    assert moved(run_dir, 1.0, 2, 4, 9.0, before=5.0) == 9
+    # the checkpoint of step 3 was the last that was whole: step 4 is made once more
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True, reference_every=2), model=None, resume=None)
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "3").mkdir()
+    found = find_reference(run, None, run_dir, run_dir.checkpoints)
+    assert (found.kept, found.is_new) == (2, False) and found.words == "the policy, last taken at step 2"
+    assert moved(run_dir, 1.0, found.kept, 4, 7.0, before=5.0) == 7
+    assert moved(run_dir, 1.0, 4, 4, 1.0, before=7.0) == 7, "a run that resumes at 4 has it already"
+    like = {"w": weight(0.0)}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    assert float(Checkpoints(run_dir.kept_reference).restore_params(like, 4)[1]["w"][0, 0]) == 7

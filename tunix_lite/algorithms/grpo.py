@@ -48,6 +48,8 @@ class GRPO:
     clip_high: float | None = 0.28  # and above 1 + clip_high; None: not above
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
     kl_estimator: str = "k3_exact"  # k3_exact, k3, k3_ratio, k2, or k1_reward
+    reference_every: int = 0  # steps after which the reference follows the policy; 0: it stays
+    reference_mix: float = 1.0  # share of the policy in it then; 1: it becomes the policy
     entropy_coef: float = 0.0  # weight of the entropy, which is then raised
     # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k, top_p
     # and min_p cut the distribution off; rescored: the trainer's own

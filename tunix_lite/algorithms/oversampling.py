@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Metrics, Params, Rollout, chosen_completions
+from tunix_lite.types import Metrics, Params, chosen_completions, chosen_rows
 
 
 def sample_mixed_groups(
@@ -85,10 +85,8 @@ def _chosen_groups(rounds: list[Groups], chosen: np.ndarray) -> Groups:
     """Groups number `chosen` of all rounds, as if they had been sampled together."""
     G = rounds[0].rewards_PG.shape[1]
     rows = (chosen[:, None] * G + np.arange(G)).reshape(-1)
-    bare = [groups.rollout.replace(metrics={}) for groups in rounds]
-    rollout: Rollout = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *bare)
     return Groups(
-        rollout=rollout,
+        rollout=chosen_rows([groups.rollout for groups in rounds], rows),
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=np.concatenate([groups.rewards_PG for groups in rounds])[chosen],
         kept_PG=np.concatenate([groups.kept_PG for groups in rounds])[chosen],
