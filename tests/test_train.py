@@ -2,22 +2,25 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import evaluate as evaluating
-from tunix_lite.commands.program import compose
-from tunix_lite.commands.replay import Replay, nearest, read_batch, replay, saw
+from tunix_lite.commands.program import compose, compose_values
+from tunix_lite.commands.replay import Replay, as_lines, nearest, read_batch, replay, saw, with_settings_of_run
 from tunix_lite.config import build
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
@@ -26,12 +29,14 @@ from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs import session, watch
+from tunix_lite.runs.replay import nearest_before, relative_distance, replay_step
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 
+ROOT = Path(__file__).parents[1]
 SHORT = [
     "training.max_steps=4",
     "training.prompts_per_step=4",
@@ -292,13 +297,66 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
     assert [sample["group"] for sample in samples] == np.repeat(range(4), 4).tolist()
     agree = groups.min(axis=1) == groups.max(axis=1)
     assert row["reward/groups_that_agree"] == agree.mean()
+    advantages = np.array([sample["advantage"] for sample in samples])
+    again = {
+        "reward/min": rewards.min(),
+        "reward/max": rewards.max(),
+        **{f"reward/{name}_std": values.std() for name, values in each.items()},
+        "reward/groups_all_zero": np.mean((groups == 0).all(axis=1)),
+        "reward/groups_all_one": np.mean((groups == 1).all(axis=1)),
+        "reward/groups_mixed": np.mean(~agree),
+        "completions/min_length": lengths.min(),
+        "completions/eos": np.mean([sample["finish_reason"] == "eos" for sample in samples]),
+        "advantage/mean": advantages.mean(),
+        "advantage/std": advantages.std(),
+        "advantage/min": advantages.min(),
+        "advantage/max": advantages.max(),
+    }
+    ended = np.array([len(sample["tokens"]) for sample in samples if sample["finish_reason"] != "length"])
+    again |= {f"completions/{kind}_terminated_length": getattr(ended, kind)() for kind in ("mean", "min", "max")}
+    assert again == {name: row[name] for name in again}
     spread = np.where(agree, 1.0, groups.std(axis=1, ddof=1))[:, None]
     expected = np.where(agree[:, None], 0.0, (groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-4))
-    advantages = np.array([sample["advantage"] for sample in samples]).reshape(4, 4)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    np.testing.assert_allclose(advantages.reshape(4, 4), expected, rtol=1e-6)
     for sample in samples:
         assert len(sample["logprobs"]) == len(sample["tokens"]) and max(sample["logprobs"]) <= 0
         assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
+
+
+# What a run logs only under a condition, which stands on the page.
+CONDITIONAL = {
+    "train/kl",  # algorithm.kl_coef
+    "prompts/truncated",  # generation.long_prompts
+    "prompts/dropped",
+    "perf/mfu",  # a device whose peak is known
+    "eval/avg_at_<k>",  # evaluation.num_samples
+    "eval/pass_at_<k>",
+    "eval/maj_at_<k>",
+    "eval/sampled_reward",
+    "eval/sampled_truncated",
+    "time/<name>",  # a scorer
+    "prompts/drawn",  # algorithm.agreeing_groups=replace
+    "prompts/mixed",
+    "prompts/kept",
+    "time/extra_rounds",
+    "time/rescore",
+    "sampler/logprob_gap",  # algorithm.old_logprobs=rescored, and algorithm.correction
+    "sampler/logprob_gap_max",
+    "sampler/weight_mean",
+    "sampler/weight_max",
+    "sampler/masked",
+    "train/off_policy_masked",
+}
+
+
+def test_the_metrics_page_is_what_a_run_logs(finished):
+    """Both ways: nothing is logged that the page does not have, and the page has nothing that is not logged."""
+    page = (ROOT / "docs" / "references" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", page, re.MULTILINE))
+    logged = {name for row in lines(finished[0]) for name in row} - {"step"}
+    by_name = {f"reward/{name}{end}": f"reward/<name>{end}" for name in ("correct", "short") for end in ("", "_std")}
+    assert {by_name.get(name, name) for name in logged} == documented - CONDITIONAL
+    assert documented >= CONDITIONAL
 
 
 def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):
@@ -651,3 +709,59 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
     assert found("evaluation.num_examples=8", "resume.force=true").startswith("data.train: ")
     folder.write_json(folder.fingerprint, {name: value for name, value in signed.items() if name != "data"})
     assert found("evaluation.num_examples=8") == ""  # of an earlier version, which kept nothing of it
+
+
+# ---- a step once more
+
+
+def test_a_step_is_made_again_from_the_files_of_the_run(finished, capsys):
+    """Step 4 from checkpoint 2, to the bit on the same mesh; its gradient lies next to that of float64."""
+    folder, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    done = replay_step(compose(SHORT), folder, 4, True, print)
+    assert "from checkpoint 2: 2 steps to make, which took the run" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing there"
+    logged = {k: v for k, v in without_time(lines(folder)[4]).items() if not k.startswith(("eval/", "step"))}
+    assert done.logged == logged and done.metrics == logged and len(logged) > 20
+    assert done.samples == [json.loads(x) for x in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
+    assert done.gradient.metrics["train/loss"] == logged["train/loss"]
+    assert 0 < relative_distance(done.gradient.grads, done.exact.grads) < 1e-4
+    assert done.exact.metrics["train/grad_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-5)
+    text = "\n".join(as_lines(done))
+    assert f"{len(logged)} of {len(logged)} logged metrics are the same to the bit" in text
+    assert "samples/: tokens the same in 16 of 16 completions" in text
+    assert "samples/: logprobs apart by 0.00e+00 at most" in text
+
+
+def test_which_steps_can_be_made_again(finished, tmp_path):
+    folder, _ = finished
+    assert [nearest_before(RunDir(folder), step) for step in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 4]
+    assert nearest_before(RunDir(folder), 4, updates=4) == 0
+    (tmp_path / "checkpoints" / "8").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "8" / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "status.json").write_text(json.dumps({"began_from": 4}))
+    with pytest.raises(ValueError, match="7: this run began from step 4 of another.*can be replayed: 9 and later"):
+        nearest_before(RunDir(tmp_path), 7)
+    with pytest.raises(ValueError, match="the first step of a run is 1"):
+        nearest_before(RunDir(tmp_path), 0)
+
+
+def test_a_replay_takes_the_settings_of_the_run_and_imports_nothing_that_is_not_ours(tmp_path):
+    theirs = compose_values([*SHORT, "seed=3", "training.micro_batch_size=auto"])
+    file = tmp_path / ".hydra" / "config.yaml"
+    file.parent.mkdir()
+    (tmp_path / "fingerprint.json").write_text("{}")
+    ours = compose_values([f"checkpoint={tmp_path}", "step=2", "generation.top_k=7"], of=("+command=replay",))
+    file.write_text(yaml.safe_dump(theirs))
+    with pytest.raises(ConfigError, match="config.yaml names 'tunix_lite.rewards.text.brevity'.*replay.trust=true"):
+        with_settings_of_run(ours, ["checkpoint", "step", "generation.top_k"])
+    ours["replay"]["trust"] = True
+    found = with_settings_of_run(ours, ["checkpoint", "step", "generation.top_k"])
+    assert found["seed"] == 3 and found["generation"]["max_new_tokens"] == 8 and found["generation"]["top_k"] == 7
+    assert found["training"]["micro_batch_size"] is None and found["training"]["max_steps"] == 4
+    assert found["model"]["mesh_shape"] == ours["model"]["mesh_shape"], "the mesh is that of the machine"
+    del theirs["task"]["rewards"]["short"]
+    file.write_text(yaml.safe_dump(theirs))
+    ours["replay"]["trust"] = False
+    assert with_settings_of_run(ours, ["checkpoint", "step"])["seed"] == 3
+    assert with_settings_of_run(ours | {"skipped": 2}, ["skipped"])["seed"] == 0

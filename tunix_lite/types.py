@@ -36,6 +36,13 @@ class Max:
     """
 
     value: jax.Array  # a number
+    # the metric is -value: the smallest, as `smallest` makes it
+    of_negative: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def smallest(value: jax.Array) -> Max:
+    """A metric of a loss of which micro-batches and shards take the smallest."""
+    return Max(-value, of_negative=True)
 
 
 class TokenScores(NamedTuple):

@@ -4,6 +4,7 @@ Each takes the evidence and gives a finding, or None where the files do not show
 run does not have shows nothing. WEIGHTS orders the findings: causes before what follows from them.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -75,6 +76,8 @@ def updates_skipped(run: Evidence) -> Finding | None:
     if skipped is None or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
         return None
     made = skipped.where(skipped.values > 0)
+    if not len(made):
+        return None
     rate = run.number("optimizer.learning_rate", 0.0)
     first = int(made.steps[0])
     overrides = [f"tunix-lite replay {run.folder} skipped={first}"]
@@ -292,19 +295,27 @@ def sampler_stale(run: Evidence) -> Finding | None:
 
 
 def outside_of_clip(run: Evidence) -> Finding | None:
-    """Most tokens lie outside of the clip, so they teach nothing."""
+    """So many tokens lie outside of the clip that a rollout teaches less with each update."""
     outside = run.series("train/ratio_outside_clip")
-    if outside is None or outside.late < 0.3:
+    if outside is None or outside.largest < 0.1:
+        return None
+    accuracy = run.series("eval/accuracy") or run.series("reward/mean")
+    fell = accuracy is not None and accuracy.last < accuracy.first - 0.05
+    if outside.late < 0.3 and not fell:
         return None
     updates = int(run.number("algorithm.updates_per_rollout", 1))
     rate = run.number("optimizer.learning_rate", 0.0)
     overrides = [f"optimizer.learning_rate={rate / 10:.3g}"] if rate else []
     if updates > 1:
         overrides.insert(0, f"algorithm.updates_per_rollout={max(updates // 2, 1)}")
+    shown = [f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}"]
+    shown.append(f"algorithm.updates_per_rollout={updates}")
+    if fell:
+        shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
     return Finding(
         "outside_of_clip",
-        "the policy leaves the clip within a rollout, so most tokens have no gradient",
-        [outside.told(), f"algorithm.updates_per_rollout={updates}"],
+        "the policy leaves the clip within a rollout, so many tokens have no gradient",
+        shown,
         overrides,
     )
 
@@ -313,10 +324,14 @@ def kl_dominates(run: Evidence) -> Finding | None:
     """The KL term is so strong that the reward does not count."""
     coef = run.number("algorithm.kl_coef", 0.0)
     reward = run.series("reward/mean")
-    if coef < 0.5 or run.num_steps < 3 or (reward is not None and _rises(reward)):
-        return None
     kl = run.series("train/kl")
+    weighs = kl is not None and coef * kl.late > 0.05
+    rises = reward is not None and _rises(reward)
+    if coef < 0.5 or run.num_steps < 3 or (rises and not weighs):
+        return None
     shown = [f"algorithm.kl_coef={coef:g}; 0 to 0.05 is common"]
+    if weighs:
+        shown.append(f"kl_coef x train/kl is {coef * kl.late:.3g}, beside rewards of 0 to 1")
     shown += [series.told() for series in (kl, reward) if series is not None]
     return Finding(
         "kl_dominates",
@@ -381,15 +396,19 @@ def rewards_fail(run: Evidence) -> Finding | None:
 
 
 def _completions_a_step(run: Evidence) -> int | None:
-    prompts = run.setting("training.prompts_per_step")
-    if type(prompts) is int and run.group_size > 1:
+    prompts = int(run.number("training.prompts_per_step", 0))
+    if prompts > 0 and run.group_size > 1:
         return prompts * run.group_size
     sizes = [len(rows) for rows in run.samples.values()]
     return sizes[0] if sizes else None
 
 
 def _has_one_reward(run: Evidence) -> bool:
-    """Whether advantages follow one reward: of several, each may be normalised alone."""
+    """Whether advantages follow one reward: of several, each may be normalised alone, and what an
+    algorithm adds to it is not in the files."""
+    adds = run.setting("algorithm.shaping") is not None
+    if adds or run.setting("algorithm.kl_estimator") == "k1_reward":
+        return False
     row = run.sampled[0] if run.sampled else {}
     rewards = row.get("rewards")
     return not isinstance(rewards, dict) or len(rewards) < 2
@@ -399,8 +418,8 @@ def groups_mixed(run: Evidence) -> Finding | None:
     """Completions of different prompts are compared as one group."""
     found = [(step, group) for step in run.samples for group in run.groups(step)]
     mixed = [step for step, group in found if len({row.get("prompt") for row in group}) > 1]
-    # An advantage has the sign of the reward against the mean of its group.
-    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group)]
+    # Within a group equal rewards have equal advantages, and higher ones higher.
+    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group, run)]
     if len(mixed) + len(wrong) < max(2, len(found) // 5):
         return None
     shown = []
@@ -408,8 +427,8 @@ def groups_mixed(run: Evidence) -> Finding | None:
         shown.append(f"{len(mixed)} of {len(found)} groups of samples/ hold different prompts")
     if wrong:
         shown.append(
-            f"in {len(wrong)} of {len(found)} groups an advantage has the wrong sign for its "
-            f"reward (step {wrong[0]})"
+            f"in {len(wrong)} of {len(found)} groups the advantages do not follow the rewards, "
+            f"such as two of one reward that differ (step {wrong[0]})"
         )
     return Finding(
         "groups_mixed",
@@ -419,16 +438,20 @@ def groups_mixed(run: Evidence) -> Finding | None:
     )
 
 
-def _against_rewards(group: list[dict]) -> bool:
-    """Whether an advantage in this group contradicts its reward."""
+def _against_rewards(group: list[dict], run: Evidence) -> bool:
+    """Whether two advantages of one reward differ, or the higher is that of the lower reward."""
     pairs = [(row.get("reward"), row.get("advantage")) for row in group]
     pairs = [(r, a) for r, a in pairs if type(r) in (int, float) and type(a) in (int, float)]
     if len(pairs) < 2:
         return False
     rewards, advantages = np.array(pairs, np.float64).T
+    for reward in set(rewards):
+        if np.ptp(advantages[rewards == reward]) > 1e-3 * (1 + np.ptp(advantages)):
+            return True
     centred = rewards - rewards.mean()
     if np.ptp(rewards) < 1e-9:
-        return bool(np.abs(advantages).max() > 0.2)
+        is_whole = len(pairs) == run.group_size
+        return is_whole and bool(np.abs(advantages).max() > 0.2)
     # Opposite signs, both of some size: baselines and scales of all kinds keep the order.
     order = (centred[:, None] - centred[None]) * (advantages[:, None] - advantages[None])
     size = np.abs(centred[:, None] - centred[None]) * np.ptp(advantages)
@@ -573,13 +596,15 @@ def _has_learned(run: Evidence) -> bool:
     for name in ("eval/accuracy", "completions/correct", "reward/mean"):
         series = run.series(name)
         if series is not None and len(series) > 1:
-            return series.last > series.first + 0.1 or _rises(series)
+            return series.late > series.first + 0.1
     return False
 
 
 def _rises(series: Series) -> bool:
     """Whether the last third lies above the first by more than its noise."""
-    third = max(len(series) // 3, 1)
+    third = len(series) // 3
+    if third < 2:
+        return series.last > series.first + 0.1
     noise = series.values[-third:].std() + series.values[:third].std()
     return series.late > series.early + max(noise / np.sqrt(third), 0.01)
 
@@ -630,14 +655,14 @@ def never_ends(run: Evidence) -> Finding | None:
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
-    """Whether the completions that were cut are right now and then: they had answered before.
+    """Whether many completions that were cut hold the right answer all the same.
 
-    The first steps count. Later a run whose completions are cut has learned to answer shortly.
+    The first steps count: later a run whose completions are cut has learned to answer shortly.
     """
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
-            return float(np.mean([row.get("correct") is True for row in cut])) >= 0.1
+            return float(np.mean([_holds_answer(row) for row in cut])) >= 0.25
 
     # Files of earlier versions do not say which were cut: where all are, it is all.
     share, correct = run.series("completions/truncated"), run.series("completions/correct")
@@ -645,6 +670,17 @@ def _answers_and_goes_on(run: Evidence) -> bool:
     if has_reasons or share is None or correct is None:
         return False
     return share.first > 0.9 and correct.first >= 0.1
+
+
+def _holds_answer(row: dict) -> bool:
+    """Whether the expected answer stands anywhere in a completion; where it is not known, whether
+    the completion is right."""
+    expected = row.get("expected")
+    text = row.get("completion")
+    if type(expected) not in (str, int, float) or not isinstance(text, str):
+        return row.get("correct") is True
+    whole = rf"(?<![\w.-]){re.escape(str(expected))}(?!\w)"
+    return re.search(whole, text) is not None
 
 
 def parse_failures(run: Evidence) -> Finding | None:
