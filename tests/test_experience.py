@@ -56,7 +56,7 @@ def source(algorithm, prompts=2):
 
     task = SimpleNamespace(batch=batch, long_prompts="drop", at_step=lambda step: None)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts), rows=RowLayout())
-    session = SimpleNamespace(run=SimpleNamespace(algorithm=algorithm, seed=0), task=task, parts=parts)
+    session = SimpleNamespace(run=SimpleNamespace(algorithm=algorithm, seed=0), task=task, parts=parts, run_dir=None)
     return FreshExperience(session, SimpleNamespace(policy=None, seed_key=jax.random.key(0)))
 
 

@@ -22,7 +22,7 @@ CHOICES = {
 OF_THE_RATIO = (clip, cispo, sapo, geometric_mean)
 
 
-def check_settings(algorithm: Any) -> None:
+def check_objective(algorithm: Any) -> None:
     """Raises ValueError, in one line, for settings of algorithms.grpo.GRPO that are wrong by
     themselves, do not go together, or would change nothing."""
     _check_numbers(algorithm)

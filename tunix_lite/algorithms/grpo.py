@@ -19,7 +19,7 @@ import numpy as np
 from tunix_lite.algorithms import corrections, kl
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.checks import check_settings
+from tunix_lite.algorithms.checks import check_objective
 from tunix_lite.algorithms.formula import formula_of
 from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
 from tunix_lite.algorithms.groups import Groups, sample_groups
@@ -67,7 +67,7 @@ class GRPO:
 
     def __post_init__(self):
         apply_variant(self)
-        check_settings(self)
+        check_objective(self)
 
     needs_demonstrations = False
     # some of its pieces sum over a completion, all of those by algorithms/sequences.py

@@ -32,7 +32,7 @@ class MovingReference:
     """
 
     run_dir: RunDir
-    # steps between two moves
+    # steps between two moves; 0: it never moves
     every: int
     # share of the policy
     mix: float
@@ -44,7 +44,7 @@ class MovingReference:
     def follow(self, policy: Policy, step: int, params: Params) -> Policy:
         """The policy with the reference that is due at this step. Raises OSError if the folder
         cannot be written."""
-        if step % self.every or step <= self.last:
+        if not self.every or step % self.every or step <= self.last:
             return policy
         timed = policy.scorers["reference"]
         before = timed.scorer.params
@@ -78,18 +78,16 @@ class MovingReference:
         self.run_dir.write_json(self.run_dir.reference, {"reference": words, "kept": step})
 
 
-def moving_reference(session: Session) -> MovingReference | None:
-    """That of a run whose reference moves, else None."""
-    algorithm = session.run.algorithm
-    every = reference_every(algorithm)
+def moving_reference(session: Session) -> MovingReference:
+    """That of a run; of one without a reference, or whose reference stays, it does nothing."""
+    every = reference_every(session.run.algorithm)
     if not every:
-        return None
+        return MovingReference(session.run_dir, 0, 1.0, lambda params: params, 0)
     resolved = session.parts.resolved
-    found = session.parts.reference
     return MovingReference(
         run_dir=session.run_dir,
         every=every,
-        mix=algorithm.reference_mix,
+        mix=session.run.algorithm.reference_mix,
         copied=partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype),
-        last=found.kept or 0,
+        last=session.parts.reference.kept or 0,
     )
