@@ -101,12 +101,8 @@ class GRPO:
     ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
-        asked = (policy, task, params, examples, key, self.num_generations)
-        if self.agreeing_groups == "replace":
-            groups, metrics = sample_mixed_groups(*asked, self.max_rounds)
-        else:
-            groups = sample_groups(*asked)
-            metrics = groups.metrics
+        groups = self._sample(policy, task, params, examples, key, self.num_generations)
+        metrics = groups.metrics
         groups = self._selected(groups)
         batch = groups.batch(
             self.advantages, self.weighting, self.mini_batches, self.advantage_clip
@@ -145,6 +141,13 @@ class GRPO:
         if self.entropy_coef:
             loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
         return loss, metrics
+
+    @property
+    def _sample(self) -> Callable:
+        """How groups are sampled: prompts once, or in rounds."""
+        if self.agreeing_groups == "replace":
+            return partial(sample_mixed_groups, max_rounds=self.max_rounds)
+        return sample_groups
 
     def _selected(self, groups: Groups) -> Groups:
         """The groups with rewards as they are compared, and without what is not learned from."""

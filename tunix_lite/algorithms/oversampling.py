@@ -6,6 +6,7 @@ What a round draws depends on seed and step alone.
 """
 
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -23,8 +24,8 @@ def sample_mixed_groups(
     key: jax.Array,
     num_generations: int,
     max_rounds: int,
-) -> tuple[Groups, Metrics]:
-    """P mixed groups, and the metrics of all completions that were sampled for them.
+) -> Groups:
+    """P mixed groups; their metrics are of all completions that were sampled for them.
 
     examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
     groups, the first others fill the batch, and nothing is learned from them. A group is mixed by
@@ -54,7 +55,7 @@ def sample_mixed_groups(
         "prompts/kept": len(first_mixed),
         "time/extra_rounds": seconds[-1] - seconds[0],
     }
-    return groups, metrics
+    return replace(groups, of_all=metrics)
 
 
 def metrics_of_rounds(rounds: list[Groups]) -> Metrics:

@@ -91,7 +91,9 @@ class FreshExperience:
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
-        examples, dropped = self._examples(rollout)
+        examples, dropped = self._task.batch(self._num_prompts, self._seed, rollout)
+        if self._rounds > 1:
+            examples, dropped = self._with_more_rounds(examples, dropped, rollout)
         batch, metrics, graded = self._algorithm.collect(
             self._policy, self._task.at_step(step), params, examples, key
         )
@@ -99,15 +101,17 @@ class FreshExperience:
             metrics["prompts/dropped"] = dropped
         return batch, metrics, graded
 
-    def _examples(self, rollout: int) -> tuple[list[dict], int]:
-        """The examples of all rounds, and how many were passed over for their length.
+    def _with_more_rounds(
+        self, examples: list[dict], dropped: int, rollout: int
+    ) -> tuple[list[dict], int]:
+        """The examples of the first round and of all others, and how many were passed over for
+        their length.
 
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
         """
-        found: list[dict] = []
-        dropped = 0
-        for r in range(self._rounds):
+        found = list(examples)
+        for r in range(1, self._rounds):
             seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
             more, passed_over = self._task.batch(self._num_prompts, seed, rollout)
             found += more
