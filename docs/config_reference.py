@@ -46,7 +46,7 @@ from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
 from tunix_lite.rewards import math, text
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.tasks import files, sources, task
+from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.puzzles import (
     boolean,
     countdown,
@@ -95,6 +95,9 @@ GROUPS = (
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
     Group("Source: unit_conversion", "task.source.", unit_conversion.UnitConversion, None),
     Group("Source: string_edit", "task.source.", string_edit.StringEdit, None),
+    Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
+    Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
+    Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),

@@ -89,6 +89,16 @@ def test_the_grpo_loss_and_its_gradient_equal_float64_numpy(batch):
     outside = (ratio < 0.8) | (ratio > 1.28)  # whatever the advantage
     np.testing.assert_allclose(metrics["train/ratio_outside_clip"], w[outside].sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics["train/sampler_gap_max"].value, np.abs(new - old)[w > 0].max(), rtol=1e-5)
+    gap = (new - old)[w > 0]
+    expected = {
+        "train/ratio_mean": (w * ratio).sum(),
+        "train/sampler_mult_prob_error": (w[w > 0] * np.exp(np.abs(gap))).sum(),
+        "train/sampler_k3": (w[w > 0] * (np.exp(gap) - gap - 1)).sum(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
+    assert float(metrics["train/ratio_max"].value) == pytest.approx(ratio[w > 0].max(), rel=1e-5)
+    assert -float(metrics["train/ratio_min"].value) == pytest.approx(ratio[w > 0].min(), rel=1e-5)
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient(batch):

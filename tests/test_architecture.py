@@ -41,7 +41,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
     "evaluation": {"evaluation", "rewards.similarity"},
-    "tasks": {"tasks", "models.tokenizer", "plain_text", "rewards", "types"},
+    "tasks": {"tasks", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
     "checkpoint.py": {"distributed", "errors", "files", "plain_text", "types"},
@@ -108,6 +108,8 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tracking",
         "types",
     },
+    # What names mean elsewhere, and whether our algorithms can give it.
+    "conformance": {"conformance", "algorithms.algorithm", "config", "errors", "learner", "types"},
     "train.py": {"config", "errors", "learner", "runs", "types"},
     # Programs.
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax

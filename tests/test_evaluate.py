@@ -1,6 +1,9 @@
 """Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
 
+import numpy as np
+
 from tunix_lite.runs.hints import WINDOW, GroupsHint
+from tunix_lite.tasks.grading import group_metrics
 from tunix_lite.tracking.console import Console
 
 # ---- what a run says of its groups
@@ -32,3 +35,15 @@ def test_the_console_shows_the_numbers_of_observers_before_its_own(tmp_path):
     line = console.line(1, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
     console.close()
     assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000"
+
+
+def test_groups_are_counted_by_what_their_rewards_are():
+    """By hand: all 0; all 1; mixed; all equal but neither; one kept of two; none kept."""
+    total = np.array([0, 0, 1, 1, 0, 1, 0.5, 0.5, 1, 0, 0, 0.0])
+    dropped = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1], bool)
+    found = group_metrics(total, dropped, [[i, i + 1] for i in range(0, 12, 2)])
+    assert found == {
+        "reward/groups_all_zero": 1 / 6,
+        "reward/groups_all_one": 2 / 6,
+        "reward/groups_mixed": 1 / 6,
+    }

@@ -230,7 +230,7 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
 
     graded = judge(["surrogate", "good"], say=say, settings=RewardsConfig("zero", 20.0, workers), extract=undecodable)
     assert counts(graded)["error"] == 1 and list(graded.rewards) == [0, 4] and len(lines) == 1
-    keep_samples(RunDir(tmp_path), console, 1, graded, None, 3)
+    keep_samples(RunDir(tmp_path), console, 1, graded, 3)
     console.close()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert r"ValueError: no file \udc80\x1b[2J\x07 (" in log and r"[surrogate\ud800\x1b]" in log

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -34,6 +36,7 @@ from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 
+ROOT = Path(__file__).parents[1]
 SHORT = [
     "training.max_steps=4",
     "training.prompts_per_step=4",
@@ -295,13 +298,66 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
     assert [sample["group"] for sample in samples] == np.repeat(range(4), 4).tolist()
     agree = groups.min(axis=1) == groups.max(axis=1)
     assert row["reward/groups_that_agree"] == agree.mean()
+    advantages = np.array([sample["advantage"] for sample in samples])
+    again = {
+        "reward/min": rewards.min(),
+        "reward/max": rewards.max(),
+        **{f"reward/{name}_std": values.std() for name, values in each.items()},
+        "reward/groups_all_zero": np.mean((groups == 0).all(axis=1)),
+        "reward/groups_all_one": np.mean((groups == 1).all(axis=1)),
+        "reward/groups_mixed": np.mean(~agree),
+        "completions/min_length": lengths.min(),
+        "completions/eos": np.mean([sample["finish_reason"] == "eos" for sample in samples]),
+        "advantage/mean": advantages.mean(),
+        "advantage/std": advantages.std(),
+        "advantage/min": advantages.min(),
+        "advantage/max": advantages.max(),
+    }
+    ended = np.array([len(sample["tokens"]) for sample in samples if sample["finish_reason"] != "length"])
+    again |= {f"completions/{kind}_terminated_length": getattr(ended, kind)() for kind in ("mean", "min", "max")}
+    assert again == {name: row[name] for name in again}
     spread = np.where(agree, 1.0, groups.std(axis=1, ddof=1))[:, None]
     expected = np.where(agree[:, None], 0.0, (groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-4))
-    advantages = np.array([sample["advantage"] for sample in samples]).reshape(4, 4)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    np.testing.assert_allclose(advantages.reshape(4, 4), expected, rtol=1e-6)
     for sample in samples:
         assert len(sample["logprobs"]) == len(sample["tokens"]) and max(sample["logprobs"]) <= 0
         assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
+
+
+# What a run logs only under a condition, which stands on the page.
+CONDITIONAL = {
+    "train/kl",  # algorithm.kl_coef
+    "prompts/truncated",  # generation.long_prompts
+    "prompts/dropped",
+    "perf/mfu",  # a device whose peak is known
+    "eval/avg_at_<k>",  # evaluation.num_samples
+    "eval/pass_at_<k>",
+    "eval/maj_at_<k>",
+    "eval/sampled_reward",
+    "eval/sampled_truncated",
+    "time/<name>",  # a scorer
+    "prompts/drawn",  # algorithm.agreeing_groups=replace
+    "prompts/mixed",
+    "prompts/kept",
+    "time/extra_rounds",
+    "time/rescore",
+    "sampler/logprob_gap",  # algorithm.old_logprobs=rescored, and algorithm.correction
+    "sampler/logprob_gap_max",
+    "sampler/weight_mean",
+    "sampler/weight_max",
+    "sampler/masked",
+    "train/off_policy_masked",
+}
+
+
+def test_the_metrics_page_is_what_a_run_logs(finished):
+    """Both ways: nothing is logged that the page does not have, and the page has nothing that is not logged."""
+    page = (ROOT / "docs" / "references" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", page, re.MULTILINE))
+    logged = {name for row in lines(finished[0]) for name in row} - {"step"}
+    by_name = {f"reward/{name}{end}": f"reward/<name>{end}" for name in ("correct", "short") for end in ("", "_std")}
+    assert {by_name.get(name, name) for name in logged} == documented - CONDITIONAL
+    assert documented >= CONDITIONAL
 
 
 def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):

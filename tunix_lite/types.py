@@ -36,6 +36,13 @@ class Max:
     """
 
     value: jax.Array  # a number
+    # the metric is -value: the smallest, as `smallest` makes it
+    of_negative: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def smallest(value: jax.Array) -> Max:
+    """A metric of a loss of which micro-batches and shards take the smallest."""
+    return Max(-value, of_negative=True)
 
 
 class TokenScores(NamedTuple):
@@ -128,6 +135,9 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
         if isinstance(first, list):
             together = [item for value in values for item in value]
             return [together[row] for row in rows] if together else []
+        if isinstance(first, Rollout):
+            bare = [value.replace(metrics={}) for value in values]
+            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
         return None if first is None else np.concatenate(values)[rows]
 
     names = {field.name for field in fields(Graded)} - {"metrics", "weights"}

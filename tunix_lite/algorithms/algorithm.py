@@ -121,6 +121,9 @@ class Algorithm(Protocol):
     loss_reduction: str | None
     # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
     # plan must know them before there is a batch. And `rescores`: collect calls policy.rescore.
+    # `batch_fields`: the fields of float32 of its batches beside loss_weight, where they are not
+    # advantages and old_logprobs (none if it needs demonstrations), and ref_logprobs with a
+    # reference. `demonstration_fields`: the fields of examples that it learns from; `completion`.
     # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
     # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
 
@@ -152,6 +155,32 @@ class Algorithm(Protocol):
 def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
     """The streams that the algorithm says its batches have."""
     return tuple(getattr(algorithm, "streams", ()))
+
+
+def batch_fields(algorithm: Algorithm) -> tuple[str, ...]:
+    """The fields of float32 that the algorithm's batches have beside loss_weight."""
+    named = getattr(algorithm, "batch_fields", None)
+    if named is not None:
+        return tuple(named)
+    found = () if algorithm.needs_demonstrations else ("advantages", "old_logprobs")
+    return (*found, "ref_logprobs") if algorithm.needs_reference else found
+
+
+def demonstration_fields(algorithm: Algorithm) -> tuple[str, ...]:
+    """The fields of an example that the algorithm learns from, if it needs demonstrations."""
+    return tuple(getattr(algorithm, "demonstration_fields", ("completion",)))
+
+
+def answered_by(examples: list[dict], name: str) -> list[dict]:
+    """The examples with what their field `name` holds as `completion`. Raises ValueError where one
+    has no such field."""
+    for example in examples:
+        if name not in example:
+            raise ValueError(
+                f"an example needs a `{name}` to learn from; this one has "
+                f"{', '.join(map(str, example))[:200]}"
+            )
+    return [example | {"completion": example[name]} for example in examples]
 
 
 def rescores(algorithm: Algorithm) -> bool:

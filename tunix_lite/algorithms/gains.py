@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.corrections import STREAM_NAME
-from tunix_lite.algorithms.ratios import TokenTerms
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.sequences import sequence_mean
 from tunix_lite.algorithms.surrogates import Bounds, Gain, takes_bounds
-from tunix_lite.types import Max, Metrics
+from tunix_lite.types import Max, Metrics, smallest
 
 
 def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
@@ -25,6 +25,7 @@ def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: 
         "train/sampler_gap": jnp.sum(weight_RW * gap_RW),
         "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(gap_RW))),
     }
+    metrics |= distance_metrics(terms)
     if takes_bounds(surrogate):
         is_outside_RW = terms.ratio != bounds.clip(terms.ratio)
         metrics["train/ratio_outside_clip"] = jnp.sum(weight_RW * is_outside_RW)
@@ -34,6 +35,22 @@ def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: 
         metrics["train/clipped_low"] = jnp.sum(weight_RW * is_low_RW)
         metrics["train/clipped_high"] = jnp.sum(weight_RW * is_high_RW)
     return metrics
+
+
+def distance_metrics(terms: TokenTerms) -> Metrics:
+    """The ratio of the tokens that count, and the gap as NeMo-RL and prime-rl measure it."""
+    weight_RW = terms.batch.loss_weight
+    counts_RW = weight_RW != 0
+    ratio_RW = jax.lax.stop_gradient(terms.ratio)
+    gap_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3_RW = jnp.expm1(gap_RW) - gap_RW
+    return {
+        "train/ratio_mean": jnp.sum(weight_RW * ratio_RW),
+        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
+        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
+        "train/sampler_mult_prob_error": jnp.sum(weight_RW * jnp.exp(jnp.abs(gap_RW))),
+        "train/sampler_k3": jnp.sum(weight_RW * k3_RW),
+    }
 
 
 def corrected_gain(

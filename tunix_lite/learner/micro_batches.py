@@ -138,7 +138,7 @@ def _empty_sums(like: Sums) -> Sums:
 
     def start_of(x: Any) -> Any:
         if _is_max(x):
-            return Max(jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+            return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     return jax.tree.map(start_of, like, is_leaf=_is_max)
@@ -148,19 +148,29 @@ def _add_up(total: Sums, part: Sums) -> Sums:
     """Sums of both; of a `Max`, the larger."""
 
     def both(x: Any, y: Any) -> Any:
-        return Max(jnp.maximum(x.value, y.value)) if _is_max(x) else x + y
+        if _is_max(x):
+            return x.replace(value=jnp.maximum(x.value, y.value))
+        return x + y
 
     return jax.tree.map(both, total, part, is_leaf=_is_max)
 
 
 def _values_of(sums: Sums) -> Sums:
     """The same with a number for each `Max`."""
-    return jax.tree.map(lambda x: x.value if _is_max(x) else x, sums, is_leaf=_is_max)
+
+    def value_of(x: Any) -> Any:
+        if not _is_max(x):
+            return x
+        return -x.value if x.of_negative else x.value
+
+    return jax.tree.map(value_of, sums, is_leaf=_is_max)
 
 
 def _reduce_shards(x: Any) -> Any:
     """A gradient or a metric of each shard, [shards, ...], as that of all shards."""
-    return Max(jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
+    if _is_max(x):
+        return x.replace(value=jnp.max(x.value, axis=0))
+    return jnp.sum(x, axis=0)
 
 
 def _constrain_grads(sums: Sums, grad_shardings: Any) -> Sums:

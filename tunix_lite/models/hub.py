@@ -56,23 +56,34 @@ def snapshot(name: str) -> Path:
     return folder
 
 
+def dataset_folder(name: str, patterns: tuple[str, ...]) -> Path:
+    """The folder of a data set, `org/name` or `org/name@revision`, with the files that match
+    `patterns`: from the cache, else downloaded. Raises as `snapshot`."""
+
+    def has_all(folder: Path) -> bool:
+        return all(any(folder.glob(pattern)) for pattern in patterns)
+
+    return _folder(name, patterns, has_all, "dataset")
+
+
 def _folder(
     name: str,
     patterns: tuple[str, ...],
     is_complete: Callable[[Path], bool],
+    kind: str = "model",
 ) -> Path:
-    """The folder of a model with the files that match `patterns`, from the cache if it is_complete
-    there."""
+    """The folder of a model, or of a dataset, with the files that match `patterns`, from the cache
+    if it is_complete there."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"{name!r} is no model of the hub; one is written org/name or org/name@revision"
+            f"{name!r} is no {kind} of the hub; one is written org/name or org/name@revision"
         )
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ValueError(
-            f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'"
+            f"{name} is a {kind} of the Hugging Face hub: pip install -e '.[hub]'"
         ) from None
     repo, revision = match.groups()
     wanted = {
@@ -81,6 +92,8 @@ def _folder(
         "allow_patterns": list(patterns),
         "ignore_patterns": list(_NEVER),
     }
+    if kind == "dataset":
+        wanted |= {"repo_type": kind, "ignore_patterns": None}
 
     # From the cache, without the network; else from the hub.
     try:

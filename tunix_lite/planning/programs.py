@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tunix_lite.algorithms.algorithm import Generate, stream_names
+from tunix_lite.algorithms.algorithm import Generate, batch_fields, stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
 from tunix_lite.learner.rows import row_shapes
@@ -215,11 +215,7 @@ def placed(shapes: Any, shardings: Any) -> Any:
 def batch_shapes(resolved: ResolvedRun) -> RowBatch:
     """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
     algorithm = resolved.run.algorithm
-    values = ["loss_weight"]
-    if not algorithm.needs_demonstrations:
-        values += ["advantages", "old_logprobs"]
-    if algorithm.needs_reference:
-        values.append("ref_logprobs")
+    values = ["loss_weight", *batch_fields(algorithm)]
     return _row_shapes(resolved, values, stream_names(algorithm))
 
 

@@ -138,6 +138,8 @@ class Pool:
         self._numbers = itertools.count()
         self._workers: list[_Worker | None] = [None] * settings.workers
         self._ending = False
+        # of each call that was made, since `taken_seconds`
+        self._seconds: deque[float] = deque()
         if settings.workers:
             check_portable(functions)
         places = range(settings.workers)
@@ -161,11 +163,23 @@ class Pool:
             self._jobs.put(_Job(future, completion, example, names))
             return future
         try:
-            called = (outcome(self.functions[name], completion, example) for name in names)
+            called = (self._called_here(name, completion, example) for name in names)
             future.set_result(self._by_name(names, completion, called))
         except ValueError as error:
             future.set_exception(error)
         return future
+
+    def taken_seconds(self) -> list[float]:
+        """The seconds of each call that has been made since this was asked last; of one that was
+        lost with its worker, rewards.timeout."""
+        count = len(self._seconds)
+        return [self._seconds.popleft() for _ in range(count)]
+
+    def _called_here(self, name: str, completion: str | list[str], example: dict) -> Outcome:
+        began = time.perf_counter()
+        found = outcome(self.functions[name], completion, example)
+        self._seconds.append(time.perf_counter() - began)
+        return found
 
     def describe_failure(self, name: str, found: Outcome, completion: str | list[str]) -> str:
         """In words: `reward 'short' is nan for the completion '...'`."""
@@ -251,6 +265,8 @@ class Pool:
             worker.send(_packed(calls), self.settings.timeout)
             for number, *_ in calls:
                 found = worker.answer(self.settings.timeout, number)
+                is_lost = found[0] in ("timeout", "crash")
+                self._seconds.append(self.settings.timeout if is_lost else worker.seconds)
                 calls = calls[1:]
                 if found[0] == "refused":
                     raise ValueError(
@@ -260,7 +276,6 @@ class Pool:
                     raise ValueError("the reward workers were closed")
 
                 # the calls behind it are made by the next worker
-                is_lost = found[0] in ("timeout", "crash")
                 if is_lost:
                     self._drop(place)
                 yield found
@@ -306,6 +321,8 @@ class _Worker:
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
         self._answers = io.FileIO(reading)
+        # that the last call took, as the worker says
+        self.seconds = 0.0
         # whole lines of answers, and the beginning of the next one
         self._lines: deque = deque()
         self._rest = bytearray()
@@ -356,8 +373,9 @@ class _Worker:
                 return "timeout", None
         line = self._lines.popleft()
         try:
-            answers, kind, value = json.loads(line)
+            answers, kind, value, *seconds = json.loads(line)
             value = from_json(value)
+            self.seconds = float(seconds[0]) if seconds else 0.0
         except (LookupError, TypeError, ValueError):
             return "crash", f"wrote {short_repr(line)} to the pipe of its process"
         if answers != number and kind != "refused":

@@ -126,8 +126,10 @@ def work(calls_fd: int, answers_fd: int, parent: int) -> None:
         _answer(answers, None, "ready", None)
         while True:
             for number, index, completion, example in _read(calls, answers):
+                began = time.perf_counter()
                 found = outcome(functions[index], completion, example)
-                _answer(answers, number, *(forks.that_came_back() or found))
+                seconds = time.perf_counter() - began
+                _answer(answers, number, *(forks.that_came_back() or found), seconds)
             sys.stdout.flush()
     # whatever threads a reward may have left
     os._exit(1)
@@ -217,9 +219,12 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
         raise
 
 
-def _answer(answers: BinaryIO, number: int | None, kind: str, value: Any) -> None:
-    """number: of the call that is answered, so that no answer is ever taken for that of another."""
-    answers.write(json.dumps([number, kind, to_json(value)]).encode() + b"\n")
+def _answer(
+    answers: BinaryIO, number: int | None, kind: str, value: Any, seconds: float = 0.0
+) -> None:
+    """number: of the call that is answered, so that no answer is ever taken for that of another.
+    seconds: that the call took."""
+    answers.write(json.dumps([number, kind, to_json(value), seconds]).encode() + b"\n")
     # each at once: the first that is missing is the call that failed
     answers.flush()
 

@@ -11,13 +11,21 @@ import numpy as np
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import FINISH, Batch, Graded
+from tunix_lite.types import FINISH, Batch, Graded, Metrics
 
 
 def keep_samples(
-    run_dir: RunDir, console: Console, step: int, graded: Graded, batch: Batch, num_shown: int
+    run_dir: RunDir,
+    console: Console,
+    step: int,
+    graded: Graded,
+    num_shown: int,
+    batch: Batch | None = None,
 ) -> None:
-    """Write all completions of a step, and show so many of them, from best to worst."""
+    """Write all completions of a step, and show so many of them, from best to worst.
+
+    batch: what the step learned from, which has their advantages.
+    """
     rows = sample_rows(graded, advantages_of(graded, batch))
     run_dir.write_samples(step, rows)
     rewarded = [row for row in rows if row["reward"] is not None]
@@ -93,7 +101,27 @@ def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
     mask_BT = np.asarray(rollout.completion_mask)
     if np.shape(batch.tokens) != mask_BT.shape or not np.array_equal(batch.tokens, rollout.tokens):
         return None
+    return means_over_tokens(np.asarray(batch.advantages, np.float64), mask_BT)
+
+
+def advantage_metrics(batch: Batch) -> Metrics:
+    """Of the advantages of all completions that something is learned from; {} without any."""
+    mask_BT = np.asarray(batch.loss_weight) != 0
+    learned_B = mask_BT.any(axis=1)
+    if batch.advantages is None or not learned_B.any():
+        return {}
     advantages_BT = np.asarray(batch.advantages, np.float64)
+    values = means_over_tokens(advantages_BT[learned_B], mask_BT[learned_B])
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std()),
+        "advantage/min": float(values.min()),
+        "advantage/max": float(values.max()),
+    }
+
+
+def means_over_tokens(advantages_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+    """[B] float64: the mean of each row over its tokens, and exactly their value if they agree."""
     first_B = mask_BT.argmax(axis=1)
     one_B = advantages_BT[np.arange(len(first_B)), first_B]
 

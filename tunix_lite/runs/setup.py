@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
+from tunix_lite.algorithms.algorithm import answered_by, demonstration_fields
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
@@ -126,8 +127,8 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
     what the model and the algorithm can take.
     """
     with error_context("task"):
-        demonstrates = run.algorithm.needs_demonstrations
-        data = check_all_rows(task, demonstrates, run.evaluation.num_examples)
+        learned = demonstration_fields(run.algorithm) if run.algorithm.needs_demonstrations else ()
+        data = check_all_rows(task, learned == ("completion",), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
         highest = max(max(prompt) for prompt in prompts)
@@ -135,8 +136,8 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
             raise ValueError(
                 f"a prompt holds token {highest}, beyond the model's vocab_size={vocab_size}"
             )
-        if run.algorithm.needs_demonstrations:
-            task.demonstrations(first)
+        for name in learned:
+            task.demonstrations(answered_by(first, name))
     return data
 
 

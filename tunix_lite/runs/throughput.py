@@ -58,6 +58,7 @@ class Throughput:
         rate = done / update_seconds
         seen = {
             "perf/tokens_per_second": tokens / step_seconds,
+            "perf/update_tokens_per_second": tokens / update_seconds,
             "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
             "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
             "memory/peak_gb": peak_bytes() / 1e9,

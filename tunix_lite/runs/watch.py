@@ -32,11 +32,12 @@ from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.samples import evaluation_rows, keep_samples
+from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Metrics, TrainState
 
@@ -86,6 +87,8 @@ class Watch:
     skipped: int
     # the checkpoints of this folder are of another run until one of ours is whole
     is_fingerprint_pending: bool
+    # real tokens of the batches of all updates until now, prompts too
+    num_tokens: int
     unfinished: Unfinished = field(init=False)
     # notices where most groups teach nothing
     groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
@@ -206,6 +209,12 @@ class Watch:
         if self.skipped:
             self.keep_skipped(done, metrics)
 
+        # What was learned from, as far as a rollout has not been looked at before.
+        if done.experience.metrics:
+            metrics |= advantage_metrics(done.experience.batch)
+        self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
+        metrics["train/num_tokens"] = self.num_tokens
+
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = learning_rate_at(
             self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
@@ -273,7 +282,7 @@ class Watch:
             shown = self.session.run.tracking.samples_shown
             batch = done.experience.batch
             console = self.session.console
-            keep_samples(self.session.run_dir, console, done.step, graded, batch, shown)
+            keep_samples(self.session.run_dir, console, done.step, graded, shown, batch)
         self.session.status.steps = done.step
 
     def save(self) -> None:
@@ -322,13 +331,8 @@ def open_watch(session: Session, learner: Learner) -> Watch:
 
     # Signals count from here until everything is on the disk.
     closing.enter_context(session.stopping)
-    checkpoints = Checkpoints(
-        run_dir.checkpoints,
-        run.training.keep_checkpoints,
-        run.training.keep_best_checkpoints,
-        run_dir.point_latest_here,
-    )
-
+    kept = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
+    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
     closing.push(closed_at_end(checkpoints.close))
     missing = None if session.begins_here else unmeasured(run, run_dir, start)
     trackers = open_trackers(session, start, is_measured=missing is None)
@@ -354,6 +358,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         state=learner.state,
         skipped=learner.skipped,
         is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
+        num_tokens=tokens_before(session, start),
     )
     watch.unfinished = Unfinished(
         run,
@@ -367,6 +372,14 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     )
     closing.enter_context(watch.unfinished.kept(session.stopping))
     return watch
+
+
+def tokens_before(session: Session, start: int) -> int:
+    """train/num_tokens of the run that this one goes on from; 0 where it begins afresh."""
+    resume_from = session.parts.resume_from
+    if resume_from is None:
+        return 0
+    return RunDir(resume_from.parent).last_number("train/num_tokens", start)
 
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:

@@ -70,13 +70,19 @@ class FilesTaskConfig(TaskConfig):
     prompt: str | None = None
     # more rewards, by name
     rewards: dict[str, Reward] = field(default_factory=dict)
-    correct: Callable | None = None  # null: what gets a reward above 0
+    # null: what gets a reward above 0
+    correct: Callable | None = None
     extract: Callable = whole_text
-    train: str | None = None  # the file to train on
-    held_out: str | None = None  # the file to evaluate with; null: every tenth row of `train`
-    reward: Callable | None = None  # (completion, row) -> number, by its dotted path
-    format: str = "jsonl"  # of both files: jsonl, csv or parquet
-    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
+    # the file to train on
+    train: str | None = None
+    # the file to evaluate with; null: every tenth row of `train`
+    held_out: str | None = None
+    # (completion, row) -> number, by its dotted path
+    reward: Callable | None = None
+    # of both files: jsonl, csv or parquet
+    format: str = "jsonl"
+    # a malformed row: raise; skip: leave it out, and say how many
+    on_error: str = "raise"
 
     def __post_init__(self):
         if self.train is None:

@@ -1,7 +1,7 @@
 """Outcomes of rewards as arrays, as metrics and in words."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tunix_lite.rewards.pool import FAILURES, Outcome
 from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tasks.reward_calls import RewardCalls
-from tunix_lite.types import Metrics, Rollout
+from tunix_lite.types import FINISH, Metrics, Rollout
 
 # a metric -> the kind of failure of which it counts the calls
 FAILED = {
@@ -68,16 +68,33 @@ def reward_metrics(
     """Of the weighted sum and of each reward, over the completions that are kept. A failed reward
     counts 0; one that skips a completion does not count there."""
     kept_B = ~dropped_B
-    means = {}
+    metrics = {
+        "reward/mean": float(total_B[kept_B].mean()),
+        "reward/std": float(total_B[kept_B].std()),
+        "reward/min": float(total_B[kept_B].min()),
+        "reward/max": float(total_B[kept_B].max()),
+    }
     for place, (name, values_B) in enumerate(each.items()):
         counted_B = kept_B & (kinds_BN[:, place] != "skip")
         counted = np.nan_to_num(values_B)[counted_B]
-        means[f"reward/{name}"] = float(counted.mean()) if counted.size else 0.0
+        metrics[f"reward/{name}"] = float(counted.mean()) if counted.size else 0.0
+        metrics[f"reward/{name}_std"] = float(counted.std()) if counted.size else 0.0
+    return metrics
+
+
+def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
+    """What share of groups are worth 0 throughout, 1 throughout, and mixed: the weighted sum as it
+    was given. groups: the rows of each; dropped completions do not count."""
+    kept = [total_B[rows][~dropped_B[rows]] for rows in groups]
     return {
-        "reward/mean": float(total_B[kept_B].mean()),
-        "reward/std": float(total_B[kept_B].std()),
-        **means,
+        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in kept),
+        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in kept),
+        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in kept),
     }
+
+
+def _share(claims: Iterable[bool]) -> float:
+    return float(np.mean([bool(claim) for claim in claims]))
 
 
 def failure_metrics(
@@ -116,14 +133,34 @@ def failure_metrics(
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
-    """How many are right, how long they are, and how many ran out of room."""
+    """How many are right, how long they are, and how they ended."""
     lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
+    finished_B = np.asarray(rollout.finished)
+    # Of those that ended by themselves; 0 where none did.
+    ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
     return {
         "completions/correct": float(np.mean(right_B)),
         "completions/mean_length": float(lengths_B.mean()),
+        "completions/min_length": int(lengths_B.min()),
         "completions/max_length": int(lengths_B.max()),
-        "completions/truncated": float(1 - np.asarray(rollout.finished).mean()),
+        "completions/truncated": float(1 - finished_B.mean()),
+        "completions/eos": float(np.mean(np.asarray(rollout.finish) == FINISH.index("eos"))),
+        "completions/mean_terminated_length": float(ended.mean()),
+        "completions/min_terminated_length": int(ended.min()),
+        "completions/max_terminated_length": int(ended.max()),
     }
+
+
+def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
+    """Of rewards: how long the run waited for them, and how long calls took that this process made.
+
+    of_calls: seconds of each call of a function.
+    """
+    metrics = {"time/rewards": seconds}
+    if of_calls:
+        median, slow = np.percentile(of_calls, [50, 99])
+        metrics |= {"time/reward_p50": float(median), "time/reward_p99": float(slow)}
+    return metrics
 
 
 def with_full_prompts(examples: list[dict], rollout: Rollout) -> list[dict]:

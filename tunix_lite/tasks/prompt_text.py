@@ -188,7 +188,7 @@ class PromptText:
         return [Message("assistant", completion)]
 
     def place(self, example: dict) -> str:
-        """`train.jsonl, line 250: ` of an example that comes from a file; else nothing."""
+        """File, line and a colon, of an example that comes from a file; else nothing."""
         for rows in (getattr(self.source, name, None) for name in ("train", "held_out")):
             if isinstance(rows, Rows):
                 for index, row in enumerate(rows):

@@ -33,10 +33,10 @@ class RewardCalls:
         self._processes = processes
         self._group_names = group_names
         self._names = [name for name in pool.functions if name not in group_names]
-        # rows of each group, and the group of each row
+        # the rows of each group, and the group of each row
         runs = groupby(range(len(examples)), key=lambda row: id(examples[row]))
-        self._groups = [list(rows) for _, rows in runs]
-        self._group_of = {row: g for g, rows in enumerate(self._groups) for row in rows}
+        self.groups = [list(rows) for _, rows in runs]
+        self._group_of = {row: g for g, rows in enumerate(self.groups) for row in rows}
         # number of a call -> its outcomes; None: another process makes it
         self._futures: dict[int, Future | None] = {}
 
@@ -45,7 +45,7 @@ class RewardCalls:
         self.completions[row] = completion
         self._call(row, completion, row, self._names)
         group = self._group_of[row]
-        rows = self._groups[group]
+        rows = self.groups[group]
         if self._group_names and all(other in self.completions for other in rows):
             completions = [self.completions[other] for other in rows]
             self._call(len(self.examples) + group, completions, row, self._group_names)
@@ -69,7 +69,7 @@ class RewardCalls:
         """The outcomes for each completion; of a group's call, what it says of that completion."""
         count = len(self.examples)
         found = [dict(one) for one in outcomes[:count]]
-        for rows, of_group in zip(self._groups, outcomes[count:]):
+        for rows, of_group in zip(self.groups, outcomes[count:]):
             for name, (kind, values) in of_group.items():
                 for place, row in enumerate(rows):
                     found[row][name] = (kind, values) if kind else self._of_one(values[place])
@@ -85,7 +85,7 @@ class RewardCalls:
         kinds = {kind for one in outcomes for kind, _ in one.values()}
         shown = kinds.intersection(FAILURES) or kinds - {""}
         texts = [str(self.completions[row]) for row in range(len(self.examples))]
-        of_groups = [[texts[row] for row in rows] for rows in self._groups]
+        of_groups = [[texts[row] for row in rows] for rows in self.groups]
         return next(
             self.pool.describe_failure(name, outcome, called_on)
             for called_on, one in zip([*texts, *of_groups], outcomes)

@@ -83,6 +83,18 @@ class Rows(list):
         rows.skipped, rows.first_skipped, rows.known = 0, "", {}
         return rows
 
+    def changed(self, change: Callable[[dict], dict], key: Any) -> "Rows":
+        """Rows with change(row) for each row, which keep their lines; a start makes them once.
+
+        key: what is equal where the change is the same.
+        """
+        if key not in self.known:
+            rows = self.part(range(len(self)))
+            rows[:] = [change(row) for row in self]
+            rows.skipped, rows.first_skipped = self.skipped, self.first_skipped
+            self.known[key] = rows
+        return self.known[key]
+
     def _at(self, number: int) -> str:
         return f"{self.file}, {self.word} {number}"
 

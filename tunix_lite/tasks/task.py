@@ -20,10 +20,12 @@ from tunix_lite.tasks.grading import (
     completion_metrics,
     dropped_of,
     failure_metrics,
+    group_metrics,
     kinds_of,
     reasons_of,
     reward_metrics,
     texts_of,
+    time_metrics,
     values_of,
     with_full_prompts,
 )
@@ -63,6 +65,19 @@ class Reward:
     group: bool = False  # fn gets all completions of a prompt at once, and compares them
 
 
+# names of metrics reward/NAME that mean something else
+TAKEN = {
+    "mean",
+    "std",
+    "min",
+    "max",
+    "groups_that_agree",
+    "groups_all_zero",
+    "groups_all_one",
+    "groups_mixed",
+}
+
+
 @dataclass(frozen=True)
 class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet."""
@@ -90,7 +105,7 @@ class TaskConfig:
             raise ValueError(f"learned_turns={self.learned_turns!r}; it is last or all")
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
-        if taken := {"mean", "std", "groups_that_agree"} & self.rewards.keys():
+        if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
                 "something else"
@@ -330,8 +345,9 @@ class Grader:
 
         failures = failure_metrics(self._calls, of_calls, dropped_B, unscorable_B, self.task.say)
         metrics = reward_metrics(total_B, each, kinds_BN, dropped_B) | failures
-        metrics |= config.weight_metrics(self.task.step)
-        metrics |= completion_metrics(right_B, rollout) | {"time/rewards": self.seconds}
+        metrics |= group_metrics(total_B, dropped_B, self._calls.groups)
+        metrics |= config.weight_metrics(self.task.step) | completion_metrics(right_B, rollout)
+        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
         if self.task.long_prompts == "truncate":
             full = with_full_prompts(self.examples, rollout)
             metrics["prompts/truncated"] = self.task.truncated(full)

@@ -197,6 +197,14 @@ class RunDir:
                 found.append({"accuracy": accuracy, **numbers})
         return {"first": found[0], "last": found[-1]} if found else {}
 
+    def last_number(self, name: str, until: int) -> int:
+        """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
+        found = 0
+        for _, _, row in rows_until(self.metrics, until):
+            if is_number(row.get(name)):
+                found = int(row[name])
+        return found
+
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz: the batch of an update that was not finite.
 

@@ -13,10 +13,14 @@ class Boolean:
     """Expressions such as `not (True and False) or True`, with brackets around each pair but the
     outermost."""
 
-    depth: int = 3  # operators within operators
-    negated: float = 0.3  # share of parts with a `not` before them, 0 to 1
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # operators within operators
+    depth: int = 3
+    # share of parts with a `not` before them, 0 to 1
+    negated: float = 0.3
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         if not 2 <= self.depth <= 8:

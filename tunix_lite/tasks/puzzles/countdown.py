@@ -26,13 +26,20 @@ class Countdown:
     """Numbers and a target that an expression of all of them reaches, with whole numbers on the
     way. Other expressions that reach it are right, too."""
 
-    min_numbers: int = 3  # numbers given, at least
-    max_numbers: int = 4  # and at most
-    max_value: int = 25  # the largest number
-    max_target: int = 100  # the largest target
-    use_all: bool = False  # an answer must use every number, not only some
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # numbers given, at least
+    min_numbers: int = 3
+    # and at most
+    max_numbers: int = 4
+    # the largest number
+    max_value: int = 25
+    # the largest target
+    max_target: int = 100
+    # an answer must use every number, not only some
+    use_all: bool = False
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         check_range(self, 2, "min_numbers", "max_numbers")

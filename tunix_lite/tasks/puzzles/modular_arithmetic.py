@@ -15,14 +15,22 @@ class ModularArithmetic:
     """Expressions such as `(7 + 3 * 5) mod 4`; `*` comes before `+` and `-`. The answer lies from 0
     to the modulus less 1."""
 
-    min_terms: int = 2  # numbers in an expression, at least
-    max_terms: int = 3  # and at most
-    max_value: int = 20  # the largest number
-    min_modulus: int = 3  # the smallest modulus
-    max_modulus: int = 11  # and the largest
-    operators: tuple[str, ...] = OPERATORS  # between the numbers
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # numbers in an expression, at least
+    min_terms: int = 2
+    # and at most
+    max_terms: int = 3
+    # the largest number
+    max_value: int = 20
+    # the smallest modulus
+    min_modulus: int = 3
+    # and the largest
+    max_modulus: int = 11
+    # between the numbers
+    operators: tuple[str, ...] = OPERATORS
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         check_range(self, 2, "min_terms", "max_terms")

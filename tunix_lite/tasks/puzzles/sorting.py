@@ -16,14 +16,22 @@ class Sorting:
     """Lists to put in order, without equal items. The question names the order: from the smallest,
     or for a share `descending` of the lists from the largest."""
 
-    kind: str = "numbers"  # of items: numbers, words (letters drawn at random)
-    min_items: int = 3  # items in a list, at least
-    max_items: int = 6  # and at most
-    max_value: int = 99  # the largest number
-    word_length: int = 3  # letters of a word
-    descending: float = 0.5  # share of lists to sort from the largest, 0 to 1
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # of items: numbers, words (letters drawn at random)
+    kind: str = "numbers"
+    # items in a list, at least
+    min_items: int = 3
+    # and at most
+    max_items: int = 6
+    # the largest number
+    max_value: int = 99
+    # letters of a word
+    word_length: int = 3
+    # share of lists to sort from the largest, 0 to 1
+    descending: float = 0.5
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         if self.kind not in KINDS:

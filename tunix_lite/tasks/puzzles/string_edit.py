@@ -22,13 +22,20 @@ EDITS = {
 class StringEdit:
     """Words of random letters with instructions, such as `Take abca: remove each a, reverse it`."""
 
-    min_length: int = 4  # letters of a word, at least
-    max_length: int = 6  # and at most
-    min_edits: int = 1  # instructions, at least
-    max_edits: int = 2  # and at most
-    edits: tuple[str, ...] = tuple(EDITS)  # kinds of instructions
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # letters of a word, at least
+    min_length: int = 4
+    # and at most
+    max_length: int = 6
+    # instructions, at least
+    min_edits: int = 1
+    # and at most
+    max_edits: int = 2
+    # kinds of instructions
+    edits: tuple[str, ...] = tuple(EDITS)
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         check_range(self, 2, "min_length", "max_length")

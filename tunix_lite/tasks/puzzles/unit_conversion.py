@@ -40,12 +40,18 @@ NAMES = {
 class UnitConversion:
     """Quantities whose number in the other unit is a short decimal, such as `2.5 km in m`."""
 
-    kinds: tuple[str, ...] = tuple(UNITS)  # of quantities: length, mass, time, volume
-    max_value: int = 99  # the largest number before its decimals
-    decimals: int = 1  # of the number, at most
-    max_factor: int = 10_000  # the largest ratio of the two units
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # of quantities: length, mass, time, volume
+    kinds: tuple[str, ...] = tuple(UNITS)
+    # the largest number before its decimals
+    max_value: int = 99
+    # of the number, at most
+    decimals: int = 1
+    # the largest ratio of the two units
+    max_factor: int = 10_000
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
 
     def __post_init__(self):
         if not self.kinds or set(self.kinds) - UNITS.keys():

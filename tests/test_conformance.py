@@ -1,0 +1,193 @@
+"""The references by hand and by other projects' vectors, our algorithms against them in every layout, and the page."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import set_mesh
+
+from tunix_lite.algorithms.variants import VARIANTS as OF_THE_SETTING
+from tunix_lite.commands.program import compose
+from tunix_lite.config import plain
+from tunix_lite.conformance import FIXTURES, VARIANTS, formulas, ours, table, value_and_gradient
+from tunix_lite.conformance.__main__ import main
+from tunix_lite.conformance.fixtures import Fixture
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.rows import RowLayout
+
+PAGE = Path(__file__).parents[1] / "docs" / "references" / "conformance.md"
+
+
+@cache
+def cells() -> list[table.Cell]:
+    return table.cells()
+
+
+# ---- the references
+
+
+def small(rewards, mask, logprobs, old=None, ref=None, sampler=None) -> Fixture:
+    """A fixture by hand."""
+    old, ref, sampler = (np.zeros_like(logprobs) if x is None else x for x in (old, ref, sampler))
+    arrays = (np.array(x, float) for x in (logprobs, old, sampler, ref))
+    rewards = np.array(rewards, float)
+    return Fixture("small", "", rewards, np.array(mask, bool), *arrays, np.zeros((2, *rewards.shape)), 10)
+
+
+def test_the_advantages_equal_the_vectors_that_tunix_tests():
+    rewards = [[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]]
+    fixture = small(rewards, np.ones((6, 1)), np.zeros((6, 1)))
+    grpo = [[0.307498, -1.117636, 0.810138], [1.094526, -0.228671, -0.865855]]
+    np.testing.assert_allclose(formulas.group_std(1e-6)(fixture), grpo, atol=2e-6)
+    dr_grpo = [[0.10245, -0.372365, 0.269915], [0.246179, -0.051432, -0.194747]]
+    np.testing.assert_allclose(formulas.less_group_mean(fixture), dr_grpo, atol=1e-6)
+    six = small([[1, 2, 3], [4, 5, 6]], np.ones((6, 1)), np.zeros((6, 1)))
+    np.testing.assert_allclose(formulas.less_others_mean(six), [[-1.5, 0, 1.5], [-1.5, 0, 1.5]])
+    # in NeMo-RL's group of exact zeros and ones the lone one is not divided, and the others are
+    lone = small([[0] + [1] * 7], np.ones((8, 1)), np.zeros((8, 1)))
+    np.testing.assert_allclose(formulas.peers_std(1e-6)(lone)[0], [-1.0] + [0.378] * 7, atol=1e-3)
+
+
+def test_values_and_gradients_by_hand():
+    """Two tokens of ratio 2, A = 1 and -1, of 1e8 and of 1; weights 1/4 each."""
+    log2 = np.log(2)
+    mask, logprobs = np.ones((2, 2)), np.array([[log2, np.log(1e8)], [log2, 0.0]])
+    fixture = small([[2, 0]], mask, logprobs)  # centred: 1 and -1
+    value, gradient = value_and_gradient(
+        formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28)), fixture
+    )
+    assert value == pytest.approx(-(1.28 + 1.28 - 2 - 1) / 4)
+    np.testing.assert_allclose(gradient, [[0, 0], [2 / 4, 1 / 4]], rtol=1e-12)
+    # the dual clip: no gradient where A < 0 and the ratio is above 1.5
+    value, gradient = value_and_gradient(
+        formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28, dual=1.5)), fixture
+    )
+    assert value == pytest.approx(-(1.28 + 1.28 - 1.5 - 1) / 4)
+    np.testing.assert_allclose(gradient, [[0, 0], [0, 1 / 4]], rtol=1e-12)
+    # the sequence's ratio of the second is sqrt 2, above its bound, and A < 0 keeps the gradient
+    gspo = formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28, formulas.ratio_of_completions))
+    np.testing.assert_allclose(value_and_gradient(gspo, fixture)[1][1], [2**0.5 / 4] * 2, rtol=1e-12)
+    # k3 of d = -log 2: 1/2 + log 2 - 1, with the slope 1 - 1/2; k1's slope is 1 whatever d is
+    for kl, slope in ((formulas.kl_k3, 0.5), (formulas.kl_k1, 1.0), (formulas.kl_k2, log2)):
+        penalty = formulas.objective(formulas.less_group_mean, lambda t: 0 * t.lp, kl=kl, kl_coef=1.0)
+        assert value_and_gradient(penalty, fixture)[1][0, 0] == pytest.approx(slope / 4)
+    # DPO: the margin is (log 2 + log 1e8) - log 2, the slope beta sigmoid(-beta margin) each way
+    value, gradient = value_and_gradient(formulas.preferences(0.1), fixture)
+    rest = 1 / (1 + np.exp(0.1 * np.log(1e8)))
+    assert value == pytest.approx(-np.log(1 - rest))
+    np.testing.assert_allclose(gradient, 0.1 * rest * np.array([[-1, -1], [1, 1]]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_reference_is_finite_and_moves_with_its_log_probabilities(name):
+    """Its gradient foretells what a small step does, but where a stop gradient is part of the formula."""
+    variant, moves = VARIANTS[name], False
+    for fixture in FIXTURES.values():
+        if variant.binary and not fixture.is_binary:
+            continue
+        value, gradient = value_and_gradient(variant.loss, fixture)
+        assert np.isfinite(value) and np.isfinite(gradient).all(), fixture.name
+        assert not gradient[~fixture.counted].any()
+        moves |= bool(gradient.any())
+    assert moves
+
+
+def test_importing_the_package_imports_numpy_and_nothing_heavier():
+    code = "import sys, tunix_lite.conformance; print({'jax', 'torch', 'trl', 'tunix', 'flax'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# ---- ours
+
+
+def test_settings_that_a_row_names_give_its_numbers_on_every_fixture():
+    assert {cell.variant.name: cell.differs for cell in cells() if cell.differs} == {}
+    assert sum(cell.ours == table.GREEN for cell in cells()) >= 60
+    assert len({cell.variant.by for cell in cells()} - {"paper"}) >= 8
+
+
+def test_a_wrong_constant_is_found():
+    wrong = VARIANTS["dapo@paper"].ours | {"clip_high": 0.29}
+    found = ours.differs(replace(VARIANTS["dapo@paper"], ours=wrong))
+    assert any(found.values())
+    found = ours.differs(replace(VARIANTS["grpo@paper"], ours=VARIANTS["dapo@paper"].ours))
+    assert found["long_and_short"] and not found["agreeing"]
+
+
+# what algorithm.variant=X of a preset means by its name, where the row of that name is about another setting
+ROW_OF = {
+    "grpo@trl": "grpo_default@trl",
+    "gspo@trl": "gspo_token_mean@trl",
+    "reinforce_pp@verl": "reinforce_pp_baseline@verl",
+}
+# presets that do more than their row, or add another constant to a std
+OTHERWISE = {"dapo@verl", "maxrl@prime_rl", "maxrl@skyrl", "maxrl@trl", "cispo@skyrl"}
+
+
+@pytest.mark.parametrize("name", sorted(f"{o}@{by}" for o, known in OF_THE_SETTING.items() for by in known))
+def test_a_variant_of_the_settings_is_the_row_of_the_table(name):
+    """Two readings of the same code: algorithms/variants.py and this table."""
+    objective, by = name.split("@")
+    if name in OTHERWISE:
+        pytest.skip("its preset does more")
+    overrides = [f"algorithm={objective}"]
+    if OF_THE_SETTING[objective][by]:
+        overrides.append(f"algorithm.variant={by}")
+    settings = plain(compose(overrides).algorithm)
+    del settings["num_generations"], settings["variant"]
+    paths = {"advantages", "weighting", "ratio", "surrogate"}
+    settings |= {key: {"_target_": settings[key]} for key in paths if isinstance(settings[key], str)}
+    found = ours.differs(replace(VARIANTS[ROW_OF.get(name, name)], ours=settings))
+    assert not any(found.values()), found
+
+
+LAYOUTS = {
+    "none_parts": (4, 1, RowLayout(), 3),
+    "sequences_tp": (2, 2, RowLayout("sequences", 2, shape=RowShape(40), rows_per_part=4), 2),
+    "prefix_parts": (1, 1, RowLayout("prefix", 4, shape=RowShape(8, 3, 1), rows_per_part=8), 4),
+}
+IN_ROWS = [
+    "grpo@verl",
+    "gspo@paper",
+    pytest.param("gmpo@paper", marks=pytest.mark.wide),
+    "tis_token@verl",
+    "kl_k3_exact@paper",
+    "dpo@paper",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
+    fsdp, tp, rows, num_parts = LAYOUTS[layout]
+    variant = VARIANTS[name]
+    with jax.set_mesh(set_mesh(fsdp, tp)):
+        fixture = FIXTURES["dropped" if layout == "prefix_parts" else "plain"]
+        algorithm = ours.algorithm_of(variant.ours, fixture)
+        batch = ours.collected(algorithm, fixture, variant.sampled)
+        found = ours.in_rows(algorithm, batch, fixture, rows, num_parts)
+        expected = value_and_gradient(variant.loss, fixture)
+        assert ours.difference(fixture, found, expected) == ""
+
+
+# ---- the page
+
+
+def test_the_page_is_what_the_module_gives():
+    assert PAGE.read_text() == table.page(cells())
+
+
+def test_the_commands_of_the_page_print_the_table_and_some_formulas(capsys):
+    """Both of them; the results are those of the tests above."""
+    main([])
+    assert len(capsys.readouterr().out.splitlines()) == len(VARIANTS)
+    main(["cispo"])
+    shown = capsys.readouterr().out
+    assert "cispo@verl" in shown and "- sg[clip(rho, 0.8, 1.2)] A lp" in shown and "gspo" not in shown
+    with pytest.raises(SystemExit, match="no variant is called cipso"):
+        main(["cipso"])

@@ -1,0 +1,190 @@
+"""Direct preference optimisation (arXiv:2305.18290): of two completions, the chosen one becomes
+more likely than the rejected one, against the reference.
+
+loss = mean over pairs of - log sigmoid(beta m), m = s_chosen - s_rejected,
+s = sum over the tokens of a completion of logprob - ref_logprob.
+
+Two completions of a pair may lie in different micro-batches, so the update cannot form m. `collect`
+does: it scores the batch under today's weights, and the gradient of the loss by a log-probability
+is then a number, +-beta sigmoid(- beta m) / pairs, which goes into the batch as the advantage. The
+update differentiates a plain sum over tokens, and its gradient is that of the loss, for the first
+update of a batch: there is only one (docs/decisions/0019).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, answered_by
+from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+
+PAIRS = ("data", "sampled")
+# fields of an example, in the order in which the completions of a pair stand in a batch
+FIELDS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Learns from pairs of completions: of the data, or made of sampled groups by their rewards.
+
+    Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4.
+    """
+
+    # data: the fields `chosen` and `rejected` of an example; sampled: best and worst of a group
+    pairs: str = "data"
+    num_generations: int = 2  # completions per prompt; of data 2, the pair
+    beta: float = 0.1  # how fast a margin counts as large, in 1 / nats; smaller: further away
+
+    def __post_init__(self):
+        if self.pairs not in PAIRS:
+            raise ValueError(f"pairs={self.pairs!r}; it is data or sampled")
+        if self.beta <= 0:
+            raise ValueError(f"beta={self.beta} must be above 0")
+        if self.num_generations < 2:
+            raise ValueError(f"num_generations={self.num_generations}: a pair takes at least 2")
+        if self.pairs == "data" and self.num_generations != 2:
+            raise ValueError(
+                f"num_generations={self.num_generations} with pairs=data: an example has 2 "
+                "completions, `chosen` and `rejected`; leave it at 2, or give pairs=sampled"
+            )
+
+    # the coefficients are those of today's weights, so they serve one update
+    updates_per_rollout = 1
+    needs_reference = True
+    rescores = True
+    loss_reduction = "tokens"
+    # of each token: its share of the loss of its pair, and of the pair's margin and order
+    streams = ("pair_loss", "pair_margin", "pair_is_right")
+    batch_fields = ("advantages",)
+    demonstration_fields = FIELDS
+
+    @property
+    def needs_demonstrations(self) -> bool:
+        return self.pairs == "data"
+
+    @property
+    def formula(self) -> list[str]:
+        """What is minimised, in lines for the panel of a run."""
+        whose = "`chosen` and `rejected` of an example"
+        if self.pairs == "sampled":
+            whose = f"best and worst of {self.num_generations} by reward"
+        return [
+            f"loss = mean over pairs of - log sigmoid({self.beta:g} (s_chosen - s_rejected))",
+            f"s = sum_t (logprob - ref_logprob); a pair: {whose}",
+        ]
+
+    def collect(
+        self,
+        policy: Policy,
+        task: TaskInterface,
+        params: Params,
+        examples: list[dict],
+        key: jax.Array,
+    ) -> tuple[Batch, Metrics, Graded | None]:
+        """Pairs -> their margins under today's weights and the reference -> the batch."""
+        if self.pairs == "data":
+            arrays, metrics, graded = _of_data(task, examples)
+            rows = np.arange(2 * len(examples))
+            chosen = rows[0::2]
+            rejected = rows[1::2]
+        else:
+            groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+            rollout = groups.rollout
+            arrays = rollout.tokens, rollout.token_mask, np.asarray(rollout.completion_mask)
+            chosen, rejected = best_and_worst(groups)
+            metrics = groups.metrics | {"reward/pairs": len(chosen) / len(examples)}
+            graded = groups.graded
+
+        # Only the tokens of pairs count, each as often as its pair.
+        tokens, token_mask, completion_mask = arrays
+        counts = np.zeros(completion_mask.shape, bool)
+        paired = np.concatenate([chosen, rejected])
+        counts[paired] = completion_mask[paired]
+        weight = (counts / max(len(chosen), 1)).astype(np.float32)
+        batch = Batch(tokens=tokens, token_mask=token_mask, loss_weight=weight)
+
+        # Two forwards: the policy as it is now, and the reference.
+        today = policy.rescore(params, batch)
+        reference = policy.scorers["reference"](batch)
+        gap = np.float64(today) - np.float64(reference)
+        return self._with_margins(batch, gap, chosen, rejected), metrics, graded
+
+    def _with_margins(
+        self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
+    ) -> Batch:
+        """The batch with the slope of each pair's loss as advantages, and what is logged."""
+        # Each pair: its margin, its loss, and the slope of that.
+        counts_BT = np.asarray(batch.loss_weight) != 0
+        scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
+        margins = scores_B[chosen] - scores_B[rejected]
+        # log(1 + exp(-x)), which does not overflow
+        losses = np.logaddexp(0.0, -self.beta * margins)
+        slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
+
+        # They go to all tokens of the two completions.
+        values = np.zeros((4, len(counts_BT)))
+        values[0, chosen] = slopes
+        values[0, rejected] = -slopes
+        # the sum over all tokens of a pair, weighted, is the pair's share of the mean
+        lengths = counts_BT.sum(axis=1)
+        both = np.maximum(lengths[chosen] + lengths[rejected], 1)
+        for row, of_pair in enumerate((losses, margins, margins > 0), start=1):
+            values[row, chosen] = of_pair / both
+            values[row, rejected] = of_pair / both
+        advantages, *logged = (
+            np.broadcast_to(x[:, None], counts_BT.shape).astype(np.float32) for x in values
+        )
+        return batch.replace(advantages=advantages, streams=dict(zip(self.streams, logged)))
+
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+        """The loss at today's weights, with its gradient, and what it is made of: sums."""
+        counts_RW = batch.loss_weight != 0
+        logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
+        # 0, with the gradient of the log-probability
+        slope_RW = batch.advantages * (logprobs_RW - jax.lax.stop_gradient(logprobs_RW))
+        loss, margin, is_right = (
+            jnp.sum(batch.loss_weight * batch.streams[name]) for name in self.streams
+        )
+        metrics = {
+            "train/dpo_loss": loss,
+            "train/margin": margin,
+            "train/pair_accuracy": is_right,
+        }
+        return loss - jnp.sum(batch.loss_weight * slope_RW), metrics
+
+
+def _of_data(task: TaskInterface, examples: list[dict]) -> tuple[tuple, Metrics, None]:
+    """(tokens, token_mask, completion_mask) [2P, T]: row 2p is chosen, row 2p + 1 rejected."""
+    both = [task.demonstrations(answered_by(examples, name)) for name in FIELDS]
+    arrays = tuple(
+        np.stack(pair, axis=1).reshape(2 * len(examples), -1) for pair in zip(*both, strict=True)
+    )
+    lengths = arrays[2].sum(axis=1)
+    metrics = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/mean_length_chosen": float(lengths[0::2].mean()),
+        "completions/mean_length_rejected": float(lengths[1::2].mean()),
+    }
+    if task.long_prompts == "truncate":
+        metrics["prompts/truncated"] = task.truncated(examples)
+    return arrays, metrics, None
+
+
+def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the rollout that have the highest and the lowest reward of their group, the first
+    of equals; of groups that agree, or have no tokens in the two, none."""
+    G = groups.rewards_PG.shape[1]
+    lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
+    # a dropped completion is neither best nor worst
+    pairs = []
+    for p, (rewards, kept) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
+        best = p * G + int(np.where(kept, rewards, -np.inf).argmax())
+        worst = p * G + int(np.where(kept, rewards, np.inf).argmin())
+        differ = kept.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
+        if differ and lengths[best] + lengths[worst]:
+            pairs.append((best, worst))
+    found = np.array(pairs, np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]

@@ -1,0 +1,179 @@
+"""The table of variants as text and as a page: green, red or grey for each."""
+
+from dataclasses import dataclass
+
+from tunix_lite.conformance import adapters
+from tunix_lite.conformance.fixtures import FIXTURES
+from tunix_lite.conformance.rows import READ, Variant
+from tunix_lite.conformance.variants import VARIANTS
+
+GREEN = "🟩"
+RED = "🟥"
+GREY = "⬜"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant, whether our settings give its numbers, and whether the framework's own function
+    does."""
+
+    variant: Variant
+    ours: str  # GREEN, RED or GREY
+    differs: str  # by fixture, where they should be equal and are not
+    own: str  # "": there is no adapter
+    own_says: str
+
+
+def cells(names: list[str] | None = None) -> list[Cell]:
+    """All of them, or those whose name contains one of `names`. Runs our algorithms."""
+    chosen = [
+        variant
+        for name, variant in VARIANTS.items()
+        if not names or any(part in name for part in names)
+    ]
+    return [_cell(variant) for variant in chosen]
+
+
+def _cell(variant: Variant) -> Cell:
+    own, own_says = _own(variant)
+    if variant.ours is None:
+        return Cell(variant, RED, "", own, own_says)
+    # jax is only imported where it is used
+    from tunix_lite.conformance import ours
+
+    found = ours.differs(variant)
+    # one reason may hold for several fixtures
+    wheres: dict[str, list[str]] = {}
+    for fixture, words in found.items():
+        if words:
+            wheres.setdefault(words, []).append(fixture)
+    differs = "; ".join(f"{words} ({', '.join(names)})" for words, names in wheres.items())
+    return Cell(variant, RED if differs else GREEN, differs, own, own_says)
+
+
+def _own(variant: Variant) -> tuple[str, str]:
+    """What the framework's own function gave when it was last run, and of which version."""
+    if variant.name not in adapters.ADAPTERS:
+        return "", ""
+    # as they were when somebody had the framework
+    known = adapters.recorded().get(variant.by, {})
+    if variant.name not in known.get("cells", {}):
+        return GREY, f"not run; {adapters.INSTALL[variant.by][2]}"
+    away = known["cells"][variant.name]
+    return (RED, f"departs on {away}") if away else (GREEN, known["version"])
+
+
+def settings_text(settings: dict) -> str:
+    """Settings of ours as overrides, without what stands at its default."""
+    words = []
+    for key, value in settings.items():
+        if key == "_target_":
+            words.append(value.rpartition(".")[2])
+        elif isinstance(value, dict):
+            function = value["_target_"].rpartition(".")[2]
+            bound = ", ".join(f"{name}={item}" for name, item in value.items() if name[0] != "_")
+            words.append(f"{key}={function}" + (f"({bound})" if bound else ""))
+        else:
+            words.append(f"{key}={'null' if value is None else value}")
+    return " ".join(words)
+
+
+def for_terminal(found: list[Cell], with_formulas: bool = False) -> str:
+    """For a terminal: a line for each, or three."""
+    lines = []
+    for cell in found:
+        # why it is not green, if it is not
+        variant = cell.variant
+        word = {GREEN: "green", RED: "red", GREY: "grey"}[cell.ours]
+        reason = cell.differs or (variant.why if cell.ours == RED else "")
+        own = f"; own function {cell.own_says}" if cell.own else ""
+        lines.append(f"{variant.name:<28} {word:<6} {reason}{own}".rstrip())
+        if with_formulas:
+            lines.append(f"    {variant.formula}")
+            if variant.ours is not None:
+                lines.append(f"    ours: {settings_text(variant.ours)}")
+    return "\n".join(lines)
+
+
+HEAD = """\
+# What each framework means by a name
+
+The same name means different mathematics in different frameworks. This page is written by
+`tunix_lite.conformance`; a test holds it equal to what the module gives. A row is an objective as
+one framework defines it: its formula, and whether settings of ours give the same loss and the same
+gradient by every token's log-probability, within 1e-4, as a float64 numpy version of that formula.
+
+| | ours | own function |
+| --- | --- | --- |
+| 🟩 | our settings give these numbers on every fixture | the framework's own code gives them, too |
+| 🟥 | none of our settings do; the row says why | it departs from the formula |
+| ⬜ | not checked | it was not run |
+
+`lp` is the log-probability of a token now, `old` when it was sampled, by the trainer, `sampler` the
+same by the sampler, `ref` by the reference; `rho` is exp(lp - old), `w` is exp(old - sampler), A
+the advantage, sg a value without gradient; "token mean" is 1 / all tokens of the batch. Settings
+that a row does not name are `advantages=centre`, `weighting=per_token`, and the defaults.
+
+```bash
+python -m tunix_lite.conformance
+python -m tunix_lite.conformance cispo
+```
+
+The first prints this table, the second the variants of one name with their formulas.
+"""
+
+
+def page(found: list[Cell]) -> str:
+    """docs/references/conformance.md, of all cells."""
+    parts = [HEAD, _summary(found), _fixtures()]
+    for objective in dict.fromkeys(cell.variant.objective for cell in found):
+        rows = [cell for cell in found if cell.variant.objective == objective]
+        parts.append("\n".join([f"## {objective}", "", *_rows(rows)]))
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _summary(found: list[Cell]) -> str:
+    # counts of the table below
+    green = sum(cell.ours == GREEN for cell in found)
+    frameworks = sorted({cell.variant.by for cell in found} - {"paper"})
+    objectives = len({cell.variant.objective for cell in found})
+    own = [cell for cell in found if cell.own in (GREEN, RED)]
+    versions = ", ".join(
+        f"{adapters.INSTALL[name][1]} {known['version']}"
+        for name, known in adapters.recorded().items()
+    )
+    lines = [
+        f"{len(found)} variants of {objectives} names in {len(frameworks)} frameworks; "
+        f"{green} of them are settings of ours. Own functions were run for {len(own)} "
+        f"({versions}): {sum(cell.own == GREEN for cell in own)} give their formula.",
+        "",
+        "Read in:",
+        "",
+    ]
+    return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
+
+
+def _fixtures() -> str:
+    lines = ["## The fixtures", ""]
+    return "\n".join(lines + [f"- `{x.name}`: {x.about}" for x in FIXTURES.values()])
+
+
+def _rows(rows: list[Cell]) -> list[str]:
+    lines = [
+        "| framework | ours | own function | formula | settings of ours, or why not |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for cell in rows:
+        # settings first, then what differs and why
+        variant = cell.variant
+        settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
+        remark = "; ".join(part for part in (settings, cell.differs, variant.why) if part)
+        own = f"{cell.own} {cell.own_says}".strip()
+        lines.append(
+            f"| {variant.by} | {cell.ours} | {own} | {_escaped(variant.formula)} | {remark} |"
+        )
+    return lines
+
+
+def _escaped(formula: str) -> str:
+    return formula.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")

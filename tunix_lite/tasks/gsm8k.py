@@ -1,0 +1,106 @@
+"""GSM8K (arXiv:2110.14168): grade-school problems in words, with solutions that end in `#### 72`.
+
+Its data are not shipped. Give its files, or the name of a data set on the hub.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tunix_lite.models.hub import dataset_folder
+from tunix_lite.rewards.numbers import last_number, number_of
+from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
+
+# of the reference code of the paper: the first one counts
+HASHES = re.compile(r"#### (-?[0-9.,]+)")
+# split -> what its files are called on the hub
+HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """The check of a row: texts `question` and `answer`, with `#### ` and a number at its end."""
+
+    def check(self, row: dict) -> None:
+        """Raises ValueError for another row."""
+        for name in ("question", "answer"):
+            if not isinstance(row.get(name), str):
+                raise ValueError(
+                    f"a row of GSM8K has a text `{name}`; this one has {', '.join(row)}"
+                )
+        _, found, number = row["answer"].rpartition("####")
+        if not found or number_of(number.strip()) is None:
+            raise ValueError(f"the answer ends in {row['answer'][-40:]!r}, not in `#### 72`")
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
+    example has the number as `answer` and the whole solution as `completion`."""
+
+    # path; null: from the hub
+    train_file: str | None = None
+    # path; null: from the hub
+    held_out_file: str | None = None
+    # org/name or org/name@revision, for what has no file
+    hub: str = "openai/gsm8k"
+    # a malformed row: raise; skip: leave it out, and say how many
+    on_error: str = "raise"
+
+    def __post_init__(self):
+        check_on_error(self.on_error)
+
+    @cached_property
+    def train(self) -> Rows:
+        """The rows to train on."""
+        return self._examples(self.train_file or self._downloaded("train"))
+
+    @cached_property
+    def held_out(self) -> Rows:
+        """The rows to evaluate with."""
+        return self._examples(self.held_out_file or self._downloaded("held_out"))
+
+    def _examples(self, file: str) -> Rows:
+        kind = "parquet" if file.endswith(".parquet") else "jsonl"
+        rows = rows_of(file, kind, self.on_error, Solutions())
+        return rows.changed(_example, _example)
+
+    def _downloaded(self, split: str) -> str:
+        folder = dataset_folder(self.hub, tuple(HUB_FILES.values()))
+        files = sorted(Path(folder).glob(HUB_FILES[split]))
+        if len(files) != 1:
+            raise ValueError(
+                f"{self.hub} has {len(files)} files {HUB_FILES[split]}, not one; give "
+                f"task.source.{split}_file"
+            )
+        return str(files[0])
+
+
+def _example(row: dict) -> dict:
+    solution, _, number = row["answer"].rpartition("####")
+    # <<48/2=24>> marks what a calculator would say; nobody reads it
+    solution = re.sub(r"<<[^>]*>>", "", solution).strip()
+    answer = number.strip().replace(",", "")
+    return {**row, "answer": answer, "completion": f"{solution}\n#### {answer}".strip()}
+
+
+def strict(completion: str, example: dict) -> float:
+    """1 if the number after the first `#### ` equals `answer`, as in the paper's own code, else
+    0."""
+    found = HASHES.search(completion)
+    return 0.0 if found is None else _is_same(found[1].rstrip("."), example)
+
+
+def flexible(completion: str, example: dict) -> float:
+    """1 if the number after the first `#### `, or without one the last number of the completion,
+    equals `answer`, else 0."""
+    if HASHES.search(completion):
+        return strict(completion, example)
+    found = last_number(completion)
+    return 0.0 if found is None else float(found[1] == number_of(example["answer"]))
+
+
+def _is_same(text: str, example: dict) -> float:
+    found = number_of(text)
+    return float(found is not None and found == number_of(example["answer"]))

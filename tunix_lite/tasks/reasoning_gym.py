@@ -1,0 +1,125 @@
+"""The tasks of reasoning-gym (extra `gym`), any of them by name, with its own verifiers."""
+
+import functools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.tasks.generated import Split, answer_text, check_counts
+
+# Imported with this module, which a run imports only for this task: the start of a reward worker
+# may take the seconds that it needs, a call may not.
+try:
+    import reasoning_gym
+except ImportError as error:
+    reasoning_gym = None
+    WHY_NOT = str(error)
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """Problems of one or several tasks of reasoning-gym. Which one a problem is of, and its number,
+    are drawn from the number of the example; held-out questions are never trained on."""
+
+    # names in reasoning-gym
+    tasks: tuple[str, ...] = ("basic_arithmetic",)
+    # how often each task is drawn; empty: all alike
+    weights: tuple[float, ...] = ()
+    # by task: its settings of difficulty, as reasoning-gym names them
+    settings: dict[str, dict] = field(default_factory=dict)
+    # of the problems; they are the same for any seed of the run
+    seed: int = 0
+    # problems of each task that are drawn from; a few tasks (acre, word_ladder) take fewer
+    num_problems: int = 1_000_000
+    # problems in one pass of the training stream
+    num_train: int = 1_000_000
+    # problems
+    num_held_out: int = 256
+
+    def __post_init__(self):
+        if reasoning_gym is None:
+            raise ValueError(
+                f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install "
+                "'tunix_lite[gym]'; one of its dependencies, pycosat, is built by a C compiler"
+            )
+        if not self.tasks:
+            raise ValueError("tasks is empty: name at least one task of reasoning-gym")
+        if self.weights and (len(self.weights) != len(self.tasks) or min(self.weights) <= 0):
+            raise ValueError(
+                f"weights={list(self.weights)}: one above 0 for each of {len(self.tasks)} tasks"
+            )
+        if others := self.settings.keys() - {*self.tasks}:
+            raise ValueError(f"settings of {', '.join(sorted(others))}, which is not in tasks")
+        check_counts(self)
+        for name in self.tasks:
+            dataset_of(name, self._settings(name), self.seed, self.num_problems)
+
+    @property
+    def train(self) -> Split:
+        """The training stream."""
+        return Split(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> Split:
+        """The held-out set."""
+        return Split(self, held_out=True, count=self.num_held_out)
+
+    def make(self, rng: np.random.Generator) -> dict:
+        """See generated.Generator. `problem` says which one it is, so that it can be made again
+        where it is verified."""
+        weights = np.array(self.weights or [1.0] * len(self.tasks))
+        name = self.tasks[int(rng.choice(len(self.tasks), p=weights / weights.sum()))]
+        index = int(rng.integers(self.num_problems))
+        settings = self._settings(name)
+        entry = entry_of(name, settings, self.seed, self.num_problems, index)
+        example: dict[str, Any] = {
+            "question": entry["question"],
+            "task": name,
+            "problem": [settings, self.seed, self.num_problems, index],
+        }
+        # some tasks accept many answers, and give none
+        if entry["answer"] is not None:
+            example["answer"] = str(entry["answer"])
+            example["completion"] = f"<answer>{entry['answer']}</answer>"
+        return example
+
+    def _settings(self, name: str) -> str:
+        return json.dumps(self.settings.get(name, {}), sort_keys=True)
+
+
+@functools.lru_cache(maxsize=128)
+def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
+    """A task of reasoning-gym with its settings, as JSON. Raises ValueError if it has no such task,
+    or refuses the settings."""
+    try:
+        return reasoning_gym.create_dataset(
+            name, seed=seed, size=size, **_with_tuples(json.loads(settings))
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning-gym refuses {name} with {settings}: {error}") from error
+
+
+def _with_tuples(value: Any) -> Any:
+    return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict:
+    """A problem as reasoning-gym makes it: question, answer, metadata."""
+    return dataset_of(name, settings, seed, size)[index]
+
+
+def score(completion: str, example: dict) -> float:
+    """What the task's own verifier gives for the completion's answer, 0 to 1."""
+    *problem, index = example["problem"]
+    entry = entry_of(example["task"], *problem, index)
+    dataset = dataset_of(example["task"], *problem)
+    # verifiers want the bare answer
+    return float(dataset.score_answer(answer_text(completion), entry))
+
+
+def solved(completion: str, example: dict) -> float:
+    """1 if the verifier gives the answer its full score, else 0."""
+    return float(score(completion, example) >= 1.0)
