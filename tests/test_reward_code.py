@@ -9,11 +9,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from test_reward_scores import grade
 
 from tunix_lite.rewards import code
 from tunix_lite.rewards.code import PassesTests, code_in, run_job
+from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.scores import Score
+from tunix_lite.tasks.task import Reward
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 
@@ -200,3 +204,30 @@ def test_an_environment_that_cannot_run_code_is_no_fault_of_the_completion(monke
     monkeypatch.setattr(code, "RUNNER", Path(__file__).with_name("answer_cases.txt"))
     with pytest.raises(RuntimeError, match=r"answer_cases.txt ended with exit code 1"):
         run_job({"seconds": 1})
+
+
+def test_the_run_goes_on_and_counts_what_was_stopped():
+    """Attacks and sound code side by side, in the worker processes of a run."""
+    texts = [ATTACKS[name][0] for name in ("fork bomb", "huge output", "kills all", "memory hog")] + [ADD] * 4
+    task_of = {"tests": Reward(FAST)}
+    examples = [{"tests": ["assert add(1, 2) == 3"]}] * 7 + [{"tests": ["assert add(1, 2) == 4"]}]
+    graded = grade([block(text) for text in texts], RewardsConfig(timeout=20.0), task_of, examples)
+    np.testing.assert_array_equal(graded.rewards, [0, 0, 0, 0, 1, 1, 1, 0])
+    assert graded.metrics["rewards/stopped"] == 3
+    assert all(graded.metrics[f"rewards/{name}"] == 0 for name in ("errors", "timeouts", "crashes", "not_numbers"))
+
+
+@pytest.mark.parametrize("name", ["infinite loop", "fork bomb", "forks that leave", "huge output", "writes outside"])
+def test_where_the_kernel_refuses_namespaces_the_limits_hold_and_a_line_says_what_is_missing(
+    name, monkeypatch, tmp_path, capsys
+):
+    refused = code.RUNNER.read_text().replace("libc.unshare(", "(lambda flags: ctypes.set_errno(1) or 1)(")
+    assert refused != code.RUNNER.read_text()
+    (tmp_path / "run_code.py").write_text(refused)
+    monkeypatch.setattr(code, "RUNNER", tmp_path / "run_code.py")
+    monkeypatch.setattr(code, "_told", set())
+    assert FAST(block(ADD), {"tests": ["assert add(1, 2) == 3"]}) == 1
+    line = "code of completions: it can use the network and see other processes (unshare: Operation not permitted)\n"
+    assert capsys.readouterr().out == line
+    assert FAST(block(ATTACKS[name][0]), {"tests": ["assert True"]}) == 0
+    assert not of_code() and not OUTSIDE.exists()

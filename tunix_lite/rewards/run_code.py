@@ -43,6 +43,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_CHILD_SUBREAPER = 36
 MS_NOSUID_NODEV = 2 | 4
@@ -77,8 +78,7 @@ def main() -> None:
 def run(job: dict, folder: str) -> dict:
     """Runs the code of a job once. Returns `status` (ended, or by which limit it was stopped), what
     it printed, whether it came to its end, and which protections this kernel refused."""
-    missing = _isolate(folder, job)
-    job["is_apart"] = not missing
+    job["is_apart"], missing = _isolate(folder, job)
     output, writes_output = os.pipe()
     # where the code's last words go: that it came to its end, or why not
     words, writes_words = os.pipe()
@@ -184,13 +184,19 @@ def _end(first: int) -> None:
 # ---- what keeps the code apart
 
 
-def _isolate(folder: str, job: dict) -> list[str]:
-    """New namespaces for what is started from here on. Returns what the kernel refused."""
+def _isolate(folder: str, job: dict) -> tuple[bool, list[str]]:
+    """New namespaces for what is started from here on. Returns whether they are there, and what the
+    kernel refused, in words."""
     if os.getuid() == 0:
         _become_nobody(folder)
     user, group = os.getuid(), os.getgid()
     missing = []
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS):
+    if _landlock_version() < 1:
+        missing.append("it can write wherever this user may (landlock is not there)")
+    is_refused = libc.unshare(
+        CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
+    )
+    if is_refused:
         refused = os.strerror(ctypes.get_errno())
         missing.append(f"it can use the network and see other processes (unshare: {refused})")
     else:
@@ -208,7 +214,7 @@ def _isolate(folder: str, job: dict) -> list[str]:
         if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
             refused = os.strerror(ctypes.get_errno())
             missing.append(f"its files are on the disk, without a limit in all (mount: {refused})")
-    return missing
+    return not is_refused, missing
 
 
 def _become_nobody(folder: str) -> None:
@@ -222,15 +228,21 @@ def _become_nobody(folder: str) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+        # a change of user forgets the first, and takes /proc/self from that user
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_DUMPABLE, 1)
 
 
-def _restrict_writes(folder: str) -> str | None:
-    """Landlock: files are written in the folder only, no TCP, no signals to others. Returns what
-    the kernel refused, in words."""
-    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+def _landlock_version() -> int:
+    return libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+
+
+def _restrict_writes(folder: str) -> None:
+    """Landlock, where it is there: files are written in the folder only, no TCP, no signals to
+    others. Raises OSError."""
+    version = _landlock_version()
     if version < 1:
-        return "landlock is not there"
+        return
     files = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
     rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -243,9 +255,8 @@ def _restrict_writes(folder: str) -> str | None:
             os.close(opened)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
-        return os.strerror(ctypes.get_errno())
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
     os.close(ruleset)
-    return None
 
 
 def _limit(job: dict) -> None:
