@@ -1,10 +1,12 @@
 """Runs that are spoilt on purpose, and sound ones; does `tunix-lite doctor` know which is which?
 
-    python benchmarks/spoilt_runs.py OUT [NAME ...]
+    python benchmarks/spoilt_runs.py OUT [NAME ...] [seed=7 ...]
+    python benchmarks/spoilt_runs.py OUT --record tests/recorded_doctor.json
 
 Each is a real run of some ten updates on the bundled model with one fault, in OUT/NAME; a run that
 is there already is not made again. Prints a table: the fault, the first finding, whether it is the
-right one; and writes OUT/verdicts.json.
+right one; and writes OUT/verdicts.json. `--record` keeps what the doctor reads of the runs in OUT,
+cut short, for tests/test_doctor.py.
 """
 
 import contextlib
@@ -228,11 +230,7 @@ SPOILT = {
             "generation.max_prompt_length=48",
         ),
     ),
-    "task too easy": Case(("all_right", "groups_agree"), ("task.source.min_terms=2", "task.source.max_terms=2")),
-    "many updates of one rollout": Case(
-        ("outside_of_clip", "step_too_large"),
-        ("algorithm.updates_per_rollout=6", "optimizer.learning_rate=1e-3"),
-    ),
+    "task that the base never saw": Case(("groups_agree",), ("task.source.min_terms=2", "task.source.max_terms=2")),
 }
 SOUND = {
     "sound: seed 1": Case((), ("seed=1",)),
@@ -245,9 +243,9 @@ SOUND = {
 }
 
 
-def make(folder: Path, case: Case) -> None:
+def make(folder: Path, case: Case, more: list[str]) -> None:
     """Makes the run, with its settings where Hydra would keep them."""
-    values = compose_values([*SMALL, *case.overrides])
+    values = compose_values([*SMALL, *case.overrides, *more])
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(values))
     run = case.spoil(build(RunConfig, values))
@@ -255,15 +253,17 @@ def make(folder: Path, case: Case) -> None:
         train(run, folder)
 
 
-def main(out: Path, chosen: list[str]) -> None:
+def main(out: Path, words: list[str]) -> None:
+    more = [word for word in words if "=" in word]
+    chosen = [word for word in words if word not in more]
     verdicts = {}
     for name, case in (SPOILT | SOUND).items():
         if chosen and name not in chosen:
             continue
-        folder = out / name.replace(" ", "_").replace(":", "")
+        folder = out / folder_name(name)
         began = time.perf_counter()
         if not folder.exists():
-            make(folder, case)
+            make(folder, case, more)
         names = [finding.name for finding in diagnose(read_evidence(folder))]
         is_right = names[0] in case.right if case.right and names else not (case.right or names)
         verdicts[name] = {"right": is_right, "expected": case.right, "found": names}
@@ -276,5 +276,106 @@ def main(out: Path, chosen: list[str]) -> None:
     (out / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n")
 
 
-if __name__ == "__main__":
+# ---- what the tests keep of them
+
+SETTINGS = (
+    "algorithm.num_generations",
+    "algorithm.updates_per_rollout",
+    "algorithm.kl_coef",
+    "evaluation.num_examples",
+    "generation.max_new_tokens",
+    "generation.temperature",
+    "model.lora.rank",
+    "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
+    "optimizer.warmup_steps",
+    "rewards.on_error",
+    "training.prompts_per_step",
+)
+KEYS = ("prompt", "completion", "extracted", "correct", "reward", "advantage", "group", "expected")
+# findings that need more than metrics
+OF_SAMPLES = {
+    "groups_mixed",
+    "reward_sign",
+    "never_ends",
+    "truncated",
+    "parse_failures",
+    "completions_identical",
+    "repeated_prompts",
+}
+# beside rewards/, which says what failed
+METRICS = {
+    "completions/correct",
+    "completions/max_length",
+    "completions/mean_length",
+    "completions/truncated",
+    "eval/accuracy",
+    "reward/groups_that_agree",
+    "reward/mean",
+    "reward/std",
+    "train/entropy",
+    "train/grad_norm",
+    "train/kl",
+    "train/learning_rate",
+    "train/ratio_outside_clip",
+    "train/sampler_gap",
+    "train/sampler_gap_max",
+    "train/skipped",
+    "train/update_norm",
+}
+
+
+def record(out: Path, file: Path) -> None:
+    """Writes what there is to know of each run in OUT, a few KB each."""
+    kept = {}
+    for name, case in (SPOILT | SOUND).items():
+        if not (out / folder_name(name)).exists():
+            continue
+        run = read_evidence(out / folder_name(name))
+        columns: dict = {"step": []}
+        rows = {row["step"]: row for row in (*run.evaluations, *run.rows)}
+        names = {k for row in rows.values() for k in row if k in METRICS or k.startswith("rewards/")}
+        for step in sorted(rows):
+            columns["step"].append(step)
+            for metric in sorted(names):
+                value = rows[step].get(metric)
+                short = value if value is None else float(f"{value:.4g}")
+                columns.setdefault(metric, []).append(short)
+        needs_samples = not case.right or set(case.right) & OF_SAMPLES
+        samples = [*run.samples.items()][: 1 if needs_samples else 0]
+        kept[name] = {
+            "right": case.right,
+            "settings": {key: run.setting(key) for key in SETTINGS},
+            "weights": [k for k, r in run.setting("task.rewards").items() if r["weight"] < 0],
+            "metrics": columns,
+            "samples": {step: sample_of(rows, case) for step, rows in samples},
+            "parameters": run.status["parameters"],
+            "embed_dim": run.architecture["embed_dim"],
+        }
+    lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in kept.items()]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def sample_of(rows: list[dict], case: Case) -> list[dict]:
+    """Three completions of each group; all of them, where they contradict each other."""
+    most = 8 if "groups_mixed" in case.right else 3
+    counts: dict = {}
+    found = []
+    for i, row in enumerate(rows):
+        # files of earlier versions do not say it
+        group = row.get("group", i // 8)
+        counts[group] = counts.get(group, 0) + 1
+        if counts[group] <= most:
+            short = {key: row[key] for key in (*KEYS, "finish_reason") if key in row}
+            found.append(short | {"completion": row["completion"][:60], "group": group})
+    return found
+
+
+def folder_name(name: str) -> str:
+    return name.replace(" ", "_").replace(":", "")
+
+
+if __name__ == "__main__" and "--record" in sys.argv:
+    record(Path(sys.argv[1]), Path(sys.argv[3]))
+elif __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -68,6 +68,27 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
     assert [e["hint"] for e in parts.task.held_out(256)] == [""] * 3
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is {country}?",
+        "{a}, {b}: [1, 2] = ${c}!".replace("$", "%"),
+        'It\'s "{q}"',
+        "one\\",
+        "a\\'b",
+        "{{{q}}} \\n",
+        "",
+        "'half",
+        "0.5",
+        "true",
+    ],
+)
+def test_a_text_needs_only_the_quotes_of_the_shell(text):
+    given = compose(["task=jsonl", "task.train=a", REWARD, f"task.prompt={text}", f"task.system={text}"]).task
+    assert given.prompt == given.system == text
+    assert compose(["task=jsonl", "task.train=a", REWARD, "task.prompt=null"]).task.prompt is None
+
+
 def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer):
     file = json_lines(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(25)])
     task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)

@@ -15,10 +15,12 @@ from tunix_lite.models import hub
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.pool import check_portable
+from tunix_lite.runs.setup import prepare
 from tunix_lite.tasks.chat import like_answer, same_as_answer
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.gsm8k import flexible, strict
 from tunix_lite.tasks.task import Task
+from tunix_lite.tracking.rundir import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -207,11 +209,12 @@ def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
 # ---- reasoning-gym
 
 
-def test_without_reasoning_gym_one_line_says_what_to_install():
+def test_without_reasoning_gym_one_line_says_what_to_install(tmp_path):
     if importlib.util.find_spec("reasoning_gym"):
         pytest.skip("reasoning-gym is installed")
-    with pytest.raises(ConfigError, match=r"^task.source: task=reasoning_gym needs .*pip install 'tunix_lite\[gym\]'"):
-        compose(["task=reasoning_gym"])
+    run = compose(["task=reasoning_gym"])
+    with pytest.raises(ConfigError, match=r"^task: task=reasoning_gym needs .*pip install 'tunix_lite\[gym\]'"):
+        prepare(run, RunDir(tmp_path))
 
 
 def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():

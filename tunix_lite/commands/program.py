@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -78,12 +79,33 @@ def compose_values(
 
 
 def expand_short_forms(words: list[str]) -> list[str]:
-    """The words of a command line, with `resume=X` written out as `resume.folder=X`."""
+    """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
+    quotes that Hydra wants around a text with braces, commas or spaces."""
     short = "resume="
-    return [
+    words = [
         "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
         for word in words
     ]
+    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in words]
+
+
+# Settings of a run whose value is a text: a shell's quotes around it are enough.
+TEXTS = {
+    "task.prompt",
+    "task.system",
+}
+
+
+def _quoted(word: str) -> str:
+    """`key=text` as `key='text'`, unless it is null or has such quotes already."""
+    key, _, text = word.partition("=")
+    has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if text == "null" or has_quotes:
+        return word
+    # backslashes are doubled before a quote, and nowhere else
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"{key}='{escaped}'"
 
 
 def _plain_values(settings: DictConfig) -> dict:

@@ -18,6 +18,8 @@ MOST_STEPS = 100_000
 # most files of samples/ that are looked at, the first ones and the last ones; and lines of each
 MOST_FILES = 8
 MOST_SAMPLES = 4096
+# no setting, and no metric that counts something, is as large as this
+MOST_NUMBER = 1e18
 # most bytes of config.yaml and of a line of samples/
 MOST_SETTINGS = 2**20
 
@@ -125,7 +127,7 @@ class Evidence:
     def number(self, name: str, default: float) -> Any:
         """A setting that is a number, else the default."""
         value = self.setting(name)
-        return value if is_number(value) else default
+        return value if is_number(value) and abs(value) < MOST_NUMBER else default
 
     @property
     def num_steps(self) -> int:

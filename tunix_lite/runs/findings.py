@@ -76,6 +76,8 @@ def updates_skipped(run: Evidence) -> Finding | None:
     if skipped is None or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
         return None
     made = skipped.where(skipped.values > 0)
+    if not len(made):
+        return None
     rate = run.number("optimizer.learning_rate", 0.0)
     first = int(made.steps[0])
     overrides = [f"tunix-lite replay {run.folder} skipped={first}"]
@@ -293,19 +295,27 @@ def sampler_stale(run: Evidence) -> Finding | None:
 
 
 def outside_of_clip(run: Evidence) -> Finding | None:
-    """Most tokens lie outside of the clip, so they teach nothing."""
+    """So many tokens lie outside of the clip that a rollout teaches less with each update."""
     outside = run.series("train/ratio_outside_clip")
-    if outside is None or outside.late < 0.3:
+    if outside is None or outside.largest < 0.1:
+        return None
+    accuracy = run.series("eval/accuracy") or run.series("reward/mean")
+    fell = accuracy is not None and accuracy.last < accuracy.first - 0.05
+    if outside.late < 0.3 and not fell:
         return None
     updates = int(run.number("algorithm.updates_per_rollout", 1))
     rate = run.number("optimizer.learning_rate", 0.0)
     overrides = [f"optimizer.learning_rate={rate / 10:.3g}"] if rate else []
     if updates > 1:
         overrides.insert(0, f"algorithm.updates_per_rollout={max(updates // 2, 1)}")
+    shown = [f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}"]
+    shown.append(f"algorithm.updates_per_rollout={updates}")
+    if fell:
+        shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
     return Finding(
         "outside_of_clip",
-        "the policy leaves the clip within a rollout, so most tokens have no gradient",
-        [outside.told(), f"algorithm.updates_per_rollout={updates}"],
+        "the policy leaves the clip within a rollout, so many tokens have no gradient",
+        shown,
         overrides,
     )
 
@@ -386,8 +396,8 @@ def rewards_fail(run: Evidence) -> Finding | None:
 
 
 def _completions_a_step(run: Evidence) -> int | None:
-    prompts = run.setting("training.prompts_per_step")
-    if type(prompts) is int and run.group_size > 1:
+    prompts = int(run.number("training.prompts_per_step", 0))
+    if prompts > 0 and run.group_size > 1:
         return prompts * run.group_size
     sizes = [len(rows) for rows in run.samples.values()]
     return sizes[0] if sizes else None
@@ -409,7 +419,7 @@ def groups_mixed(run: Evidence) -> Finding | None:
     found = [(step, group) for step in run.samples for group in run.groups(step)]
     mixed = [step for step, group in found if len({row.get("prompt") for row in group}) > 1]
     # Within a group equal rewards have equal advantages, and higher ones higher.
-    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group)]
+    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group, run)]
     if len(mixed) + len(wrong) < max(2, len(found) // 5):
         return None
     shown = []
@@ -428,7 +438,7 @@ def groups_mixed(run: Evidence) -> Finding | None:
     )
 
 
-def _against_rewards(group: list[dict]) -> bool:
+def _against_rewards(group: list[dict], run: Evidence) -> bool:
     """Whether two advantages of one reward differ, or the higher is that of the lower reward."""
     pairs = [(row.get("reward"), row.get("advantage")) for row in group]
     pairs = [(r, a) for r, a in pairs if type(r) in (int, float) and type(a) in (int, float)]
@@ -440,7 +450,8 @@ def _against_rewards(group: list[dict]) -> bool:
             return True
     centred = rewards - rewards.mean()
     if np.ptp(rewards) < 1e-9:
-        return bool(np.abs(advantages).max() > 0.2)
+        is_whole = len(pairs) == run.group_size
+        return is_whole and bool(np.abs(advantages).max() > 0.2)
     # Opposite signs, both of some size: baselines and scales of all kinds keep the order.
     order = (centred[:, None] - centred[None]) * (advantages[:, None] - advantages[None])
     size = np.abs(centred[:, None] - centred[None]) * np.ptp(advantages)

@@ -39,11 +39,6 @@ class ReasoningGym:
     num_held_out: int = 256
 
     def __post_init__(self):
-        if reasoning_gym is None:
-            raise ValueError(
-                f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install "
-                "'tunix_lite[gym]'; one of its dependencies, pycosat, is built by a C compiler"
-            )
         if not self.tasks:
             raise ValueError("tasks is empty: name at least one task of reasoning-gym")
         if self.weights and (len(self.weights) != len(self.tasks) or min(self.weights) <= 0):
@@ -53,7 +48,8 @@ class ReasoningGym:
         if others := self.settings.keys() - {*self.tasks}:
             raise ValueError(f"settings of {', '.join(sorted(others))}, which is not in tasks")
         check_counts(self)
-        for name in self.tasks:
+        # on a machine without it settings can be composed, but no problem can be made
+        for name in self.tasks if reasoning_gym is not None else ():
             dataset_of(name, self._settings(name), self.seed, self.num_problems)
 
     @property
@@ -91,8 +87,13 @@ class ReasoningGym:
 
 @functools.lru_cache(maxsize=128)
 def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
-    """A task of reasoning-gym with its settings, as JSON. Raises ValueError if it has no such task,
-    or refuses the settings."""
+    """A task of reasoning-gym with its settings, as JSON. Raises ValueError if it is not installed,
+    has no such task, or refuses the settings."""
+    if reasoning_gym is None:
+        raise ValueError(
+            f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install 'tunix_lite[gym]'; "
+            "one of its dependencies, pycosat, is built by a C compiler"
+        )
     try:
         return reasoning_gym.create_dataset(
             name, seed=seed, size=size, **_with_tuples(json.loads(settings))

@@ -1,0 +1,227 @@
+"""What `tunix-lite doctor` finds in runs that were spoilt on purpose, in sound ones, and in folders of strangers."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tunix_lite.__main__ import main
+from tunix_lite.files.untrusted import read_yaml
+from tunix_lite.runs.evidence import Evidence, read_evidence
+from tunix_lite.runs.findings import CHECKS, WEIGHTS, diagnose
+
+# benchmarks/spoilt_runs.py made these runs, and cut short what they left
+RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())
+
+
+def nested(flat: dict) -> dict:
+    found: dict = {}
+    for name, value in flat.items():
+        *groups, key = name.split(".")
+        inner = found
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[key] = value
+    return found
+
+
+def folder_of(case: dict, folder: Path) -> Path:
+    """A folder as the run left it."""
+    columns = case["metrics"]
+    rows = [{name: x for name, x in zip(columns, row) if x is not None} for row in zip(*columns.values())]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "samples").mkdir()
+    for step, lines in case["samples"].items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "samples" / f"step_{int(step):06d}.jsonl").write_text(text)
+    (folder / ".hydra").mkdir()
+    settings = nested(case["settings"])
+    settings["task"] = {"rewards": {name: {"weight": -1.0} for name in case["weights"]}}
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "status.json").write_text(json.dumps({"status": "completed", "parameters": case["parameters"]}))
+    model = {"model": {"architecture": {"embed_dim": case["embed_dim"]}}, "seed": 0}
+    (folder / "model.json").write_text(json.dumps(model))
+    return folder
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_first_finding_of_a_spoilt_run_is_its_fault_and_a_sound_run_has_none(name, tmp_path):
+    case = RECORDED[name]
+    found = diagnose(read_evidence(folder_of(case, tmp_path)))
+    if case["right"]:
+        assert found and found[0].name in case["right"], [finding.name for finding in found]
+        assert found[0].evidence and found[0].overrides
+    else:
+        assert not found
+
+
+def test_there_are_twenty_spoilt_runs_and_five_sound_ones():
+    spoilt = [case for case in RECORDED.values() if case["right"]]
+    assert len(spoilt) >= 20 and len(RECORDED) - len(spoilt) >= 5
+
+
+# ---- one fault a time, by hand
+
+
+def evidence(samples: dict | None = None, settings: dict | None = None, **columns) -> Evidence:
+    """A run of these columns, `train_loss=[...]` for train/loss; a column of one number is constant."""
+    length = max((len(values) for values in columns.values()), default=10)
+    columns = {"train_loss": [0.1], **columns}
+    named = {
+        name.replace("_", "/", 1): values * (length if len(values) == 1 else 1) for name, values in columns.items()
+    }
+    rows = [{"step": i + 1} | {name: values[i] for name, values in named.items()} for i in range(length)]
+    evaluations = [row for row in rows if "eval/accuracy" in row]
+    return Evidence(Path("run"), nested(settings or {}), rows, evaluations, samples or {}, {}, {})
+
+
+def names(run: Evidence) -> list[str]:
+    return [finding.name for finding in diagnose(run)]
+
+
+def test_a_run_without_metrics_shows_nothing():
+    assert names(evidence()) == []
+    assert names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
+
+
+def test_a_learning_rate_that_fell_to_zero_early_is_told_from_one_that_ends_there():
+    assert names(evidence(train_learning_rate=[1.0] * 9 + [0.0])) == []
+    assert names(evidence(train_learning_rate=[1.0] * 7 + [0.0] * 3)) == ["schedule_over"]
+    assert names(evidence(train_learning_rate=[0.0])) == ["learning_rate_zero"]
+
+
+def test_the_gap_of_the_first_step_and_one_that_grows_are_two_faults():
+    assert names(evidence(train_sampler_gap=[3e-7] * 10)) == []
+    assert names(evidence(train_sampler_gap=[0.8])) == ["sampler_gap"]
+    assert names(evidence(train_sampler_gap=np.linspace(1e-7, 0.2, 10).tolist())) == ["sampler_stale"]
+    # within a rollout the policy moves, so only its first update counts
+    moving = [1e-7, 0.1] * 5
+    assert names(evidence(train_sampler_gap=moving, settings={"algorithm.updates_per_rollout": 2})) == []
+
+
+def group(rewards, advantages, prompt="2 + 2", number=0):
+    return [
+        {"prompt": prompt, "completion": f"{i}", "reward": r, "advantage": a, "group": number, "correct": r > 0}
+        for i, (r, a) in enumerate(zip(rewards, advantages))
+    ]
+
+
+def test_advantages_that_do_not_follow_the_rewards_of_their_group():
+    right = group([1.0, 0.0, 1.0, 0.0], [0.9, -0.9, 0.9, -0.9]) + group([0.0] * 4, [0.0] * 4, "3 + 3", 1)
+    assert names(evidence({1: right})) == []
+    unequal = group([1.0, 1.0, 0.0], [0.9, 0.3, -1.2]) + group([1.0, 1.0, 0.0], [0.4, 0.8, -1.2], "3 + 3", 1)
+    assert names(evidence({1: unequal})) == ["groups_mixed"]
+    reversed_ = group([1.0, 0.5, 0.0], [-1.0, 0.0, 1.0]) + group([1.0, 0.2, 0.0], [-0.9, 0.0, 0.9], "3 + 3", 1)
+    assert names(evidence({1: reversed_})) == ["groups_mixed"]
+    # what is added to the rewards is not in the files
+    assert names(evidence({1: unequal}, settings={"algorithm.shaping": {"_target_": "x"}})) == []
+    mixed = group([1.0, 0.0], [1.0, -1.0]) + group([1.0, 0.0], [1.0, -1.0], "3 + 3", 1)
+    mixed[0]["prompt"] = "another"
+    mixed[2]["prompt"] = "a third"
+    assert names(evidence({1: mixed})) == ["groups_mixed"]
+
+
+def test_findings_name_steps_numbers_and_an_override():
+    run = evidence(
+        train_skipped=[0.0] * 5 + [1.0] * 5, settings={"optimizer.learning_rate": 1e-3, "algorithm.num_generations": 8}
+    )
+    (finding,) = diagnose(run)
+    assert finding.evidence == ["train/skipped is 1 in 5 of 10 steps, first in step 6"]
+    assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
+
+
+def test_every_check_has_a_weight_and_every_weight_a_check():
+    assert {check.__name__ for check in CHECKS} == set(WEIGHTS)
+    assert all(check.__doc__ for check in CHECKS)
+
+
+def test_the_page_names_every_finding():
+    page = (Path(__file__).parents[1] / "docs" / "guide" / "doctor.md").read_text()
+    assert not [name for name in WEIGHTS if f"`{name}`" not in page]
+
+
+# ---- the command, and folders of strangers
+
+
+def doctor(*words: str, capsys) -> str:
+    before = sys.argv
+    sys.argv = ["tunix-lite", "doctor", *words]
+    try:
+        main()
+    finally:
+        sys.argv = before
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_lines_or_json(tmp_path, capsys):
+    folder = folder_of(RECORDED["learning rate 0"], tmp_path)
+    text = doctor(str(folder), capsys=capsys)
+    assert text.splitlines()[0].startswith(f"{folder}: 12 steps, reward/mean")
+    assert "1. the weights do not move [learning_rate_zero]" in text and "try optimizer.learning_rate=1e-4" in text
+    found = json.loads(doctor(str(folder), "doctor.json=true", capsys=capsys))
+    assert found["steps"] == 12 and found["unread"] == []
+    assert found["findings"][0]["name"] == "learning_rate_zero" and found["findings"][0]["weight"] == 98
+    assert "usage: tunix-lite doctor [FOLDER]" in doctor("--help", capsys=capsys)
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
+    for words, line in (
+        ([str(tmp_path)], "is not the folder of a run: it has no metrics.jsonl"),
+        ([], "give the folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            doctor(*words, capsys=capsys)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and line in error and error.count("\n") == 1
+
+
+def test_what_cannot_be_read_is_named_and_left_out(tmp_path):
+    folder = folder_of(RECORDED["learning rate 0"], tmp_path)
+    (folder / ".hydra" / "config.yaml").write_text("a: &a [1]\nb: *a\n")
+    (folder / "status.json").write_text("{")
+    (folder / "samples" / "step_000004.jsonl").write_text("[1]\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("half a li")
+    run = read_evidence(folder)
+    assert [text.split(":")[0].split(" ")[0].rsplit("/", 1)[1] for text in run.unread] == [
+        "metrics.jsonl",
+        "status.json",
+        "config.yaml",
+        "step_000004.jsonl",
+    ]
+    assert names(run)[0] == "learning_rate_zero"
+
+
+def test_settings_of_a_folder_are_data(tmp_path):
+    file = tmp_path / "config.yaml"
+    for text in ("!!python/object/apply:os.system ['true']", "a: 1\n- b", "[1]", "a: [" + "[" * 100, "\x00"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"config.yaml (is not YAML|does not hold|has an alias)"):
+            read_yaml(file)
+    file.write_text("a: " + "[" * 70 + "]" * 70)
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_yaml(file)
+
+
+def test_no_value_of_a_file_makes_the_doctor_fail():
+    """Numbers where texts are expected, texts where numbers are, nothing where anything is."""
+    rng = np.random.default_rng(0)
+    odd = [None, "x", 1e308, -1.0, float("nan"), True, [], {}, 0, 1, 0.5, 2**70, "\x1b[31m"]
+    metrics = sorted({name for case in RECORDED.values() for name in case["metrics"]} - {"step"})
+    settings = sorted({name for case in RECORDED.values() for name in case["settings"]})
+    keys = ("prompt", "completion", "extracted", "correct", "reward", "advantage", "group", "finish_reason", "expected")
+
+    def any_of(*values):
+        return values[rng.integers(len(values))]
+
+    for _ in range(150):
+        rows = [{"step": i, "train/loss": 0.0} | {name: any_of(*odd) for name in metrics} for i in range(1, 13)]
+        samples = {i: [{key: any_of(*odd) for key in keys} for _ in range(8)] for i in (1, 2)}
+        chosen = nested({name: any_of(*odd) for name in settings})
+        status = {"status": any_of("failed", *odd), "parameters": any_of(*odd), "error": any_of(*odd)}
+        run = Evidence(Path("run"), chosen, rows, rows, samples, status, {"embed_dim": any_of(*odd)})
+        with np.errstate(all="ignore"):
+            diagnose(run)
