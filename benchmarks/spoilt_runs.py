@@ -38,6 +38,7 @@ SMALL = [
     "training.max_steps=12",
     "training.prompts_per_step=8",
     "training.save_interval_steps=0",
+    "optimizer.learning_rate=1e-4",
     "optimizer.schedule=linear",
     "optimizer.warmup_steps=2",
     "evaluation.num_examples=64",
