@@ -16,6 +16,8 @@ from tunix_lite import config
 from tunix_lite.algorithms import (
     advantages,
     corrections,
+    distill,
+    dpo,
     grpo,
     ratios,
     sft,
@@ -41,7 +43,7 @@ from tunix_lite.learner.optim import (
 )
 from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.models.source import ModelConfig
+from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
 from tunix_lite.rewards import math, text
 from tunix_lite.rewards.pool import RewardsConfig
@@ -79,6 +81,9 @@ GROUPS = (
     Group("Rope scaling", "model.architecture.rope_scaling.", RopeScaling, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
+    Group("Algorithm: DPO", "algorithm.", dpo.DPO, None),
+    Group("Algorithm: distillation", "algorithm.", distill.Distill, None),
+    Group("The teacher of a distillation", "algorithm.teacher.", TeacherConfig, None),
     Group("Task", "task.", task.TaskConfig, lambda run: run.task),
     Group(
         "A reward of the task",

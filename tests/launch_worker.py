@@ -29,7 +29,7 @@ def join():
 
 with exit_at_once_on_failure(), exit_when_a_peer_is_lost():
     joined = join()
-    assert initialise(LaunchConfig(), {}, None) is joined  # once
+    assert initialise(LaunchConfig(), {}, None) == joined  # once
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

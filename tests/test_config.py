@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tunix_lite.algorithms.distill import Distill
+from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
@@ -50,6 +52,8 @@ KINDS = {
     "config": RunConfig,
     "model": ModelConfig,
     "algorithm/sft": SFT,
+    "algorithm/dpo": DPO,
+    "algorithm/distill": Distill,
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,

@@ -19,7 +19,8 @@ def test_a_run_says_that_most_groups_teach_nothing_once_in_ten_steps_at_most():
     assert [step for step, line in enumerate(said, 1) if line] == [10, 20]
     assert said[9] == (
         "most groups teach nothing: in the last 10 steps 75% of them had equal rewards; too easy (90% right). "
-        "Try harder examples, or algorithm.num_generations=16"
+        "Try harder examples, algorithm.num_generations=16, or algorithm.agreeing_groups=replace algorithm.max_rounds=4 "
+        "to draw others in their place"
     )
     assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([1.0] * 10, 0.1)[9]
 

@@ -1,12 +1,37 @@
 """Preferences and distillation: scores under today's weights, DPO's gradient, and a frozen teacher."""
 
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import random_params
+from test_docs import EXAMPLE, ROOT, commands
 
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.distill import Distill
+from tunix_lite.algorithms.dpo import DPO
+from tunix_lite.commands import program
+from tunix_lite.commands.program import compose
 from tunix_lite.learner.policy import make_policy, token_logprobs
-from tunix_lite.types import Batch
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models import source
+from tunix_lite.models.source import TeacherConfig
+from tunix_lite.planning import estimate
+from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.plan import assemble_plan
+from tunix_lite.planning.programs import policy_of
+from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.tasks.sources import Jsonl
+from tunix_lite.train import train
+from tunix_lite.types import Batch, Rollout, TokenScores
 
 
 def test_a_batch_is_scored_under_the_weights_that_are_given(cfg, params, rollout):
@@ -23,3 +48,200 @@ def test_a_batch_is_scored_under_the_weights_that_are_given(cfg, params, rollout
     np.testing.assert_array_equal(
         policy.scorers["reference"](batch), policy.rescore(jax.tree.map(jnp.copy, params), batch)
     )
+
+
+# ---- preferences
+
+
+PAIRS = [
+    {"question": "1 + 2", "chosen": "3", "rejected": "1 + 2 is 4"},
+    {"question": "2 + 2", "chosen": "The answer is 4.", "rejected": "5"},
+    {"question": "3 + 4", "chosen": "7", "rejected": "12"},
+    {"question": "9 - 4", "chosen": "5", "rejected": "The answer is 4."},
+]
+QUICK = [
+    "training.prompts_per_step=4",
+    "training.save_interval_steps=0",
+    "evaluation.num_examples=0",
+    "tracking.tensorboard=false",
+]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_pairs_are_learned_from_log_2_on(tmp_path):
+    """At the start policy and reference are one: every margin is 0, and the loss log 2, exactly."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    overrides = ["algorithm=dpo", "training.max_steps=4", "optimizer.learning_rate=3e-3", "optimizer.warmup_steps=0"]
+    run = compose([*overrides, "training.micro_batch_size=2", *QUICK])
+    run = replace(run, task=replace(run.task, source=Jsonl(str(file), str(file))))
+    train(run, tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")
+    first, last = rows[0], rows[-1]
+    assert first["train/margin"] == 0 == first["train/pair_accuracy"]
+    assert first["train/loss"] == first["train/dpo_loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert last["train/dpo_loss"] < 0.5 and last["train/pair_accuracy"] == pytest.approx(1)
+
+
+def test_the_gradient_of_pairs_is_that_of_the_loss_of_pairs(cfg, params):
+    """Against automatic differentiation of the paper's formula, whose margins cross the rows of a batch."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(4, 32, (6, 9)).astype(np.int32)
+    token_mask = np.arange(9) < np.array([9, 5, 7, 8, 4, 9])[:, None]
+    completion_mask = token_mask & (np.arange(9) >= 3)
+    reference = random_params(cfg, seed=7, scale=0.29)
+    task = SimpleNamespace(
+        long_prompts="error",
+        demonstrations=lambda examples: tuple(
+            x[[("a", "b").index(e["completion"]) + 2 * e["row"] for e in examples]]
+            for x in (tokens, token_mask, completion_mask)
+        ),
+    )
+    examples = [{"row": i, "chosen": "a", "rejected": "b"} for i in range(3)]
+    algorithm = DPO(beta=0.5)
+    policy = make_policy(cfg, None, temperature=1.0, reference=reference)
+    batch, _, graded = algorithm.collect(policy, task, params, examples, None)
+    assert graded is None
+    np.testing.assert_array_equal(batch.tokens, tokens)
+
+    def by_the_formula(params):
+        of = partial(token_logprobs, tokens_BT=jnp.asarray(tokens), token_mask_BT=jnp.asarray(token_mask), cfg=cfg)
+        gap = jnp.where(completion_mask, of(params) - of(reference), 0).sum(axis=1)
+        return -jnp.mean(jax.nn.log_sigmoid(0.5 * (gap[0::2] - gap[1::2])))
+
+    rows, _ = RowLayout().lay_out(batch)
+
+    def by_the_batch(params):
+        loss, metrics = algorithm.loss(policy.scores(params, rows), rows)
+        return loss, metrics
+
+    expected, slopes = jax.jit(jax.value_and_grad(by_the_formula))(params)
+    (loss, metrics), found = jax.jit(jax.value_and_grad(by_the_batch, has_aux=True))(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["train/dpo_loss"], expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-6), found, slopes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pairs": "file"}, "pairs='file'; it is data or sampled"),
+        ({"beta": 0.0}, "beta=0.0 must be above 0"),
+        ({"num_generations": 4}, "an example has 2 completions"),
+        ({"pairs": "sampled", "num_generations": 1}, "a pair takes at least 2"),
+    ],
+)
+def test_wrong_settings_of_pairs_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DPO(**settings)
+
+
+# ---- a teacher
+
+
+TEACHER = {"teacher": TeacherConfig("bundled", storage="fp32")}
+
+
+def test_a_policy_that_is_its_teacher_has_nothing_to_learn(tmp_path):
+    """The same weights twice: the gap is that between sampler and scorer, and the update moves nothing."""
+    overrides = ["algorithm=distill", "algorithm.teacher.storage=fp32", "training.max_steps=1", *QUICK]
+    run = compose(overrides)
+    train(run, tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["train/teacher_gap_max"] < 1e-4 and row["train/grad_norm"] < 1e-4
+    assert row["time/teacher"] > 0
+    assert "teacher" in (tmp_path / "run" / "plan.md").read_text()
+
+
+@pytest.mark.wide
+def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
+    """docs/extend/teacher.md: its class, its YAML and its first command, for one step; the better of two is taken."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    conf = tmp_path / "conf"
+    shutil.copytree(program.conf_dir(), conf)
+    shutil.copy(EXAMPLE / "conf" / "algorithm" / "two_teachers.yaml", conf / "algorithm")
+    monkeypatch.setattr(program, "conf_dir", lambda: conf)
+    command = commands(ROOT / "docs" / "extend" / "teacher.md")[0]
+    run = compose([*command.split()[2:], "training.max_steps=1", *QUICK])
+    train(run, tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["time/first"] > 0 < row["time/second"]
+    assert {"first", "second"} <= set(re.findall(r"\w+", (tmp_path / "run" / "plan.md").read_text()))
+
+
+def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    from two_teachers import TwoTeachers
+
+    mask = np.array([[False, True, True], [False, True, False]])
+    old = np.where(mask, -2.0, 7.0)
+    rollout = Rollout(np.ones((2, 3), int), np.ones((2, 3), bool), mask, old, np.ones(2), old)
+    graded = SimpleNamespace(rewards=np.zeros(2), dropped=np.zeros(2, bool), metrics={}, each={}, weights={})
+    task = SimpleNamespace(
+        prompts=lambda examples: None,
+        grader=lambda examples: SimpleNamespace(submit=None, results=lambda rollout: graded),
+    )
+    likes = {"first": np.array([[0, -1, -3], [0, -5, 0]]), "second": np.array([[0, -2, -1.5], [0, -4, 0]])}
+    scorers = {name: lambda batch, found=found: found for name, found in likes.items()}
+    algorithm = TwoTeachers(TeacherConfig("bundled"), TeacherConfig("bundled"), num_generations=2)
+    policy = Policy(lambda *_, **__: rollout, None, scorers)
+    batch, _, _ = algorithm.collect(policy, task, None, [{}], None)
+    np.testing.assert_array_equal(batch.advantages, [[0, 1, 0.5], [0, -2, 0]])
+    # on policy: - (1 + 0.5 - 2) / 3
+    loss, _ = algorithm.loss(TokenScores(jnp.asarray(old), None), batch)
+    assert float(loss) == pytest.approx(0.5 / 3)
+
+
+def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
+    """And is a model of its own size: one layer against three."""
+    run = compose(["algorithm=distill", *QUICK])
+    other = replace(cfg, num_layers=1, mlp_dim=40)
+    resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, None, RowLayout(), 4, "xla")
+    resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla")})
+    weights = random_params(other, seed=9)
+    policy = policy_of(resolved, frozen_models={"teacher": weights})
+    mask = np.asarray(rollout.completion_mask)
+    batch = Batch(np.asarray(rollout.tokens), np.asarray(rollout.token_mask), mask.astype(np.float32))
+    whole = token_logprobs(weights, jnp.asarray(batch.tokens), jnp.asarray(batch.token_mask), cfg=other)
+    np.testing.assert_allclose(policy.scorers["teacher"](batch), np.where(mask, whole, 0), atol=2e-5)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "int8"])
+def test_a_plan_counts_the_teacher(storage):
+    run = compose(["algorithm=distill", f"algorithm.teacher.storage={storage}", *QUICK])
+    resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
+    found = estimate.resident(resolved)
+    if storage == "fp32":
+        # the bundled model twice, once as it trains
+        assert found["teacher"] == found["parameters"]
+    assert found["teacher"] < {"fp32": 1.01, "int8": 0.5}[storage] * found["parameters"]
+    plan = assemble_plan(find_machine("h100x2"), resolved, {})
+    assert [phase.name for phase in plan.phases] == ["rollout", "teacher", "update"]
+
+
+def test_a_teacher_of_other_tokens_is_refused():
+    student = source.locate(source.ModelConfig())
+    more = SimpleNamespace(vocabulary=student.tokenizer.vocabulary | {"<new>": 7})
+    with pytest.raises(ValueError, match="^weights=bundled has another tokenizer than model.weights=my_student"):
+        source.locate_teacher(TeacherConfig("bundled"), replace(student, tokenizer=more, name="my_student"))
+    wider = replace(student, cfg=replace(student.cfg, vocab_size=student.cfg.vocab_size + 64))
+    with pytest.raises(ValueError, match="may sample any of"):
+        source.locate_teacher(TeacherConfig("bundled"), wider)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Distill(), "algorithm.teacher.weights=FOLDER"),
+        (lambda: Distill(**TEACHER, num_generations=1, reward_coef=0.5), "at least 2: rewards are compared"),
+        (lambda: Distill(**TEACHER, teacher_coef=0.0), "teacher_coef=0.0 must be above 0"),
+        (lambda: TeacherConfig("random"), "a teacher has learned something"),
+        (lambda: TeacherConfig("bundled", storage="int4"), "storage='int4'; it is fp32, bf16, int8, nf4"),
+    ],
+)
+def test_wrong_settings_of_a_teacher_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -336,6 +336,7 @@ CONDITIONAL = {
     "eval/sampled_reward",
     "eval/sampled_truncated",
     "time/<name>",  # a scorer
+    "rewards/weight_<name>",  # a weight with a schedule
     "prompts/drawn",  # algorithm.agreeing_groups=replace
     "prompts/mixed",
     "prompts/kept",

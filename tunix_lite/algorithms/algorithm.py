@@ -124,6 +124,8 @@ class Algorithm(Protocol):
     # `batch_fields`: the fields of float32 of its batches beside loss_weight, where they are not
     # advantages and old_logprobs (none if it needs demonstrations), and ref_logprobs with a
     # reference. `demonstration_fields`: the fields of examples that it learns from; `completion`.
+    # `frozen_models`: by name, the models.source.TeacherConfig of what is in policy.scorers beside
+    # the reference; the run loads and plans them.
     # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
     # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
 
@@ -181,6 +183,16 @@ def answered_by(examples: list[dict], name: str) -> list[dict]:
                 f"{', '.join(map(str, example))[:200]}"
             )
     return [example | {"completion": example[name]} for example in examples]
+
+
+def frozen_models(algorithm: Algorithm) -> dict[str, Any]:
+    """By name, the settings of the models that the run loads as policy.scorers for it. Raises
+    ValueError for the name of a scorer or of a part of a run that there is already."""
+    named = dict(getattr(algorithm, "frozen_models", {}))
+    taken = {"reference", "rollout", "scoring", "update", "prefill", "decode"} & named.keys()
+    if taken:
+        raise ValueError(f"frozen_models: {taken.pop()!r} is the name of something else in a run")
+    return named
 
 
 def rescores(algorithm: Algorithm) -> bool:

@@ -1,10 +1,11 @@
 """`tunix-lite evaluate checkpoint=outputs/latest`: how good a model is at a task, and how sure that
 is; or two models at several tasks."""
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig
+from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.evaluation import report
-from tunix_lite.inference.language_model import LanguageModel, load
+from tunix_lite.files.untrusted import as_path
+from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
+from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import visible
 from tunix_lite.runs.samples import evaluation_rows
@@ -94,9 +97,13 @@ def evaluate_models(
         runs[name] = composed_again([f"task={name}"])
     out = output_folder(run, settings, list(runs))
     with error_context(""):
-        tokenizer = source.locate(run.model).tokenizer
-    for name, each in runs.items():
-        _examples(name, each, tokenizer, asked)
+        tokenizers = [source.locate(run.model).tokenizer]
+    if asked.against is not None:
+        with _naming_against(asked):
+            tokenizers.append(source.locate(_other_settings(asked)).tokenizer)
+    for tokenizer in tokenizers:
+        for name, each in runs.items():
+            _examples(name, each, tokenizer, asked)
 
     # One model after the other: the second may need the memory of the first.
     models = {}
@@ -158,8 +165,32 @@ def _other_model(run: RunConfig, asked: EvaluateTaskConfig) -> LanguageModel:
     """The model that evaluate.against names."""
     mesh_shape = run.model.mesh_shape
     dtype = run.training.mixed_precision
-    with error_context("evaluate.against"):
+    with _naming_against(asked):
         return load(asked.against, step=asked.against_step, mesh_shape=mesh_shape, dtype=dtype)
+
+
+def _other_settings(asked: EvaluateTaskConfig) -> ModelConfig:
+    """The `model` settings of the one that evaluate.against names, as `load` finds them.
+
+    Raises ConfigError if that is the folder of a run without a checkpoint.
+    """
+    folder = as_path(asked.against)
+    if not (folder / RunDir.MODEL).is_file():
+        if asked.against_step is not None:
+            raise ConfigError("only a run has an against_step")
+        return ModelConfig(weights=asked.against)
+    if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
+        raise ConfigError("it holds no checkpoint")
+    return build(ModelConfig, run_settings(folder)[0], "model")
+
+
+@contextlib.contextmanager
+def _naming_against(asked: EvaluateTaskConfig) -> Iterator[None]:
+    """Puts evaluate.against in front of what is wrong with the model that it names."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"evaluate.against={asked.against}: {error}") from error
 
 
 def _described(model: LanguageModel) -> dict:

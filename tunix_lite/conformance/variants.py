@@ -804,7 +804,10 @@ _KL = [
 # ---- preferences, a teacher, demonstrations
 
 DPO_OURS = {"_target_": "tunix_lite.algorithms.dpo.DPO", "beta": 0.1, "pairs": "sampled"}
-DISTILL_OURS: dict[str, Any] | None = None
+DISTILL_OURS = {
+    "_target_": "tunix_lite.algorithms.distill.Distill",
+    "teacher": {"_target_": "tunix_lite.models.source.TeacherConfig", "weights": "bundled"},
+}
 SIGMOID = "- log sigmoid(0.1 (s_chosen - s_rejected)), s = sum_t (lp - ref), mean over pairs"
 AS_REWARD = "A_t = - sg[lp - lp_teacher] of each token; - rho A"
 _DEMONSTRATIONS = [

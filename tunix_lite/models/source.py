@@ -26,6 +26,8 @@ from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
+# how weights that do not train may be kept
+STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
 SAMPLE = 1 << 16
@@ -65,6 +67,31 @@ class ModelConfig:
                 "untie_head=true is of a folder's weights; random ones take "
                 "model.architecture.tied=false"
             )
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """A frozen model that scores what another one has sampled, token by token.
+
+    Example: TeacherConfig("google/gemma-3-4b-it", storage="int8").
+    """
+
+    weights: str  # bundled, a folder in Hugging Face layout, or a hub name
+    family: str | None = None  # as in ModelConfig
+    # of a hub name that a plan is made for; null: config.json
+    architecture: Architecture | None = None
+    storage: str = "bf16"  # fp32, bf16, int8 or nf4, divided over the devices as any weights
+
+    def __post_init__(self):
+        if self.weights == "random":
+            raise ValueError("weights=random: a teacher has learned something; name its folder")
+        if self.storage not in STORAGES:
+            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGES)}")
+        check_on_disk("weights", self.weights)
+
+    def as_model(self) -> ModelConfig:
+        """The same as the settings of a model."""
+        return ModelConfig(self.weights, family=self.family, architecture=self.architecture)
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,23 @@ def locate(model: ModelConfig) -> FoundModel:
             adapter_weights(decoder.weights(cfg), lora)
             stored_table(decoder.weights(cfg), lora.base)
     return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
+
+
+def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
+    """`locate` for a model that scores the student's tokens. Raises ValueError, too, where the two
+    have other tokens."""
+    found = locate(teacher.as_model())
+    if found.tokenizer.vocabulary != student.tokenizer.vocabulary:
+        raise ValueError(
+            f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: a "
+            "token would be another text to it; take a teacher of the same family"
+        )
+    if found.cfg.vocab_size < student.cfg.vocab_size:
+        raise ValueError(
+            f"weights={teacher.weights} has vocab_size={found.cfg.vocab_size}, and "
+            f"model.weights={student.name} may sample any of {student.cfg.vocab_size} tokens"
+        )
+    return found
 
 
 def _of_folder(

@@ -112,6 +112,11 @@ class Tokenizer:
         )
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, the special ones too, and its id."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether it takes conversations; else it takes plain text only."""
         return self.template is not None

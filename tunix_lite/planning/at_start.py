@@ -83,6 +83,9 @@ def training_programs(
         acting = acting_params(frozen, state.params, resolved.lora)
         rescore = policy.rescore.compiled
         programs["scoring"] = partial(rescore, acting, scored_batch_shapes(resolved))
+    for name in resolved.frozen_models:
+        compile_it = policy.scorers[name].compiled
+        programs[name] = partial(compile_it, scored_batch_shapes(resolved))
     return programs
 
 

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import StateLeaf, make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import table_bytes, tables
@@ -30,7 +31,8 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
     parameters: those that train, as stored. optimizer: its state, stored alike; AdamW has two
     moments of each parameter.
     frozen base: under LoRA. reference: for a KL term without LoRA, the weights once more in the
-    type of the computation; with it, the adapters that training starts from, if any.
+    type of the computation; with it, the adapters that training starts from, if any. And each
+    frozen model of the algorithm, such as a teacher, as it is stored.
     """
     table = tables(resolved)
     trained = table_bytes(table.trained, resolved)
@@ -41,6 +43,9 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
         found["reference"] = table_bytes(table.trained, resolved, resolved.dtype, keep_norms=True)
     elif resolved.copies_adapters:
         found["reference"] = trained
+    for name, model in resolved.frozen_models.items():
+        stored = stored_table(decoder.weights(model.cfg), model.storage)
+        found[name] = table_bytes(stored, resolved)
     return found
 
 

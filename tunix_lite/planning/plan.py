@@ -141,6 +141,7 @@ def assemble_plan(
     makers = {"update": _update}
     if resolved.scores:
         makers = {"scoring": _scoring} | makers
+    makers = {name: partial(_scoring_by, name) for name in resolved.frozen_models} | makers
     if resolved.has_rollouts:
         makers = {"rollout": _rollout} | makers
     bounds = speed.bounds(resolved, machine.hardware, done)
@@ -169,7 +170,8 @@ def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict
         return ESTIMATE, estimate.update(resolved)
     resident = estimate.resident(resolved)
     gradients = min(estimate.gradient_bytes(resolved), program.temp_bytes)
-    arguments = sum(size for name, size in resident.items() if name != "reference")
+    others = {"reference", *resolved.frozen_models}
+    arguments = sum(size for name, size in resident.items() if name not in others)
     return COMPILED, {
         "batch": max(0, program.argument_bytes - arguments),
         "gradients": gradients,
@@ -191,6 +193,19 @@ def _scoring(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     weights = sum(resident[name] for name in names)
     return COMPILED, {
         "batch": max(0, program.argument_bytes - weights),
+        "temporary": program.added_bytes - program.code_bytes,
+    }
+
+
+def _scoring_by(
+    name: str, resolved: ResolvedRun, done: dict[str, Compiled]
+) -> tuple[str, dict[str, int]]:
+    """Scoring by a frozen model of the algorithm."""
+    program = done.get(name)
+    if program is None:
+        return ESTIMATE, estimate.scoring(resolved.as_scorer(name))
+    return COMPILED, {
+        "batch": max(0, program.argument_bytes - estimate.resident(resolved)[name]),
         "temporary": program.added_bytes - program.code_bytes,
     }
 

@@ -9,7 +9,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -158,6 +158,8 @@ class Shapes:
     frozen: Params | None
     # what the KL term is taken to, under LoRA the frozen base itself; None: no KL term
     reference: Params | None
+    # by name, those of the algorithm that score
+    frozen_models: dict[str, Params]
 
     def acting(self, resolved: ResolvedRun) -> Params:
         """What the policy samples with."""
@@ -195,7 +197,11 @@ def abstract(resolved: ResolvedRun) -> Shapes:
 
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     opt_state = opt_state_shapes(optimizer_of(resolved), params)
-    return Shapes(TrainState(step, params, opt_state), frozen, reference)
+    frozen_models = {
+        name: weights.shapes(stored_table(decoder.weights(model.cfg), model.storage))
+        for name, model in resolved.frozen_models.items()
+    }
+    return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)
 
 
 def _copy_to_score(params: Params, resolved: ResolvedRun) -> Params:
@@ -239,12 +245,16 @@ def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
 
 
 def policy_of(
-    resolved: ResolvedRun, generate: Generate | None = None, reference: Params | None = None
+    resolved: ResolvedRun,
+    generate: Generate | None = None,
+    reference: Params | None = None,
+    frozen_models: dict[str, Params] | None = None,
 ) -> Policy:
     """The run's policy. generate: how it samples, None where it only scores. reference: the frozen
-    params of the KL term, None where there is none or it is not loaded."""
+    params of the KL term, None where there is none or it is not loaded. frozen_models: those of the
+    algorithm, which become scorers by their names; None where they are not loaded."""
     training = resolved.run.training
-    return make_policy(
+    policy = make_policy(
         resolved.cfg,
         generate,
         resolved.run.learning_temperature,
@@ -256,6 +266,11 @@ def policy_of(
         reduce_dtype=jnp.dtype(training.reduce_dtype),
         tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
     )
+    others = {
+        name: policy_of(resolved.as_scorer(name), reference=params).scorers["reference"]
+        for name, params in (frozen_models or {}).items()
+    }
+    return replace(policy, scorers={**policy.scorers, **others})
 
 
 def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
@@ -282,10 +297,17 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
         score = scoring_program(policy_of(resolved).scores, resolved.rows)
         under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
         found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
+    for name, params in shapes.frozen_models.items():
+        found[name] = partial(_frozen_scoring, resolved, name, params)
     if resolved.has_rollouts:
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)
     return found
+
+
+def _frozen_scoring(resolved: ResolvedRun, name: str, params: Params) -> Any:
+    score = scoring_program(policy_of(resolved.as_scorer(name)).scores, resolved.rows)
+    return score.lower(params, scored_batch_shapes(resolved))
 
 
 def update_arguments(

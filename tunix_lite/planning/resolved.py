@@ -5,11 +5,11 @@ Needs no device and no weights.
 alike.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tunix_lite.algorithms.algorithm import num_mini_batches, rescores
+from tunix_lite.algorithms.algorithm import frozen_models, num_mini_batches, rescores
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import Optimizer, scaled_for
@@ -19,7 +19,7 @@ from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig
+from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import elements_on_device
 from tunix_lite.planning.batch_size import (
     BatchPlan,
@@ -31,6 +31,18 @@ from tunix_lite.planning.batch_size import (
 )
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that only scores, beside the one that trains.
+
+    Example: FrozenModel(cfg, "int8", "xla").
+    """
+
+    cfg: Architecture
+    storage: str  # fp32, bf16, int8 or nf4
+    attention: str  # one of attention.IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class ResolvedRun:
     # "gathered" stands here until a plan chooses by the memory of its machine, or a run by the
     # memory that is free once it is loaded.
     sampling_weights: str = "gathered"
+    # models of the algorithm that score, by name, such as a teacher
+    frozen_models: dict[str, FrozenModel] = field(default_factory=dict)
 
     @property
     def dtype(self) -> type:
@@ -121,6 +135,12 @@ class ResolvedRun:
     def scores(self) -> bool:
         """Whether collecting scores the batch: under the reference, or under today's weights."""
         return self.run.algorithm.needs_reference or rescores(self.run.algorithm)
+
+    def as_scorer(self, name: str) -> "ResolvedRun":
+        """The same run as one of its frozen models sees it: with that architecture, all of it in
+        place of the reference."""
+        model = self.frozen_models[name]
+        return replace(self, cfg=model.cfg, lora=None, attention=model.attention, frozen_models={})
 
     @property
     def copies_reference(self) -> bool:
@@ -196,12 +216,14 @@ def resolve_run(
     mesh_shape: dict[str, int],
     platform: str,
     is_attached: bool = False,
+    frozen_cfgs: dict[str, Architecture] | None = None,
 ) -> ResolvedRun:
     """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
     do not fit together, such as where the mesh does not divide the model or the batch.
 
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
-    name must work now.
+    name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
+    None: as settings and files of this machine have them.
     """
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
@@ -219,9 +241,39 @@ def resolve_run(
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
         implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
-    return ResolvedRun(
+    resolved = ResolvedRun(
         run, cfg, lora, mesh_shape, batch, rows, slots, implementation, attention_reason=reason
     )
+    frozen = {
+        name: _frozen_model(resolved, name, settings, platform, is_attached, frozen_cfgs)
+        for name, settings in frozen_models(run.algorithm).items()
+    }
+    return replace(resolved, frozen_models=frozen)
+
+
+def _frozen_model(
+    resolved: ResolvedRun,
+    name: str,
+    settings: TeacherConfig,
+    platform: str,
+    is_attached: bool,
+    cfgs: dict[str, Architecture] | None,
+) -> FrozenModel:
+    """Raises ConfigError where it does not go with the mesh or with the lengths of the run."""
+    run = resolved.run
+    with error_context(f"algorithm.{name}"):
+        cfg = find_model(settings.as_model())[0] if cfgs is None else cfgs[name]
+        table = stored_table(decoder.weights(cfg), settings.storage)
+        shape = SimpleNamespace(shape=resolved.mesh_shape)
+        weights.check_divisible(table, shape, run.sharding.table("train"))
+        total = sum(resolved.lengths)
+        if total > cfg.max_positions:
+            raise ValueError(
+                f"weights={settings.weights} was made for {cfg.max_positions} tokens, and "
+                f"generation.max_prompt_length + max_new_tokens is {total}"
+            )
+        chosen, _ = choose_attention(run, cfg, resolved.rows, platform, is_attached)
+    return FrozenModel(cfg, settings.storage, chosen)
 
 
 def check_model_divides(

@@ -53,6 +53,11 @@ def bounds(
         found["rollout"] = _bound(works, hardware, mesh_shape, share)
     if resolved.scores:
         found["scoring"] = _bound([_scoring(resolved, compiled)], hardware, mesh_shape, share)
+    for name in resolved.frozen_models:
+        # the program of a scorer is the same, whoever scores
+        known = {"scoring": compiled[name]} if name in compiled else {}
+        work = _scoring(resolved.as_scorer(name), known)
+        found[name] = _bound([work], hardware, mesh_shape, share)
     found["update"] = _bound([_update(resolved, compiled)], hardware, mesh_shape, 1.0)
     return found
 

@@ -44,11 +44,14 @@ class GroupsHint:
 def hint_text(agree: float, right: float, num_generations: int) -> str:
     """Why most groups teach nothing, and which override to try."""
     more = f"algorithm.num_generations={2 * num_generations}"
+    others = (
+        "algorithm.agreeing_groups=replace algorithm.max_rounds=4 to draw others in their place"
+    )
     if right >= 0.5:
-        why = f"too easy ({right:.0%} right). Try harder examples, or {more}"
+        why = f"too easy ({right:.0%} right). Try harder examples, {more}, or {others}"
     else:
-        why = f"too hard ({right:.0%} right). Try easier examples, {more}, or a warm-up by "
-        why += "algorithm=sft where the task has demonstrations"
+        why = f"too hard ({right:.0%} right). Try easier examples, {more}, or {others}; or warm up "
+        why += "with algorithm=sft"
     return (
         f"most groups teach nothing: in the last {WINDOW} steps {agree:.0%} of them had equal "
         f"rewards; {why}"

@@ -87,10 +87,16 @@ def build_learner(session: Session) -> Learner:
         )
     state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
 
+    frozen_models = {}
+    for name, found in parts.frozen_models.items():
+        with error_context(f"algorithm.{name}"):
+            storage = resolved.frozen_models[name].storage
+            frozen_models[name] = source.load_base(found, run.seed, storage)
+
     # The policy, which samples and scores, and the update.
     acting = acting_params(frozen, state.params, model.lora)
     resolved = _with_sampling_weights(resolved, acting, console.say)
-    policy = policy_of(resolved, _generate_of(resolved, model.tokenizer), reference)
+    policy = policy_of(resolved, _generate_of(resolved, model.tokenizer), reference, frozen_models)
     train_step = parts.train_step
     if train_step is None:
         train_step = train_step_of(resolved, policy)

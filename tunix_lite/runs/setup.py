@@ -3,13 +3,14 @@
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
 
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import answered_by, demonstration_fields
+from tunix_lite.algorithms.algorithm import frozen_models as frozen_models_of
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
@@ -54,6 +55,8 @@ class Parts:
     differs: str = ""
     # text: damaged files of the run's folder, which the run goes on without
     damaged: str = ""
+    # models of the algorithm that score, by name, such as a teacher
+    frozen_models: dict[str, FoundModel] = field(default_factory=dict)
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
@@ -96,6 +99,7 @@ def find_parts(run: RunConfig) -> Parts:
     with error_context("model.mesh_shape"):
         mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
         set_rules(run.sharding)
+    frozen_models = locate_frozen(run, model)
     resolved = resolve_run(
         run,
         model.cfg,
@@ -103,10 +107,20 @@ def find_parts(run: RunConfig) -> Parts:
         dict(mesh.shape),
         mesh.devices.flat[0].platform,
         is_attached=True,
+        frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
     )
     task = make_task(run, model)
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
-    return Parts(model, mesh, resolved, task, data)
+    return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+
+
+def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
+    """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
+    found = {}
+    for name, settings in frozen_models_of(run.algorithm).items():
+        with error_context(f"algorithm.{name}"):
+            found[name] = source.locate_teacher(settings, model)
+    return found
 
 
 def make_task(run: RunConfig, model: FoundModel) -> Task:
@@ -155,7 +169,11 @@ def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
         model = source.download(parts.model)
-    parts = replace(parts, model=model, resume_from=resume_from)
+    frozen_models = {}
+    for name, found in parts.frozen_models.items():
+        with error_context(f"algorithm.{name}"):
+            frozen_models[name] = source.download(found)
+    parts = replace(parts, model=model, resume_from=resume_from, frozen_models=frozen_models)
 
     # Which run made the checkpoints, and whether its files are whole.
     differs = ""
@@ -279,6 +297,9 @@ def startup_summary(
     rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
+    for name, found in parts.frozen_models.items():
+        kept = parts.resolved.frozen_models[name].storage
+        rows.append((name, f"{_size(found)}, weights {found.name}, kept as {kept}"))
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.data:
         rows.append(("data", parts.data))

@@ -1,0 +1,37 @@
+"""Distillation from two frozen teachers, of whom the more pleased one counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.models.source import TeacherConfig
+
+
+@dataclass(frozen=True)
+class TwoTeachers:
+    first: TeacherConfig
+    second: TeacherConfig
+    num_generations: int = 4  # completions per prompt
+
+    updates_per_rollout = 1
+    needs_reference = needs_demonstrations = False
+    loss_reduction = "tokens"
+
+    @property
+    def frozen_models(self) -> Mapping[str, TeacherConfig]:
+        return {"first": self.first, "second": self.second}
+
+    def collect(self, policy, task, params, examples, key):
+        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+        batch = groups.batch(lambda rewards: np.zeros(rewards.shape), per_token)
+        best = np.maximum(policy.scorers["first"](batch), policy.scorers["second"](batch))
+        gap = np.where(batch.loss_weight != 0, best - batch.old_logprobs, 0)
+        return batch.replace(advantages=gap), groups.metrics, groups.graded
+
+    def loss(self, scores, batch):
+        gap = jnp.where(batch.loss_weight != 0, scores.logprobs - batch.old_logprobs, 0)
+        return -jnp.sum(batch.loss_weight * jnp.exp(gap) * batch.advantages), {}
