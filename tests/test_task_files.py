@@ -97,6 +97,30 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     assert check_all_rows(task, False, 2) == "23 examples to train on, 2 held out"
 
 
+def test_a_file_that_stays_on_disk_gives_the_same_batches(tmp_path, tokenizer):
+    """In order, from the middle as a resumed run does, and again; read ahead by other threads."""
+    rows = [{"prompt": f"{i} ö\u2028", "answer": str(i)} for i in range(23)]
+    train = json_lines(tmp_path / "train.jsonl", [*rows[:9], "", "{oops", *rows[9:]])
+    held_out = json_lines(tmp_path / "held_out.jsonl", rows[:2])
+    given = ["task=jsonl", f"task.train={train}", f"task.held_out={held_out}", "task.on_error=skip", REWARD]
+    in_memory = words(given, tokenizer)
+    on_disk = words([*given, "task.in_memory=false"], tokenizer)
+    for steps in (range(12), (40, 41, 3, 3, 4)):
+        for step in steps:
+            assert on_disk.batch(4, 7, step) == in_memory.batch(4, 7, step)
+    assert on_disk.batch(4, 8, 0) == in_memory.batch(4, 8, 0) != on_disk.batch(4, 7, 0)
+    disk, memory = on_disk.config.source.train, in_memory.config.source.train
+    assert list(disk) == list(memory) and disk.where(9) == memory.where(9) == f"{train}, line 12"
+    said = check_all_rows(on_disk, False, 2)
+    assert said.startswith(f"23 examples to train on, read from disk, 2 held out; 1 malformed rows of {train} are left")
+    dropping = words([*given, "task.in_memory=false"], tokenizer, long_prompts="drop")
+    assert dropping.batch(4, 7, 2) == words(given, tokenizer, long_prompts="drop").batch(4, 7, 2)
+    with pytest.raises(ValueError, match="train.jsonl, line 11: not JSON"):
+        _ = words([*given, "task.in_memory=false", "task.on_error=raise"]).config.source.train
+    with pytest.raises(ConfigError, match="in_memory=false is for format=jsonl"):
+        words(["task=csv", f"task.train={train}", REWARD, "task.in_memory=false"])
+
+
 def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
     file = tmp_path / "rows.csv"
     file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tunix_lite.tasks.row_files import Rows, where
+from tunix_lite.tasks.row_files import Rows, RowsOnDisk, where
 from tunix_lite.tasks.task import Task
 
 # examples of a split that become tokens before the start; of more, so many of them
@@ -40,7 +40,10 @@ def _known(task: Task, demonstrates: bool, num_held_out: int) -> str:
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
         # made or read one by one, and perhaps very many
         _measure(task, train, len(train), "training", [], demonstrates, MEASURED_LAZILY)
-        return ""
+        if not isinstance(train, RowsOnDisk):
+            return ""
+        counts = f"{len(train):,} examples to train on, read from disk, {len(held_out):,} held out"
+        return "; ".join([counts, *_left_out(train, held_out)])
     if not isinstance(train, Rows):
         return _check(task, demonstrates, num_held_out)
     settings = (
@@ -74,12 +77,7 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     in_training = {*asked}
-    for rows in (train, held_out):
-        if isinstance(rows, Rows) and rows.skipped:
-            said.append(
-                f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
-                f"{rows.first_skipped}"
-            )
+    said += _left_out(train, held_out)
     if both := sum(prompt in in_training for prompt in asked_then):
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if count := len(special) + (0 if held_out is train else len(special_then)):
@@ -90,6 +88,16 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
             f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)"
         )
     return "; ".join(said)
+
+
+def _left_out(*splits: Sequence) -> list[str]:
+    """What a start says of rows that were left out."""
+    return [
+        f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
+        f"{rows.first_skipped}"
+        for rows in splits
+        if isinstance(rows, Rows | RowsOnDisk) and rows.skipped
+    ]
 
 
 def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int], list[int]]:

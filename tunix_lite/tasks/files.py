@@ -1,12 +1,21 @@
 """A task of rows in files of your own, all of it set from the command line."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_files import (
+    KINDS,
+    Rows,
+    RowsOnDisk,
+    check_on_error,
+    rows_of,
+    rows_on_disk,
+)
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 # of the rows of one file, every so many-th is held out
@@ -27,10 +36,16 @@ class FileRows:
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
     template: PromptTemplate
+    in_memory: bool = True  # False: rows are read from the file when they are needed
 
     @cached_property
-    def train(self) -> Rows:
+    def train(self) -> Rows | RowsOnDisk:
         """The rows to train on."""
+        if not self.in_memory:
+            if not Path(self.train_file).is_file():
+                raise ValueError(f"{self.train_file} is not a file")
+            modified = os.stat(self.train_file).st_mtime_ns
+            return rows_on_disk(self.train_file, modified, self.on_error, self.template)
         return self._whole if self.held_out_file else self._part(is_held_out=False)
 
     @cached_property
@@ -83,6 +98,8 @@ class FilesTaskConfig(TaskConfig):
     format: str = "jsonl"
     # a malformed row: raise; skip: leave it out, and say how many
     on_error: str = "raise"
+    # false: for a file that does not fit into memory (jsonl); its rows are read ahead of the run
+    in_memory: bool = True
 
     def __post_init__(self):
         if self.train is None:
@@ -90,6 +107,11 @@ class FilesTaskConfig(TaskConfig):
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
         check_on_error(self.on_error)
+        if not self.in_memory and (self.format != "jsonl" or self.held_out is None):
+            raise ValueError(
+                "in_memory=false is for format=jsonl, and takes the held-out rows from a file of "
+                "their own: give task.held_out=FILE"
+            )
         rewards = dict(self.rewards)
         if self.reward is not None:
             name = _name_of(self.reward)
@@ -108,7 +130,7 @@ class FilesTaskConfig(TaskConfig):
         if self.correct is None and not single:
             raise ValueError("correct is missing: rewards of a group do not say what is right")
         settle("correct", self.correct or single[0])
-        settle("source", FileRows(*self._files, self.template))
+        settle("source", FileRows(*self._files, self.template, self.in_memory))
         super().__post_init__()
 
     @property

@@ -20,7 +20,7 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 
 @dataclass(frozen=True)
 class Solutions:
-    """The check of a row: texts `question` and `answer`, with `#### ` and a number at its end."""
+    """The check of a row: texts `question` and `answer`, and `####` and a number end the latter."""
 
     def check(self, row: dict) -> None:
         """Raises ValueError for another row."""
@@ -86,14 +86,14 @@ def _example(row: dict) -> dict:
 
 
 def strict(completion: str, example: dict) -> float:
-    """1 if the number after the first `#### ` equals `answer`, as in the paper's own code, else
-    0."""
+    """1 if the number after the first `####` and a space equals `answer`, as in the paper's own
+    code, else 0."""
     found = HASHES.search(completion)
     return 0.0 if found is None else _is_same(found[1].rstrip("."), example)
 
 
 def flexible(completion: str, example: dict) -> float:
-    """1 if the number after the first `#### `, or without one the last number of the completion,
+    """1 if the number after the first `####`, or without one the last number of the completion,
     equals `answer`, else 0."""
     if HASHES.search(completion):
         return strict(completion, example)

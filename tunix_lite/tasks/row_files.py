@@ -4,12 +4,13 @@ import codecs
 import csv
 import hashlib
 import json
+import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tunix_lite.plain_text import shortened
 
@@ -99,6 +100,76 @@ class Rows(list):
         return f"{self.file}, {self.word} {number}"
 
 
+class RowsOnDisk(Sequence):
+    """The rows of a file with one JSON object a line that stays on disk: memory holds where each
+    begins, 24 bytes a row. Rows are read when they are asked for.
+
+    Example: RowsOnDisk("train.jsonl")[250] is the same dict as Rows("train.jsonl")[250].
+    """
+
+    def __init__(self, file: str, on_error: str = "raise", checker: Any = None):
+        """Reads the file once, and raises or skips as Rows does."""
+        self.file = file
+        self.lines = array("q")
+        self.skipped = 0
+        self.first_skipped = ""
+        # what was made of these rows, such as a reader that is ahead
+        self.known: dict = {}
+        self._begins = array("q")
+        self._sizes = array("q")
+        with open(file, "rb") as opened:
+            self._find(opened, on_error, checker)
+        if not self.lines:
+            raise ValueError(f"{file} holds no examples")
+        self._opened = os.open(file, os.O_RDONLY)
+
+    def _find(self, opened: BinaryIO, on_error: str, checker: Any) -> None:
+        begin = 0
+        for number, line in enumerate(opened, start=1):
+            if number == 1 and line.startswith(UTF_16):
+                raise ValueError(f"{self.file}, line 1: UTF-16; save the file as UTF-8")
+            place = begin
+            begin += len(line)
+            if not line.strip():
+                continue
+            at = f"{self.file}, line {number}"
+            try:
+                row = _json_row(line, at)
+                if checker is not None:
+                    check_row(row, at, checker.check)
+            except ValueError as error:
+                if on_error == "raise":
+                    raise
+                self.skipped += 1
+                self.first_skipped = self.first_skipped or str(error)
+                continue
+            self.lines.append(number)
+            self._begins.append(place)
+            self._sizes.append(len(line))
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> dict:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        # several threads may read at once: each says from where
+        line = os.pread(self._opened, self._sizes[index], self._begins[index])
+        return _json_row(line, self.where(index))
+
+    def where(self, index: int) -> str:
+        """`train.jsonl, line 250`."""
+        return f"{self.file}, line {self.lines[index]}"
+
+
+@lru_cache(maxsize=FILES_KEPT)
+def rows_on_disk(
+    file: str, modified: int, on_error: str = "raise", checker: Any = None
+) -> RowsOnDisk:
+    """As the file is now: a start asks twice. modified: its time in nanoseconds."""
+    return RowsOnDisk(file, on_error, checker)
+
+
 def check_row(row: dict, at: str, check: Callable[[dict], Any]) -> None:
     """Calls check(row). Its ValueError begins with `at`, file and line, then."""
     try:
@@ -124,7 +195,7 @@ def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any
 
 def where(examples: Sequence[dict], index: int) -> str:
     """Where example `index` stands: file and line, or its number."""
-    return examples.where(index) if isinstance(examples, Rows) else f"example {index}"
+    return examples.where(index) if isinstance(examples, Rows | RowsOnDisk) else f"example {index}"
 
 
 # ---- JSON lines

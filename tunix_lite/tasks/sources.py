@@ -17,12 +17,14 @@ import grain
 import numpy as np
 
 from tunix_lite.tasks.generated import is_held_out
-from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_files import Rows, RowsOnDisk, check_on_error, rows_of
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
+# threads that read examples ahead of the run
+READ_THREADS = 2
 # examples that become text together
 AT_ONCE = 1000
 
@@ -30,8 +32,38 @@ AT_ONCE = 1000
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of
     its own."""
+    if isinstance(examples, RowsOnDisk):
+        key = ("ahead", batch_size, seed)
+        if key not in examples.known:
+            examples.known[key] = ReadAhead(examples, batch_size, seed)
+        return examples.known[key].batch(step)
     order = _order(examples, seed)
     return [examples[order[step * batch_size + i]] for i in range(batch_size)]
+
+
+class ReadAhead:
+    """The batches of examples that must be read first: threads of grain read those that come next,
+    while the run makes a step. Any other batch can be asked for, too."""
+
+    def __init__(self, examples: Sequence[dict], batch_size: int, seed: int):
+        self._dataset = _order(examples, seed).map(lambda i: examples[int(i)])
+        self._batch_size = batch_size
+        self._next_step: int | None = None
+        self._iterator: Any = None
+
+    def batch(self, step: int) -> list[dict]:
+        """The same as `batch_at` of examples in memory."""
+        # a start, a resumed run, or one that asks for a step again
+        if step != self._next_step:
+            if self._iterator is not None:
+                self._iterator.close()
+            options = grain.ReadOptions(
+                num_threads=READ_THREADS, prefetch_buffer_size=2 * self._batch_size
+            )
+            rest = self._dataset[step * self._batch_size :]
+            self._iterator = iter(rest.to_iter_dataset(options))
+        self._next_step = step + 1
+        return [next(self._iterator) for _ in range(self._batch_size)]
 
 
 def fitting_batch_at(
