@@ -38,8 +38,10 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "exclude-members": "replace"}
 
 
-# pages with a part that is made of code
+# Pages with a part that is made of code. It is made before autodoc replaces the defaults of the
+# same functions by texts (autodoc_preserve_defaults).
 GENERATED = (config_reference, model_table)
+RENDERED = {made.PAGE: made.render() for made in GENERATED}
 
 
 def fill(app, page, source):
@@ -47,7 +49,7 @@ def fill(app, page, source):
     for made in GENERATED:
         if page == made.PAGE:
             assert made.MARKER in source[0], f"{page} has lost its marker"
-            source[0] = source[0].replace(made.MARKER, made.render())
+            source[0] = source[0].replace(made.MARKER, RENDERED[page])
 
 
 def drop_empty_globs(app, page, source):

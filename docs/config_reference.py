@@ -45,7 +45,17 @@ from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
-from tunix_lite.rewards import math, text
+from tunix_lite.rewards import (
+    answers,
+    code,
+    groups,
+    judge,
+    math,
+    math_verify,
+    schedules,
+    similarity,
+    text,
+)
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
@@ -155,10 +165,20 @@ FUNCTIONS = (
     ("Lengths to penalties: `algorithm.shaping`", (shaping,), ("lengths_B",)),
     (
         "Completion to reward: `task.rewards.<name>.fn` and `task.correct`",
-        (math, text),
+        (math, text, answers, math_verify, similarity, code, judge),
         ("completion", "example"),
     ),
-    ("Completion to the text of its answer: `task.extract`", (math, text), ("completion",)),
+    (
+        "Completions of a group to rewards: `task.rewards.<name>.fn`, with `group: true`",
+        (groups,),
+        ("completions", "example"),
+    ),
+    (
+        "Completion to the text of its answer: `task.extract`",
+        (math, text, answers),
+        ("completion",),
+    ),
+    ("Updates to weights: `task.rewards.<name>.weight`", (schedules,), ("step",)),
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")
@@ -199,7 +219,7 @@ def _group(group: Group, run: config.RunConfig) -> str:
 def _functions() -> str:
     parts = ["## Functions that settings name"]
     for title, modules, passed in FUNCTIONS:
-        rows = []
+        rows = _callable_classes(modules, passed)
         for function in (
             f for module in modules for _, f in inspect.getmembers(module, inspect.isfunction)
         ):
@@ -217,6 +237,21 @@ def _functions() -> str:
                 rows.append((f"`{_path(function)}`", shown, _text(_first_paragraph(function))))
         parts += [f"### {title}", as_table(("`_target_`", "settings", "what it does"), rows)]
     return "\n\n".join(parts)
+
+
+def _callable_classes(modules: tuple, passed: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """The dataclasses of these modules whose instances are called with `passed`."""
+    rows = []
+    for module in modules:
+        for _, kind in inspect.getmembers(module, dataclasses.is_dataclass):
+            if kind.__module__ != module.__name__ or "__call__" not in vars(kind):
+                continue
+            parameters = list(inspect.signature(kind.__call__).parameters)[1:]
+            if tuple(parameters) == passed:
+                settings = inspect.signature(kind).parameters.values()
+                shown = ", ".join(f"`{p.replace(annotation=p.empty)}`" for p in settings)
+                rows.append((f"`{_path(kind)}`", shown, _text(_first_paragraph(kind))))
+    return rows
 
 
 def _passed(parameters) -> tuple[str, ...]:

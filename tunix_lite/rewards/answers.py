@@ -46,10 +46,10 @@ class Mark(NamedTuple):
     text: str
 
 
-def marked_answers(completion: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
-    """What the completion marks as its answer, in the order in which the marks begin."""
+def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
+    """What a text marks as its answer, in the order in which the marks begin."""
     # An end that is cut off at its front may begin within a mark, which is then not seen.
-    text = completion[-LOOKED_AT:]
+    text = text[-LOOKED_AT:]
     found = []
     if "boxed" in marks:
         found += _boxed(text)
@@ -109,19 +109,19 @@ class NumericAnswer:
         return float(abs(found - expected) <= allowed)
 
 
-def read_number(completion: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
-    """The number that the completion gives as its answer, or None."""
-    marks = [mark.text for mark in marked_answers(completion)]
+def read_number(text: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
+    """The number that a text gives as its answer, or None."""
+    marks = [mark.text for mark in marked_answers(text)]
     if how == "strict":
         return number_of(marks[-1], percent) if marks else None
-    for text in marks[: -MOST_MARKS - 1 : -1]:
-        value = number_of(text, percent)
+    for marked in marks[: -MOST_MARKS - 1 : -1]:
+        value = number_of(marked, percent)
         if value is not None:
             return value
         # `5, not 6` and `5 (of 7)` begin with the answer
-        if numbers := numbers_in(text, percent):
+        if numbers := numbers_in(marked, percent):
             return numbers[0][1]
-    found = last_number(completion, percent)
+    found = last_number(text, percent)
     return None if found is None else found[1]
 
 

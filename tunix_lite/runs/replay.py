@@ -31,7 +31,7 @@ from tunix_lite.runs.evidence import read_sample_file
 from tunix_lite.runs.experience import Experience, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.reference import find_reference
-from tunix_lite.runs.samples import advantages_of, sample_rows
+from tunix_lite.runs.samples import advantage_metrics, advantages_of, sample_rows
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts, check_resumed, find_parts
 from tunix_lite.tracking.console import OUR_PARTS, Console
@@ -41,6 +41,8 @@ from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 # parts of metrics' names that say how long something took, or where: no step repeats them
 OF_THE_MACHINE = ("time", "perf", "memory", "eval")
+# and metrics that count from the first step of a run on
+COUNTED = ("train/num_tokens",)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def replay_step(
     metrics = {name: float(value) for name, value in learned.items()}
     metrics |= {name: float(x) for name, x in experience.metrics.items()}
     metrics["train/learning_rate"] = rate
+    if experience.metrics:
+        metrics |= advantage_metrics(experience.batch)
     graded = experience.graded
     return Replayed(
         step,
@@ -293,4 +297,6 @@ def logged_metrics(run_dir: RunDir, step: int) -> dict[str, float]:
 
 def _is_repeated(name: str) -> bool:
     part = name.partition("/")[0]
+    if name in COUNTED:
+        return False
     return part in OUR_PARTS and part not in OF_THE_MACHINE
