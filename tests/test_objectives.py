@@ -443,7 +443,20 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
         r = state.now
         metrics = {"reward/mean": float(r.mean()), "reward/std": float(r.std()), "time/rewards": 1.0}
         texts = [str(x) for x in r]
-        return Graded(texts, texts, r, r > 0, list(texts), metrics, np.isnan(r), {"a": r}, {"a": 1.0}, [{}] * len(r))
+        return Graded(
+            texts,
+            texts,
+            r,
+            r > 0,
+            texts,
+            metrics,
+            np.isnan(r),
+            {"a": r},
+            {"a": 1.0},
+            [{}] * len(r),
+            rollout,
+            [{}] * len(r),
+        )
 
     grader = SimpleNamespace(submit=None, results=results)
     task = SimpleNamespace(grader=lambda group: grader, prompts=lambda examples: list(examples), long_prompts="error")
@@ -527,6 +540,7 @@ def test_replaced_groups_fill_the_batch_exactly_and_stop_when_it_is_full():
     assert len(state.keys) == 2 and state.keys[0] != state.keys[1]
     assert len(batch.tokens) == 4 == len(graded.completions)
     np.testing.assert_array_equal(graded.rewards, [1, 0, 0, 1])
+    np.testing.assert_array_equal(graded.rollout.tokens, batch.tokens)
     np.testing.assert_allclose(batch.advantages[:, 0], [0.70701, -0.70701, -0.70701, 0.70701], atol=1e-4)
     np.testing.assert_allclose(batch.loss_weight.sum(axis=1), 0.25)
     assert (metrics["prompts/drawn"], metrics["prompts/mixed"], metrics["prompts/kept"]) == (4, 3, 2)
@@ -586,6 +600,9 @@ def test_duplicated_prompts_are_groups_of_their_own():
     [
         ({"surrogate": surrogates.sapo, "clip_high": 0.3}, "clip_high=0.3 would change nothing: surrogate=sapo clips"),
         ({"kl_estimator": "k2"}, "kl_estimator=k2 would change nothing: kl_coef=0, so there is no KL term"),
+        ({"reference_every": 5}, "reference_every=5 would change nothing: kl_coef=0"),
+        ({"kl_coef": 0.1, "reference_mix": 0.5}, "reference_mix=0.5 would change nothing: reference_every=0"),
+        ({"kl_coef": 0.1, "reference_every": 3, "updates_per_rollout": 2}, "must be a multiple of updates_per_rollout=2"),
         ({"max_rounds": 3}, "max_rounds=3 would change nothing: prompts are drawn once unless"),
         ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 draws nothing"),
         ({"ratio": ratios.no_ratio}, "surrogate=clip is a function of the ratio, which is 1 with ratio=no_ratio"),
@@ -734,7 +751,11 @@ def test_every_setting_changes_the_batch_the_loss_or_its_gradient(name):
 
 
 def test_the_list_of_changes_has_every_setting_of_every_piece():
-    fields = {field.name for field in dataclasses.fields(GRPO)} - {"updates_per_rollout"}  # the loop's: test_experience
+    fields = {field.name for field in dataclasses.fields(GRPO)} - {
+        "updates_per_rollout",
+        "reference_every",
+        "reference_mix",
+    }  # the loop's: test_experience
     assert fields <= {name.partition(":")[0] for name in CHANGES}
     given = "\n".join(CHANGES)
     for module in (adv, surrogates, corrections, shaping, weighting):

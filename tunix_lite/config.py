@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import check_loss
+from tunix_lite.algorithms.algorithm import check_loss, reference_every
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
@@ -239,6 +239,23 @@ class RunConfig:
 
     def __post_init__(self):
         check_together(self)
+
+        self._check_reference()
+
+    def _check_reference(self) -> None:
+        """Raises ValueError if the reference follows the policy where a run could not resume."""
+        follows = reference_every(self.algorithm)
+        saves = self.training.save_interval_steps
+        if follows and saves and follows % saves:
+            raise ValueError(
+                f"algorithm.reference_every={follows} must be a multiple of "
+                f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint"
+            )
+        if follows and self.model.lora.rank:
+            raise ValueError(
+                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
+                "with adapters the reference is their base, which stays; leave out one of the two"
+            )
 
     @property
     def learning_temperature(self) -> float:

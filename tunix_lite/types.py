@@ -124,21 +124,28 @@ class Graded:
     failures: list[dict[str, str]] = field(default_factory=list)
 
 
+def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
+    """Rows number `rows` of all parts together, without their metrics."""
+    bare = [part.replace(metrics={}) for part in parts]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
+
+
 def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
     """Completions number `rows` of all parts together. Metrics and weights, which are no values of
     single completions, are those of the first part."""
 
     def chosen(values: list[Any]) -> Any:
         first = values[0]
+        if first is None:
+            return None
+        if isinstance(first, Rollout):
+            return chosen_rows(values, rows)
         if isinstance(first, dict):
             return {name: chosen([value[name] for value in values]) for name in first}
         if isinstance(first, list):
             together = [item for value in values for item in value]
             return [together[row] for row in rows] if together else []
-        if isinstance(first, Rollout):
-            bare = [value.replace(metrics={}) for value in values]
-            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
-        return None if first is None else np.concatenate(values)[rows]
+        return np.concatenate(values)[rows]
 
     names = {field.name for field in fields(Graded)} - {"metrics", "weights"}
     taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}

@@ -128,6 +128,7 @@ class Algorithm(Protocol):
     # the reference; the run loads and plans them.
     # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
     # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
+    # `reference_every`, `reference_mix`: the reference follows the policy every so many steps.
 
     def collect(
         self,
@@ -176,6 +177,9 @@ def demonstration_fields(algorithm: Algorithm) -> tuple[str, ...]:
 def answered_by(examples: list[dict], name: str) -> list[dict]:
     """The examples with what their field `name` holds as `completion`. Raises ValueError where one
     has no such field."""
+    # the task knows where it is: in `completion`, or among the turns of a conversation
+    if name == "completion":
+        return examples
     for example in examples:
         if name not in example:
             raise ValueError(
@@ -208,6 +212,11 @@ def num_mini_batches(algorithm: Algorithm) -> int:
 def max_rounds(algorithm: Algorithm) -> int:
     """How many times as many examples as a rollout needs are given to `collect`."""
     return int(getattr(algorithm, "max_rounds", 1))
+
+
+def reference_every(algorithm: Algorithm) -> int:
+    """After how many steps the reference follows the policy; 0: never."""
+    return int(getattr(algorithm, "reference_every", 0))
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -22,7 +22,7 @@ CHOICES = {
 OF_THE_RATIO = (clip, cispo, sapo, geometric_mean)
 
 
-def check_settings(algorithm: Any) -> None:
+def check_objective(algorithm: Any) -> None:
     """Raises ValueError, in one line, for settings of algorithms.grpo.GRPO that are wrong by
     themselves, do not go together, or would change nothing."""
     _check_numbers(algorithm)
@@ -54,6 +54,11 @@ def _check_numbers(a: Any) -> None:
         value = getattr(a, name)
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} must not be negative")
+    if a.reference_every < 0 or not 0 < a.reference_mix <= 1:
+        raise ValueError(
+            f"reference_every={a.reference_every} must not be negative, and "
+            f"reference_mix={a.reference_mix} is above 0 and at most 1"
+        )
     if a.advantage_clip is not None and a.advantage_clip <= 0:
         raise ValueError(f"advantage_clip={a.advantage_clip} must be above 0")
     for name, value in settings_of(a.surrogate).items():
@@ -104,6 +109,11 @@ def _check_together(a: Any) -> None:
             f"updates_per_rollout={a.updates_per_rollout}: every update learns from the next "
             "mini-batch, and each is learned from equally often"
         )
+    if a.reference_every % a.updates_per_rollout:
+        raise ValueError(
+            f"reference_every={a.reference_every} must be a multiple of "
+            f"updates_per_rollout={a.updates_per_rollout}: a rollout is scored once"
+        )
     if function_of(a.ratio) is no_ratio:
         if a.updates_per_rollout > 1:
             raise ValueError(
@@ -138,7 +148,9 @@ def _without_effect(a: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     if not takes_bounds(a.surrogate):
         yield ("clip_low", "clip_high"), f"surrogate={name_of(a.surrogate)} clips no ratio"
     if not a.kl_coef:
-        yield ("kl_estimator",), "kl_coef=0, so there is no KL term"
+        yield ("kl_estimator", "reference_every"), "kl_coef=0, so there is no KL term"
+    if not a.reference_every:
+        yield ("reference_mix",), "reference_every=0, so the reference stays as it is"
     if a.agreeing_groups != "replace":
         yield ("max_rounds",), "prompts are drawn once unless agreeing_groups=replace"
 

@@ -58,6 +58,10 @@ def formula_of(a: Any) -> list[str]:
     lines.append(f"A = {_advantages(a)}; w = {_text(a.weighting)}")
     if in_loss:
         lines.append(f"KL = {KL_VALUES[a.kl_estimator]}, d = lp_ref - lp")
+    if a.reference_every:
+        mix = a.reference_mix
+        rest = f" + {1 - mix:g} reference" if mix < 1 else ""
+        lines.append(f"every {a.reference_every} steps: reference = {mix:g} policy{rest}")
     lines += _rewards(a)
     if a.correction:
         lines.append(f"c = {_text(a.correction)}, v = exp(lp_old - lp of the sampler)")

@@ -35,6 +35,8 @@ class Groups:
     # bool: False where nothing is learned from a completion, which is compared all the same; None:
     # all are learned from
     learned_PG: np.ndarray | None = None
+    # metrics of all that was sampled for them; None: nothing else was
+    of_all: Metrics | None = None
     # by name, what is in the rewards beside those of the task, [P, G]
     added: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -109,6 +111,8 @@ class Groups:
     @property
     def metrics(self) -> Metrics:
         """Those of sampling and of the rewards, and the share of zero-advantage groups."""
+        if self.of_all is not None:
+            return dict(self.of_all)
         agree = float(self.agree.mean())
         return self.rollout.metrics | self.graded.metrics | {"reward/groups_that_agree": agree}
 

@@ -19,7 +19,7 @@ import numpy as np
 from tunix_lite.algorithms import corrections, kl
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.checks import check_settings
+from tunix_lite.algorithms.checks import check_objective
 from tunix_lite.algorithms.formula import formula_of
 from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
 from tunix_lite.algorithms.groups import Groups, sample_groups
@@ -48,6 +48,8 @@ class GRPO:
     clip_high: float | None = 0.28  # and above 1 + clip_high; None: not above
     kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
     kl_estimator: str = "k3_exact"  # k3_exact, k3, k3_ratio, k2, or k1_reward
+    reference_every: int = 0  # steps after which the reference follows the policy; 0: it stays
+    reference_mix: float = 1.0  # share of the policy in it then; 1: it becomes the policy
     entropy_coef: float = 0.0  # weight of the entropy, which is then raised
     # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k, top_p
     # and min_p cut the distribution off; rescored: the trainer's own
@@ -65,7 +67,7 @@ class GRPO:
 
     def __post_init__(self):
         apply_variant(self)
-        check_settings(self)
+        check_objective(self)
 
     needs_demonstrations = False
     # some of its pieces sum over a completion, all of those by algorithms/sequences.py
@@ -99,12 +101,8 @@ class GRPO:
     ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
-        asked = (policy, task, params, examples, key, self.num_generations)
-        if self.agreeing_groups == "replace":
-            groups, metrics = sample_mixed_groups(*asked, self.max_rounds)
-        else:
-            groups = sample_groups(*asked)
-            metrics = groups.metrics
+        groups = self._sample(policy, task, params, examples, key, self.num_generations)
+        metrics = groups.metrics
         groups = self._selected(groups)
         batch = groups.batch(
             self.advantages, self.weighting, self.mini_batches, self.advantage_clip
@@ -143,6 +141,13 @@ class GRPO:
         if self.entropy_coef:
             loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
         return loss, metrics
+
+    @property
+    def _sample(self) -> Callable:
+        """How groups are sampled: prompts once, or in rounds."""
+        if self.agreeing_groups == "replace":
+            return partial(sample_mixed_groups, max_rounds=self.max_rounds)
+        return sample_groups
 
     def _selected(self, groups: Groups) -> Groups:
         """The groups with rewards as they are compared, and without what is not learned from."""

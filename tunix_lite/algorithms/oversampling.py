@@ -6,13 +6,14 @@ What a round draws depends on seed and step alone.
 """
 
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Metrics, Params, Rollout, chosen_completions
+from tunix_lite.types import Metrics, Params, chosen_completions, chosen_rows
 
 
 def sample_mixed_groups(
@@ -23,8 +24,8 @@ def sample_mixed_groups(
     key: jax.Array,
     num_generations: int,
     max_rounds: int,
-) -> tuple[Groups, Metrics]:
-    """P mixed groups, and the metrics of all completions that were sampled for them.
+) -> Groups:
+    """P mixed groups; their metrics are of all completions that were sampled for them.
 
     examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
     groups, the first others fill the batch, and nothing is learned from them. A group is mixed by
@@ -54,7 +55,7 @@ def sample_mixed_groups(
         "prompts/kept": len(first_mixed),
         "time/extra_rounds": seconds[-1] - seconds[0],
     }
-    return groups, metrics
+    return replace(groups, of_all=metrics)
 
 
 def metrics_of_rounds(rounds: list[Groups]) -> Metrics:
@@ -85,10 +86,8 @@ def _chosen_groups(rounds: list[Groups], chosen: np.ndarray) -> Groups:
     """Groups number `chosen` of all rounds, as if they had been sampled together."""
     G = rounds[0].rewards_PG.shape[1]
     rows = (chosen[:, None] * G + np.arange(G)).reshape(-1)
-    bare = [groups.rollout.replace(metrics={}) for groups in rounds]
-    rollout: Rollout = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *bare)
     return Groups(
-        rollout=rollout,
+        rollout=chosen_rows([groups.rollout for groups in rounds], rows),
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=np.concatenate([groups.rewards_PG for groups in rounds])[chosen],
         kept_PG=np.concatenate([groups.kept_PG for groups in rounds])[chosen],

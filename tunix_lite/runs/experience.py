@@ -9,6 +9,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.moving_reference import moving_reference
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, chosen_completions
 
@@ -67,6 +68,7 @@ class FreshExperience:
         self._num_prompts = session.parts.batch.prompts * self._mini_batches
         self._rows = session.parts.rows
         self._policy = learner.policy
+        self._moving = moving_reference(session)
         self._seed_key = learner.seed_key
         self._collected: Collected | None = None
         self._held: Experience | None = None
@@ -88,6 +90,7 @@ class FreshExperience:
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
+        self._policy = self._moving.follow(self._policy, step, params)
         examples, dropped = self._task.batch(self._num_prompts, self._seed, rollout)
         if self._rounds > 1:
             examples, dropped = self._with_more_rounds(examples, dropped, rollout)

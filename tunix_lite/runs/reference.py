@@ -7,7 +7,7 @@ may be overwritten, and another run goes on. `reference.json` says which one it 
 """
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tunix_lite.algorithms.algorithm import reference_every
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
@@ -59,7 +60,9 @@ def find_reference(
         return None
     if resume_from == run_dir.checkpoints:
         if run_dir.reference.is_file():
-            return _read(run_dir)
+            found = _read(run_dir)
+            follows = reference_every(run.algorithm) > 0
+            return _until(run, model, run_dir, resume_from) if follows else found
         if not run.resume.force:
             named = _of_the_settings(run, model).words
             raise ValueError(
@@ -76,6 +79,15 @@ def find_reference(
         )
         return Reference(words, step, resume_from)
     return _of_the_settings(run, model)
+
+
+def _until(run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path) -> Reference:
+    """Of a reference that follows the policy: the newest that is not later than the checkpoint."""
+    at = Checkpoints(resume_from).latest_step()
+    kept = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
+    if not kept:
+        return replace(_of_the_settings(run, model), is_new=False)
+    return Reference(f"the policy, last taken at step {kept[-1]}", kept[-1], is_new=False)
 
 
 def _of_the_settings(run: RunConfig, model: FoundModel) -> Reference:
