@@ -38,8 +38,11 @@ SMALL = [
     "training.max_steps=12",
     "training.prompts_per_step=8",
     "training.save_interval_steps=0",
+    "optimizer.learning_rate=1e-4",
+    "optimizer.schedule=linear",
     "optimizer.warmup_steps=2",
     "evaluation.num_examples=64",
+    "evaluation.num_samples=0",
     "evaluation.interval_steps=6",
     "tracking.samples_interval_steps=4",
     "tracking.samples_shown=0",
@@ -229,6 +232,10 @@ SPOILT = {
         ),
     ),
     "task that the base never saw": Case(("groups_agree",), ("task.source.min_terms=2", "task.source.max_terms=2")),
+    "many updates of one rollout": Case(
+        ("outside_of_clip", "step_too_large"),
+        ("algorithm.updates_per_rollout=6", "optimizer.learning_rate=1e-3"),
+    ),
 }
 SOUND = {
     "sound: seed 1": Case((), ("seed=1",)),

@@ -50,7 +50,7 @@ def main(num_steps: int) -> list[float]:
     generate = make_generate(model.cfg, GENERATION, ends, model.tokenizer.pad_id)
     policy = make_policy(model.cfg, generate, temperature=1.0)
     algorithm = GRPO(num_generations=GENERATIONS)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), num_steps)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=4e-5), num_steps)
     train_step = TrainStep(policy, algorithm, optimizer)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
 

@@ -53,9 +53,11 @@ BASE = (
     "algorithm.num_generations=4",
     "generation.max_new_tokens=8",
     "evaluation.num_examples=8",
+    "evaluation.num_samples=0",
     "evaluation.interval_steps=3",
     "tracking.samples_interval_steps=3",
     "optimizer.learning_rate=1e-3",
+    "optimizer.schedule=linear",
     "rewards.timeout=120",  # a loaded machine must not turn a slow call into a failed one
     # Groups must disagree, or nothing would be learned.
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",

@@ -31,7 +31,12 @@ ROOT = Path(__file__).parents[1]
 STEPS = 24
 RUN = [
     *(f"training.max_steps={STEPS}", "training.prompts_per_step=4", "algorithm.num_generations=4"),
-    *("generation.max_new_tokens=8", "evaluation.num_examples=8", "evaluation.interval_steps=4"),
+    *(
+        "generation.max_new_tokens=8",
+        "evaluation.num_examples=8",
+        "evaluation.num_samples=0",
+        "evaluation.interval_steps=4",
+    ),
     *("optimizer.learning_rate=1e-3", "tracking.samples_interval_steps=4", "rewards.on_error=zero"),
     *("algorithm._target_=faulty_algorithm.NotFinite", "training.max_skipped_in_a_row=100"),
     "+task.rewards.short={fn: {_target_: faulty_rewards.now_and_then}, weight: 1.0}",

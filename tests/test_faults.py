@@ -32,6 +32,7 @@ def test_a_run_with_faults_learns_and_counts_them_all(on_error, tmp_path):
         [
             *(f"training.max_steps={STEPS}", "training.save_interval_steps=1", f"training.keep_checkpoints={STEPS}"),
             *("tracking.samples_interval_steps=1", f"rewards.on_error={on_error}", "rewards.timeout=2"),
+            *("optimizer.learning_rate=1e-4", "optimizer.schedule=linear", "evaluation.num_samples=0"),
             "+task.rewards.seldom={fn: {_target_: faulty_rewards.seldom}, weight: 1.0}",
         ]
     )

@@ -575,6 +575,7 @@ SMALL = [
     "training.prompts_per_step=2",
     "generation.max_new_tokens=8",
     "evaluation.num_examples=4",
+    "evaluation.num_samples=0",
     "training.max_steps=1",
 ]
 

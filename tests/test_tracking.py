@@ -83,6 +83,11 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status.stopped = "SIGTERM"
     accuracy, _, stopped = status.closing_lines("hydra.sweep.dir=/sweep")
     assert accuracy == ("held-out accuracy 25.0% → 50.0%", "bold green")
+    status.eval = {}
+    status.record_accuracy(0.25, {"avg_at_4": 0.125})
+    status.record_accuracy(0.5, {"avg_at_4": 0.75})
+    words = status.closing_lines("")[0][0]
+    assert words == "held-out accuracy 25.0% → 50.0%, avg@4 12.5% → 75.0%"
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
 
 

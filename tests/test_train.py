@@ -44,6 +44,7 @@ SHORT = [
     "training.save_interval_steps=2",
     "generation.max_new_tokens=8",
     "evaluation.num_examples=20",
+    "evaluation.num_samples=0",
     "evaluation.interval_steps=2",
     "tracking.samples_interval_steps=2",
     "model.mesh_shape=[[2,2],[fsdp,tp]]",

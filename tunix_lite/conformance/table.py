@@ -1,5 +1,6 @@
 """The table of variants as text and as a page: green, red or grey for each."""
 
+import textwrap
 from dataclasses import dataclass
 
 from tunix_lite.conformance import adapters
@@ -142,14 +143,12 @@ def _summary(found: list[Cell]) -> str:
         f"{adapters.INSTALL[name][1]} {known['version']}"
         for name, known in adapters.recorded().items()
     )
-    lines = [
+    words = (
         f"{len(found)} variants of {objectives} names in {len(frameworks)} frameworks; "
         f"{green} of them are settings of ours. Own functions were run for {len(own)} "
-        f"({versions}): {sum(cell.own == GREEN for cell in own)} give their formula.",
-        "",
-        "Read in:",
-        "",
-    ]
+        f"({versions}): {sum(cell.own == GREEN for cell in own)} give their formula."
+    )
+    lines = [*_wrapped(words), "", "Read in:", ""]
     return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
 
 
@@ -159,21 +158,35 @@ def _fixtures() -> str:
 
 
 def _rows(rows: list[Cell]) -> list[str]:
-    lines = [
-        "| framework | ours | own function | formula | settings of ours, or why not |",
-        "| --- | --- | --- | --- | --- |",
+    """The colours as a table, then each formula, our settings, and why not."""
+    lines = ["| framework | ours | own function |", "| --- | --- | --- |"]
+    lines += [
+        f"| {cell.variant.by} | {cell.ours} | {f'{cell.own} {cell.own_says}'.strip()} |"
+        for cell in rows
     ]
+    lines.append("")
     for cell in rows:
         # settings first, then what differs and why
         variant = cell.variant
         settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
-        remark = "; ".join(part for part in (settings, cell.differs, variant.why) if part)
-        own = f"{cell.own} {cell.own_says}".strip()
-        lines.append(
-            f"| {variant.by} | {cell.ours} | {own} | {_escaped(variant.formula)} | {remark} |"
+        remark = "; ".join(
+            part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part
         )
+        entry = f"**{variant.by}**: {_escaped(variant.formula)}." + (
+            f" {remark}." if remark else ""
+        )
+        lines += _wrapped(f"- {entry}", "  ")
     return lines
 
 
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _escaped(formula: str) -> str:
-    return formula.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+    """As Markdown; a minus sign that begins a line would begin a list."""
+    for plain, written in (("*", "\\*"), ("_", "\\_"), ("<", "\\<"), ("- ", "\N{MINUS SIGN} ")):
+        formula = formula.replace(plain, written)
+    return formula

@@ -36,7 +36,7 @@ from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, keep_sam
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
-from tunix_lite.tracking.console import OUR_PARTS
+from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Metrics, TrainState
@@ -255,7 +255,8 @@ class Watch:
             session.run.evaluation.num_samples,
             session.run.evaluation.temperature,
         )
-        session.status.record_accuracy(found.metrics["eval/accuracy"])
+        sampled = averages_of_samples(found.metrics)
+        session.status.record_accuracy(found.metrics["eval/accuracy"], sampled)
         step = int(self.state.step)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or self.is_due(step, every)):

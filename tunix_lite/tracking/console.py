@@ -60,6 +60,17 @@ OUR_PARTS = (
 )
 
 
+def averages_of_samples(metrics: Metrics) -> Metrics:
+    """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
+    names = [name for name in metrics if name.startswith("eval/avg_at_")]
+    return {name.removeprefix("eval/"): metrics[name] for name in names}
+
+
+def as_words(name: str) -> str:
+    """avg_at_8 as people write it: avg@8."""
+    return name.replace("_at_", "@")
+
+
 class Console:
     """The screen and train.log of one run."""
 
@@ -153,6 +164,9 @@ class Console:
         for key, text in LINE_METRICS.items():
             if key in metrics:
                 parts.append(text.format(metrics[key]))
+            if key == "eval/accuracy":
+                found = averages_of_samples(metrics).items()
+                parts += [f"{as_words(name)} {value:.1%}" for name, value in found]
         return " | ".join(parts)
 
     def samples(self, step: int, rows: list[dict]) -> None:

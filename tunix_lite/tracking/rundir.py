@@ -14,8 +14,9 @@ import numpy as np
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
-from tunix_lite.tracking.console import minutes
+from tunix_lite.tracking.console import as_words, averages_of_samples, minutes
 from tunix_lite.tracking.rows import is_number, rows_until
+from tunix_lite.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,9 @@ class RunDir:
         for _, _, row in rows_until(self.metrics, until):
             accuracy = row.get("eval/accuracy")
             if is_number(accuracy):
-                found.append({"accuracy": accuracy})
+                sampled = averages_of_samples(row).items()
+                numbers = {name: value for name, value in sampled if is_number(value)}
+                found.append({"accuracy": accuracy, **numbers})
         return {"first": found[0], "last": found[-1]} if found else {}
 
     def last_number(self, name: str, until: int) -> int:
@@ -306,10 +309,14 @@ class Status:
                 self.eval = found | {"first": self.eval.get("first", found["first"])}
         self.write("running")
 
-    def record_accuracy(self, accuracy: float) -> None:
-        """Remembers a held-out accuracy as the last one, and the very first also as the first."""
-        self.eval.setdefault("first", {"accuracy": accuracy})
-        self.eval["last"] = {"accuracy": accuracy}
+    def record_accuracy(self, accuracy: float, sampled: Metrics | None = None) -> None:
+        """Remembers a held-out accuracy as the last one, and the very first also as the first.
+
+        sampled: console.averages_of_samples of the same evaluation.
+        """
+        found = {"accuracy": accuracy, **(sampled or {})}
+        self.eval.setdefault("first", found)
+        self.eval["last"] = found
 
     def write(self, word: str, **more: Any) -> None:
         """Writes status.json. word: running, completed, stopped, failed or interrupted.
@@ -339,9 +346,13 @@ class Status:
         """
         lines = []
         if self.eval:
-            first = self.eval["first"]["accuracy"]
-            last = self.eval["last"]["accuracy"]
-            lines.append((f"held-out accuracy {first:.1%} → {last:.1%}", "bold green"))
+            first = self.eval["first"]
+            last = self.eval["last"]
+            text = f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"
+            for name in sorted(first.keys() & last.keys()):
+                if name.startswith("avg_at_") and is_number(first[name]) and is_number(last[name]):
+                    text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
+            lines.append((text, "bold green"))
         duration = minutes(self.seconds)
         lines.append(
             (f"{self.steps} steps in {duration}; everything is in {self._run_dir.path}", "")
