@@ -232,6 +232,10 @@ SPOILT = {
         ),
     ),
     "task that the base never saw": Case(("groups_agree",), ("task.source.min_terms=2", "task.source.max_terms=2")),
+    "many updates of one rollout": Case(
+        ("outside_of_clip", "step_too_large"),
+        ("algorithm.updates_per_rollout=6", "optimizer.learning_rate=1e-3"),
+    ),
 }
 SOUND = {
     "sound: seed 1": Case((), ("seed=1",)),

@@ -18,6 +18,7 @@ from tunix_lite.learner.optim import (
     MuonConfig,
     OptimizerConfig,
     SGDConfig,
+    StateLeaf,
     apply_update,
     describe,
     init_opt_state,
@@ -26,6 +27,7 @@ from tunix_lite.learner.optim import (
     num_updates,
     opt_state_shapes,
     scaled_for,
+    state_layout,
 )
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import Weight, is_weight
@@ -235,6 +237,19 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     )
     for x, y in zip(jax.tree.leaves(step(state, on_mesh(draw(3)))), jax.tree.leaves(step(restored, on_mesh(draw(3))))):
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_row_and_a_column_of_a_square_matrix_lie_with_its_own_dims():
+    """Squares that differ along dim 1 alone: the array that keeps dim 1 varies, the other does not."""
+    params = {"up": jnp.ones((2, 128, 128))}
+    optimizer = make_optimizer(AdafactorConfig(), 1, {"up": Weight((2, 128, 128), ("layers", "embed", "mlp"))})
+    grads = {"up": jnp.broadcast_to(jnp.arange(128.0)[None, :, None], (2, 128, 128))}
+    _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    layout = state_layout(optimizer, params)
+    is_leaf = lambda x: isinstance(x, StateLeaf)  # noqa: E731
+    leaves = zip(jax.tree.leaves(layout, is_leaf=is_leaf), jax.tree.leaves(state), strict=True)
+    varies = {leaf.dims: bool(np.ptp(x[0])) for leaf, x in leaves if len(leaf.dims) == 2}
+    assert varies == {(0, 1): True, (0, 2): False}
 
 
 def test_what_the_state_takes_of_a_known_matrix():

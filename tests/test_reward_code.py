@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_reward_scores import grade
 
+from tunix_lite.marked_processes import find_marked
 from tunix_lite.rewards import code
 from tunix_lite.rewards.code import PassesTests, code_in, run_job
 from tunix_lite.rewards.pool import RewardsConfig
@@ -80,7 +83,20 @@ def test_tests_that_are_none_and_settings_that_are_wrong_are_named():
 
 # ---- attacks
 
-OUTSIDE = Path("/tmp/tunix-lite-written-outside")
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A folder that is none of the code's, the one for temporary folders, and the processes that this test started."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    mark = f"{tmp_path}-{os.getpid()}"
+    monkeypatch.setenv("TUNIX_LITE_TEST", mark)
+    processes = partial(find_marked, f"TUNIX_LITE_TEST={mark}".encode())
+    return SimpleNamespace(outside=tmp_path / "outside", temporary=tmp_path / "temporary", processes=processes)
+
+
 SLEEPS = "import time\ntime.sleep(97)\n"
 ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends on kernel and time
     "infinite loop": ("while True:\n    pass", "stopped"),
@@ -99,8 +115,8 @@ ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends
     "huge output": ("while True:\n    print('x' * 100_000)", "stopped"),
     "memory hog": ("x = 'x' * (4 * 10**9)", "stopped"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()", None),
-    "writes outside": (f"open({str(OUTSIDE)!r}, 'w').write('x')", ""),
-    "removes outside": ("import shutil\nshutil.rmtree('/tmp/tunix-lite-kept')", ""),
+    "writes outside": ("open('OUTSIDE/new', 'w').write('x')", ""),
+    "removes outside": ("import shutil\nshutil.rmtree('OUTSIDE')", ""),
     "fills the disk": ("while True:\n    open('x', 'ab').write(bytes(2**20))", ""),
     "kills its parent": ("import os\nos.kill(os.getppid(), 9)\n" + SLEEPS, None),
     "kills all": ("import os\nos.kill(-1, 9)\n" + SLEEPS, ""),
@@ -114,33 +130,15 @@ ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_code_that_attacks_gets_nothing_and_leaves_nothing(name):
+def test_code_that_attacks_gets_nothing_and_leaves_nothing(name, places):
     source, expected = ATTACKS[name]
-    kept = Path("/tmp/tunix-lite-kept")
-    kept.mkdir(exist_ok=True)
-    (kept / "file").write_text("kept")
-    before = {*Path("/tmp").glob("tunix-lite-code-*")}
     began = time.monotonic()
-    score = FAST(block(source), {"tests": ["assert True"]})
+    score = FAST(block(source.replace("OUTSIDE", str(places.outside))), {"tests": ["assert True"]})
     assert score == 0 and kind(score) in ({expected} if expected is not None else {"", "stopped"})
     assert time.monotonic() - began < 5
-    assert (kept / "file").read_text() == "kept" and not OUTSIDE.exists()
-    assert {*Path("/tmp").glob("tunix-lite-code-*")} <= before
-    assert not of_code(), "a process of the code is left"
-
-
-def of_code() -> list[str]:
-    """Processes that our children started and that still run, but for those of this test."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            state = (process / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if str(code.RUNNER).encode() in words and state[0] != "Z":
-            found.append(process.name)
-    return found
+    assert [file.name for file in places.outside.iterdir()] == ["kept"]
+    assert not [*places.temporary.iterdir()]
+    assert not places.processes(), "a process of the code is left"
 
 
 def test_code_reaches_no_network():
@@ -181,12 +179,12 @@ class FakeProcess:
         return self.stdout, None
 
 
-def test_who_watches_may_be_killed_and_takes_the_code_along():
+def test_who_watches_may_be_killed_and_takes_the_code_along(places):
     def kill():
-        while not (found := of_code()):
+        while not (found := places.processes()):
             time.sleep(0.01)
         time.sleep(0.2)
-        os.kill(min(map(int, found)), signal.SIGKILL)
+        os.kill(min(found), signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -194,9 +192,9 @@ def test_who_watches_may_be_killed_and_takes_the_code_along():
     thread.join()
     assert kind(score) == "stopped" and "ended who watched it (signal 9)" in score.why
     deadline = time.monotonic() + 3
-    while of_code() and time.monotonic() < deadline:
+    while places.processes() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not of_code()
+    assert not places.processes()
 
 
 def test_an_environment_that_cannot_run_code_is_no_fault_of_the_completion(monkeypatch):
@@ -219,7 +217,7 @@ def test_the_run_goes_on_and_counts_what_was_stopped():
 
 @pytest.mark.parametrize("name", ["infinite loop", "fork bomb", "forks that leave", "huge output", "writes outside"])
 def test_where_the_kernel_refuses_namespaces_the_limits_hold_and_a_line_says_what_is_missing(
-    name, monkeypatch, tmp_path, capsys
+    name, monkeypatch, tmp_path, capsys, places
 ):
     refused = code.RUNNER.read_text().replace("libc.unshare(", "(lambda flags: ctypes.set_errno(1) or 1)(")
     assert refused != code.RUNNER.read_text()
@@ -229,5 +227,6 @@ def test_where_the_kernel_refuses_namespaces_the_limits_hold_and_a_line_says_wha
     assert FAST(block(ADD), {"tests": ["assert add(1, 2) == 3"]}) == 1
     line = "code of completions: it can use the network and see other processes (unshare: Operation not permitted)\n"
     assert capsys.readouterr().out == line
-    assert FAST(block(ATTACKS[name][0]), {"tests": ["assert True"]}) == 0
-    assert not of_code() and not OUTSIDE.exists()
+    source = ATTACKS[name][0].replace("OUTSIDE", str(places.outside))
+    assert FAST(block(source), {"tests": ["assert True"]}) == 0
+    assert not places.processes() and [file.name for file in places.outside.iterdir()] == ["kept"]

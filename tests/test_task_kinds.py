@@ -151,6 +151,15 @@ def test_sft_learns_from_all_turns_of_the_assistant_or_from_the_last(tmp_path, t
     }
 
 
+@pytest.mark.parametrize("algorithm, task, rows", [("sft", "chat", "chats"), ("dpo", "preferences", "pairs")])
+def test_a_run_on_conversations_or_pairs_is_ready_to_start(tmp_path, algorithm, task, rows):
+    made = {"chats": [chat_of("hi", "ho", "1?", "2")], "pairs": [{"prompt": "1?", "chosen": "2", "rejected": "3"}]}
+    file = written(tmp_path / "rows.jsonl", made[rows] * 4)
+    given = [f"algorithm={algorithm}", f"task={task}", f"task.train={file}", f"task.held_out={file}"]
+    parts = prepare(compose([*given, "training.prompts_per_step=2"]), RunDir(tmp_path / "run"))
+    assert parts.data.startswith("4 examples to train on, 4 held out; 4 of the held-out prompts are training prompts")
+
+
 def test_a_conversation_is_evaluated_by_its_answer():
     example = chat_of("hi", "good morning to you", "bye", "see you")
     assert like_answer("good morning", example) == pytest.approx(2 * 1 * 0.5 / 1.5)  # precision 1, recall 2 of 4

@@ -222,6 +222,7 @@ def _become_nobody(folder: str) -> None:
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
     os.seteuid(NOBODY)
     can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
+    can_read = can_read and os.access(os.path.dirname(folder), os.X_OK, effective_ids=True)
     os.seteuid(0)
     if can_read:
         os.chown(folder, NOBODY, NOBODY)
