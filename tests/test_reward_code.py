@@ -23,6 +23,10 @@ from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.task import Reward
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+# Containers often refuse namespaces; no code runs there.
+UNSHARE = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x30000000) != 0)"
+if sys.platform == "linux" and subprocess.run([sys.executable, "-I", "-c", UNSHARE]).returncode:
+    pytest.skip("this kernel refuses namespaces", allow_module_level=True)
 
 FAST = PassesTests(seconds=0.6, memory_mib=512)
 ADD = "def add(a, b):\n    return a + b\n"
@@ -215,18 +219,13 @@ def test_the_run_goes_on_and_counts_what_was_stopped():
     assert all(graded.metrics[f"rewards/{name}"] == 0 for name in ("errors", "timeouts", "crashes", "not_numbers"))
 
 
-@pytest.mark.parametrize("name", ["infinite loop", "fork bomb", "forks that leave", "huge output", "writes outside"])
-def test_where_the_kernel_refuses_namespaces_the_limits_hold_and_a_line_says_what_is_missing(
-    name, monkeypatch, tmp_path, capsys, places
-):
+def test_where_the_kernel_refuses_namespaces_no_code_runs_and_the_error_says_why(monkeypatch, tmp_path, places):
+    """Without a process namespace a fork bomb cannot be ended: one filled a whole machine with processes."""
     refused = code.RUNNER.read_text().replace("libc.unshare(", "(lambda flags: ctypes.set_errno(1) or 1)(")
     assert refused != code.RUNNER.read_text()
     (tmp_path / "run_code.py").write_text(refused)
     monkeypatch.setattr(code, "RUNNER", tmp_path / "run_code.py")
-    monkeypatch.setattr(code, "_told", set())
-    assert FAST(block(ADD), {"tests": ["assert add(1, 2) == 3"]}) == 1
-    line = "code of completions: it can use the network and see other processes (unshare: Operation not permitted)\n"
-    assert capsys.readouterr().out == line
-    source = ATTACKS[name][0].replace("OUTSIDE", str(places.outside))
-    assert FAST(block(source), {"tests": ["assert True"]}) == 0
+    source = f"open({str(places.outside / 'new')!r}, 'w').write('x')"
+    with pytest.raises(RuntimeError, match=r"this kernel refuses namespaces \(unshare: Operation not permitted\)"):
+        FAST(block(source), {"tests": ["assert True"]})
     assert not places.processes() and [file.name for file in places.outside.iterdir()] == ["kept"]

@@ -156,7 +156,7 @@ def test_a_run_on_conversations_or_pairs_is_ready_to_start(tmp_path, algorithm, 
     made = {"chats": [chat_of("hi", "ho", "1?", "2")], "pairs": [{"prompt": "1?", "chosen": "2", "rejected": "3"}]}
     file = written(tmp_path / "rows.jsonl", made[rows] * 4)
     given = [f"algorithm={algorithm}", f"task={task}", f"task.train={file}", f"task.held_out={file}"]
-    parts = prepare(compose([*given, "training.prompts_per_step=2"]), RunDir(tmp_path / "run"))
+    parts = prepare(compose([*given, "training.prompts_per_step=4"]), RunDir(tmp_path / "run"))
     assert parts.data.startswith("4 examples to train on, 4 held out; 4 of the held-out prompts are training prompts")
 
 

@@ -1,5 +1,6 @@
 """Whole runs, through the same door as everybody's: they learn, repeat, resume, and leave what they promise."""
 
+import itertools
 import json
 import os
 import re
@@ -324,41 +325,31 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
         assert sample["expected"] == sample["example"]["answer"] and sample["failed"] == {}
 
 
-# What a run logs only under a condition, which stands on the page.
+# Rows of the page whose condition stands in the row; of a table it stands before it, and begins with "With".
 CONDITIONAL = {
-    "train/kl",  # algorithm.kl_coef
-    "prompts/truncated",  # generation.long_prompts
-    "prompts/dropped",
     "perf/mfu",  # a device whose peak is known
-    "eval/avg_at_<k>",  # evaluation.num_samples
-    "eval/pass_at_<k>",
-    "eval/maj_at_<k>",
-    "eval/sampled_reward",
-    "eval/sampled_truncated",
-    "time/<name>",  # a scorer
     "rewards/weight_<name>",  # a weight with a schedule
-    "prompts/drawn",  # algorithm.agreeing_groups=replace
-    "prompts/mixed",
-    "prompts/kept",
-    "time/extra_rounds",
-    "time/rescore",
-    "sampler/logprob_gap",  # algorithm.old_logprobs=rescored, and algorithm.correction
-    "sampler/logprob_gap_max",
-    "sampler/weight_mean",
-    "sampler/weight_max",
-    "sampler/masked",
-    "train/off_policy_masked",
+    "time/<name>",  # a scorer
+    "time/rescore",  # algorithm.old_logprobs=rescored
+    "train/kl",  # algorithm.kl_coef
+    "train/off_policy_masked",  # algorithm.off_policy_delta
 }
+
+
+def metrics_of(text: str) -> set[str]:
+    return set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", text, re.MULTILINE))
 
 
 def test_the_metrics_page_is_what_a_run_logs(finished):
     """Both ways: nothing is logged that the page does not have, and the page has nothing that is not logged."""
     page = (ROOT / "docs" / "references" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `([a-z_]+/[a-z_0-9<>]+)` \|", page, re.MULTILINE))
+    paragraphs = page.split("\n\n")
+    under = [table for before, table in itertools.pairwise(paragraphs) if before.startswith("With ")]
+    conditional = CONDITIONAL | set().union(*map(metrics_of, under))
     logged = {name for row in lines(finished[0]) for name in row} - {"step"}
     by_name = {f"reward/{name}{end}": f"reward/<name>{end}" for name in ("correct", "short") for end in ("", "_std")}
-    assert {by_name.get(name, name) for name in logged} == documented - CONDITIONAL
-    assert documented >= CONDITIONAL
+    assert {by_name.get(name, name) for name in logged} == metrics_of(page) - conditional
+    assert metrics_of(page) >= CONDITIONAL
 
 
 def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(finished):

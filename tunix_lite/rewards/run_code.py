@@ -197,8 +197,13 @@ def _isolate(folder: str, job: dict) -> tuple[bool, list[str]]:
         CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
     )
     if is_refused:
+        # Without a process namespace nothing ends code that forks faster than it can be looked for.
         refused = os.strerror(ctypes.get_errno())
-        missing.append(f"it can use the network and see other processes (unshare: {refused})")
+        raise OSError(
+            f"this kernel refuses namespaces (unshare: {refused}), without which code that starts "
+            "processes without end could not be stopped; allow user namespaces, or leave "
+            "rewards.code out"
+        )
     else:
         with contextlib.suppress(OSError):
             for name, text in (
