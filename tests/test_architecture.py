@@ -287,7 +287,10 @@ def test_a_public_name_has_one_home():
 
 
 NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
+    "algorithms",
     "checkpoint.py",
+    "commands",
+    "conformance",
     "distributed",
     "files",
     "inference",
@@ -295,8 +298,10 @@ NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data cla
     "models",
     "parallel",
     "planning",
+    "rewards",
     "rollout",
     "runs",
+    "tasks",
     "tracking",
     "types.py",
 }

@@ -33,7 +33,11 @@ from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScor
 
 @dataclass(frozen=True)
 class GRPO:
-    """The settings of the loss; its two functions are `collect` and `loss`."""
+    """The settings of the loss; its two functions are `collect` and `loss`.
+
+    Example: GRPO(num_generations=16, clip_high=0.2, kl_coef=0.01): groups of 16, and a KL term to
+    the reference.
+    """
 
     num_generations: int = 8  # completions per prompt, the group
     updates_per_rollout: int = 1  # optimizer updates made from one batch of completions

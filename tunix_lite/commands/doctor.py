@@ -14,14 +14,20 @@ from tunix_lite.runs.findings import Finding, diagnose
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How the findings are shown."""
+    """How the findings are shown.
+
+    Example: `tunix-lite doctor RUN doctor.json=true` is DoctorOptions(json=True).
+    """
 
     json: bool = False  # one JSON object instead of lines
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Which run is looked at."""
+    """Which run is looked at.
+
+    Example: `tunix-lite doctor outputs/latest` is Doctor(folder="outputs/latest").
+    """
 
     folder: str | None = None  # of the run; `tunix-lite doctor FOLDER` is short for it
     doctor: DoctorOptions = DoctorOptions()

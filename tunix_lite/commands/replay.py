@@ -48,7 +48,10 @@ MOST_BYTES = 2**32
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How a step is made again."""
+    """How a step is made again.
+
+    Example: `replay.precision=float64` is ReplayOptions(precision="float64").
+    """
 
     precision: str = "run"  # run: as the run computed; float64: its loss and gradient in that, too
     # import what the run's settings name and tunix_lite does not have: only for runs of your own
@@ -61,7 +64,10 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class Replay:
-    """Which step, or which update that was not made, and whose weights look at its batch."""
+    """Which step, or which update that was not made, and whose weights look at its batch.
+
+    Example: `tunix-lite replay RUN step=137` is Replay(checkpoint="RUN", step=137).
+    """
 
     checkpoint: str | None = None  # the folder of the run
     skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz

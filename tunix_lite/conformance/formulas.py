@@ -225,7 +225,10 @@ def _with_rewards(fixture: Fixture, rewards: np.ndarray) -> Fixture:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a surrogate is made of; [..., B, T], but advantages are [B, 1] or [B, T]."""
+    """What a surrogate is made of; [..., B, T], but advantages are [B, 1] or [B, T].
+
+    Example: ratio_of_tokens(terms) of a policy that has not moved is 1 everywhere.
+    """
 
     lp: np.ndarray  # may be complex; 0 off the tokens, as the others are
     old: np.ndarray

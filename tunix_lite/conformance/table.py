@@ -16,7 +16,10 @@ GREY = "⬜"
 @dataclass(frozen=True)
 class Cell:
     """A variant, whether our settings give its numbers, and whether the framework's own function
-    does."""
+    does.
+
+    Example: `python -m tunix_lite.conformance cispo` prints a cell for each framework's CISPO.
+    """
 
     variant: Variant
     ours: str  # GREEN, RED or GREY

@@ -14,6 +14,8 @@ class LengthRank:
     one length share their ranks. With `correct`, only right ones are ranked, and wrong ones get 0.
 
     A completion that is compared with no other gets 0.
+
+    Example: LengthRank(unit="characters")(["a", "aaa", "aa"], {}) -> [1, 0, 0.5].
     """
 
     unit: str = "tokens"  # or words, characters
@@ -61,6 +63,8 @@ class Diversity:
 
     It is the mean, over the others, of 1 - (n-grams in both) / (n-grams in either). A completion
     alone gets 0.
+
+    Example: Diversity()(["a b c", "a b c"], {}) -> [0, 0].
     """
 
     n: int = 2  # words of an n-gram

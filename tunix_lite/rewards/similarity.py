@@ -67,6 +67,8 @@ class RougeL:
 
     With c the length of their longest common subsequence, precision is c / units of the completion,
     recall c / units of the reference, and f = 2 p r / (p + r). Of several references the best.
+
+    Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3.
     """
 
     field: str = "answer"  # of the example: a text, or a list of them
@@ -97,7 +99,10 @@ class RougeL:
 @dataclass(frozen=True)
 class EditSimilarity:
     """1 - edit distance / the longer of the two lengths: 1 for the example's reference itself, 0 if
-    nothing of it is kept. Of several references the best."""
+    nothing of it is kept. Of several references the best.
+
+    Example: EditSimilarity()("abcd", {"answer": "abce"}) -> 0.75.
+    """
 
     field: str = "answer"  # of the example: a text, or a list of them
     split: str = "characters"  # or words, rouge

@@ -72,6 +72,8 @@ class Matches:
 
     An expression that takes longer than `seconds` has failed (`rewards/errors`): it is at fault,
     not the completion. The first 65,536 characters are looked at.
+
+    Example: Matches("[0-9]+")("12 apples", {}) -> 1.
     """
 
     pattern: str
@@ -104,7 +106,10 @@ class Matches:
 
 @dataclass(frozen=True)
 class TargetLength:
-    """1 at `target`, falling in a straight line to 0 at `width` above or below it."""
+    """1 at `target`, falling in a straight line to 0 at `width` above or below it.
+
+    Example: TargetLength(10, 10, unit="characters") of 15 characters -> 0.5.
+    """
 
     target: int
     width: int
@@ -129,6 +134,9 @@ class CosineLength:
 
     With x = min(length / max_length, 1), a value goes from its `_short` at x = 0 to its `_long` at
     x = 1 as long + (short - long) (1 + cos(pi x)) / 2.
+
+    Example: CosineLength(correct, 10, unit="characters") of a right answer of one character ->
+    0.988.
     """
 
     # (completion, example) -> above 0 if it is right

@@ -29,7 +29,10 @@ def whole_text(completion: str) -> str:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of files as a source: each makes a prompt, or is refused or left out when it is read."""
+    """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
+
+    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
+    """
 
     train_file: str
     held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file

@@ -20,7 +20,10 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 
 @dataclass(frozen=True)
 class Solutions:
-    """The check of a row: texts `question` and `answer`, and `####` and a number end the latter."""
+    """The check of a row: texts `question` and `answer`, and `####` and a number end the latter.
+
+    Example: a row {"question": "How many?", "answer": "1 + 1 = 2\\n#### 2"} passes.
+    """
 
     def check(self, row: dict) -> None:
         """Raises ValueError for another row."""
@@ -37,7 +40,10 @@ class Solutions:
 @dataclass(frozen=True)
 class Gsm8k:
     """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
-    example has the number as `answer` and the whole solution as `completion`."""
+    example has the number as `answer` and the whole solution as `completion`.
+
+    Example: Gsm8k(train_file="train.jsonl", held_out_file="test.jsonl").
+    """
 
     # path; null: from the hub
     train_file: str | None = None

@@ -14,7 +14,10 @@ FIELDS = ("chosen", "rejected")
 @dataclass(frozen=True)
 class PairTemplate(PromptTemplate):
     """A prompt template whose examples have two answers, too: texts, or conversations that end with
-    the assistant."""
+    the assistant.
+
+    Example: an example has `prompt`, `chosen` and `rejected`.
+    """
 
     def check(self, example: dict) -> None:
         """Raises ValueError if the example makes no prompt with two different answers."""
@@ -50,7 +53,10 @@ class PairTemplate(PromptTemplate):
 
 @dataclass(frozen=True)
 class PairRows(FileRows):
-    """The rows of files as pairs."""
+    """The rows of files as pairs.
+
+    Example: `task=preferences task.train=pairs.jsonl` makes one.
+    """
 
     @property
     def train(self) -> Rows:

@@ -18,7 +18,10 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Message(NamedTuple):
-    """A turn of a conversation."""
+    """A turn of a conversation.
+
+    Example: Message("user", "What is 1 + 2?").
+    """
 
     role: str
     content: str | Quoted

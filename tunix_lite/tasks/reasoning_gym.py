@@ -21,7 +21,10 @@ except ImportError as error:
 @dataclass(frozen=True)
 class ReasoningGym:
     """Problems of one or several tasks of reasoning-gym. Which one a problem is of, and its number,
-    are drawn from the number of the example; held-out questions are never trained on."""
+    are drawn from the number of the example; held-out questions are never trained on.
+
+    Example: ReasoningGym(tasks=("basic_arithmetic", "chain_sum"), weights=(1, 3)).
+    """
 
     # names in reasoning-gym
     tasks: tuple[str, ...] = ("basic_arithmetic",)

@@ -241,6 +241,8 @@ class Arithmetic:
     A problem belongs to the held-out set or to the training stream by a hash of its text, so the
     two never overlap. An example has `question`, `answer`, and `completion`, a demonstration: the
     answer at once or, for a share `worked` of the problems, every step before it.
+
+    Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}.
     """
 
     min_terms: int = 4  # numbers in a problem, at least
@@ -283,7 +285,10 @@ class Arithmetic:
 @dataclass(frozen=True)
 class Problems:
     """One split of `Arithmetic`: example i is made, not stored, and is the same on every
-    machine."""
+    machine.
+
+    Example: Arithmetic().train[0]["answer"] -> "67".
+    """
 
     settings: Arithmetic
     held_out: bool

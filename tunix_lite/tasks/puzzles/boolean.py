@@ -11,7 +11,10 @@ from tunix_lite.tasks.generated import Split, answer_text, check_counts, example
 @dataclass(frozen=True)
 class Boolean:
     """Expressions such as `not (True and False) or True`, with brackets around each pair but the
-    outermost."""
+    outermost.
+
+    Example: {"question": "not (True and False) or True", "answer": "True", ...}.
+    """
 
     # operators within operators
     depth: int = 3

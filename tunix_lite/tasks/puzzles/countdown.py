@@ -24,7 +24,10 @@ SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
 @dataclass(frozen=True)
 class Countdown:
     """Numbers and a target that an expression of all of them reaches, with whole numbers on the
-    way. Other expressions that reach it are right, too."""
+    way. Other expressions that reach it are right, too.
+
+    Example: {"question": "Reach 14 with some of 7, 8, 13, 16, each once", ...}.
+    """
 
     # numbers given, at least
     min_numbers: int = 3

@@ -13,7 +13,10 @@ OPERATORS = ("+", "-", "*")
 @dataclass(frozen=True)
 class ModularArithmetic:
     """Expressions such as `(7 + 3 * 5) mod 4`; `*` comes before `+` and `-`. The answer lies from 0
-    to the modulus less 1."""
+    to the modulus less 1.
+
+    Example: {"question": "(13 + 10 + 5) mod 3", "answer": "1", ...}.
+    """
 
     # numbers in an expression, at least
     min_terms: int = 2

@@ -14,7 +14,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 @dataclass(frozen=True)
 class Sorting:
     """Lists to put in order, without equal items. The question names the order: from the smallest,
-    or for a share `descending` of the lists from the largest."""
+    or for a share `descending` of the lists from the largest.
+
+    Example: {"question": "Sort in descending order: 63, 30, 4", "answer": "63, 30, 4", ...}.
+    """
 
     # of items: numbers, words (letters drawn at random)
     kind: str = "numbers"

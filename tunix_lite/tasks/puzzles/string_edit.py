@@ -20,7 +20,10 @@ EDITS = {
 
 @dataclass(frozen=True)
 class StringEdit:
-    """Words of random letters with instructions, such as `Take abca: remove each a, reverse it`."""
+    """Words of random letters with instructions, such as `Take abca: remove each a, reverse it`.
+
+    Example: {"question": "Take qnhibb: remove each b", "answer": "qnhi", ...}.
+    """
 
     # letters of a word, at least
     min_length: int = 4

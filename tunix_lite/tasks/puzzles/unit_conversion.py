@@ -38,7 +38,10 @@ NAMES = {
 
 @dataclass(frozen=True)
 class UnitConversion:
-    """Quantities whose number in the other unit is a short decimal, such as `2.5 km in m`."""
+    """Quantities whose number in the other unit is a short decimal, such as `2.5 km in m`.
+
+    Example: {"question": "Convert 5 dl to ml", "answer": "500", ...}.
+    """
 
     # of quantities: length, mass, time, volume
     kinds: tuple[str, ...] = tuple(UNITS)
