@@ -35,7 +35,7 @@ def test_the_console_shows_the_numbers_of_observers_before_its_own(tmp_path):
     console = Console(tmp_path / "log", max_steps=4, quiet=True)
     line = console.line(1, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
     console.close()
-    assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000"
+    assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000 | avg@8 50.0%"
 
 
 def test_groups_are_counted_by_what_their_rewards_are():

@@ -75,7 +75,7 @@ def test_pairs_are_learned_from_log_2_on(tmp_path):
     """At the start policy and reference are one: every margin is 0, and the loss log 2, exactly."""
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    overrides = ["algorithm=dpo", "training.max_steps=4", "optimizer.learning_rate=3e-3", "optimizer.warmup_steps=0"]
+    overrides = ["algorithm=dpo", "training.max_steps=4", "optimizer.learning_rate=3e-3", "optimizer.schedule=linear"]
     run = compose([*overrides, "training.micro_batch_size=2", *QUICK])
     run = replace(run, task=replace(run.task, source=Jsonl(str(file), str(file))))
     train(run, tmp_path / "run")

@@ -91,7 +91,7 @@ class OtherBatches(GRPO):
 
 
 def test_a_loss_says_itself_how_it_adds_up():
-    kinds = {GRPO: "tokens", SFT: "tokens", LossOfItsOwn: None, SaysSo: "sequences", OtherBatches: "tokens"}
+    kinds = {GRPO: "sequences", SFT: "tokens", LossOfItsOwn: None, SaysSo: "sequences", OtherBatches: "sequences"}
     assert {kind: reduction_of(kind()) for kind in kinds} == kinds
 
 

@@ -175,10 +175,10 @@ class EvaluationConfig:
     last: one greedy one of each, and samples."""
 
     num_examples: int = 256  # held-out examples; 0: no evaluation
-    interval_steps: int = 10  # updates between two evaluations; 0: only first and last
+    interval_steps: int = 15  # updates between two evaluations; 0: only first and last
     # samples of each example beside its greedy completion: eval/avg_at_8, eval/pass_at_8 ...
-    num_samples: int = 0
-    temperature: float = 1.0  # of those samples
+    num_samples: int = 4
+    temperature: float = 0.7  # of those samples
 
     def __post_init__(self):
         if min(self.num_examples, self.interval_steps, self.num_samples) < 0:

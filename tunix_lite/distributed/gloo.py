@@ -44,7 +44,7 @@ def log_into(file: Path) -> None:
 
 
 def restore_stdout() -> None:
-    """Makes file descriptor 1 the screen again, after writing what is still in the pipe.
+    """Writes what is still in the pipe; compiled code can print no more. Python still can.
 
     Runs at the end of the process. Call it before `os._exit`, which runs nothing of that kind.
     """
@@ -108,11 +108,14 @@ class Filter:
                     log.write(self._kept.pop(0))
 
     def close(self) -> None:
-        """Makes descriptor 1 the screen again, and waits END_SECONDS for what is in the pipe."""
+        """Ends what descriptor 1 takes, and waits END_SECONDS for what is in the pipe."""
         sys.stdout.flush()
         # Buffers of compiled code would else be written after the pipe is closed.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).fflush(None)
-        # This closes the pipe, unless a process that we started still has it open.
-        os.dup2(self._screen, 1)
+        # This closes the pipe, unless a process that we started still has it open. Gloo's threads
+        # may greet while the process ends; compiled code has no other last words on stdout.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
         self._thread.join(END_SECONDS)

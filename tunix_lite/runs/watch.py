@@ -335,6 +335,8 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
     closing.push(closed_at_end(checkpoints.close))
     missing = None if session.begins_here else unmeasured(run, run_dir, start)
+    # Counted before the line of this step is taken back, to get its evaluation.
+    num_tokens = tokens_before(session, start)
     trackers = open_trackers(session, start, is_measured=missing is None)
 
     # The profiler, and what the seconds of a step are set against.
@@ -358,7 +360,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
         state=learner.state,
         skipped=learner.skipped,
         is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
-        num_tokens=tokens_before(session, start),
+        num_tokens=num_tokens,
     )
     watch.unfinished = Unfinished(
         run,
