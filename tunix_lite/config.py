@@ -4,7 +4,6 @@ Hydra nor a device."""
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import math
 import sys
@@ -18,6 +17,7 @@ from tunix_lite.algorithms.algorithm import check_loss, reference_every
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
@@ -523,11 +523,8 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
         )
 
     # What was named.
-    module, _, name = path.rpartition(".")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}._target_: cannot import {path!r} ({error})") from error
+    with error_context(f"{where}._target_"):
+        target = import_named(path)
     if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
         names = " or ".join(_path(each) for each in classes)
         raise ConfigError(
