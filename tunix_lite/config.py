@@ -204,6 +204,7 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
 
