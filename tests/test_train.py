@@ -1,5 +1,6 @@
 """Whole runs, through the same door as everybody's: they learn, repeat, resume, and leave what they promise."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands.program import compose, compose_values
 from tunix_lite.commands.replay import Replay, as_lines, nearest, read_batch, replay, saw, with_settings_of_run
-from tunix_lite.config import build
+from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.language_model import run_settings
@@ -30,6 +31,7 @@ from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs import session, watch
+from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.replay import nearest_before, relative_distance, replay_step
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
@@ -671,6 +673,25 @@ def test_a_group_is_sampled_at_a_temperature_above_0(tmp_path):
         train(compose([*SHORT, "generation.temperature=0"]), tmp_path)
 
 
+def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, monkeypatch):
+    """vllm#14483: rewards rose with one sampler and not with another, and nothing was said."""
+    really = Learner.policy_params
+
+    def stale(self, state):
+        params = really(self, state)
+        return jax.tree.map(lambda x: x[..., ::-1], params) if int(state.step) == 1 else params
+
+    monkeypatch.setattr(Learner, "policy_params", stale)
+    run = compose([*SHORT, "training.save_interval_steps=1", "evaluation.num_examples=0", "training.max_steps=2"])
+    with pytest.raises(RunFailed, match=r"step 2: .* differ by [\d.]+ nats a token .* training.max_sampler_gap=0.5 is"):
+        train(run, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [1], "what was learned from it is not kept"
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    rows = lines(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["train/sampler_gap_max"] < 1e-4 and rows[1]["train/sampler_gap"] > 0.5
+
+
 def test_bfloat16_compute_trains(tmp_path):
     train(compose([*SHORT, "training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "training.max_steps=2"]), tmp_path)
     rows = lines(tmp_path)
@@ -740,6 +761,12 @@ def test_which_steps_can_be_made_again(finished, tmp_path):
         nearest_before(RunDir(tmp_path), 0)
 
 
+def build_run(values: dict) -> RunConfig:
+    """As the command builds a run of values that are composed."""
+    own = {f.name for f in fields(Replay)}
+    return build(RunConfig, {name: value for name, value in values.items() if name not in own})
+
+
 def test_a_replay_takes_the_settings_of_the_run_and_imports_nothing_that_is_not_ours(tmp_path):
     theirs = compose_values([*SHORT, "seed=3", "training.micro_batch_size=auto"])
     file = tmp_path / ".hydra" / "config.yaml"
@@ -747,15 +774,27 @@ def test_a_replay_takes_the_settings_of_the_run_and_imports_nothing_that_is_not_
     (tmp_path / "fingerprint.json").write_text("{}")
     ours = compose_values([f"checkpoint={tmp_path}", "step=2", "generation.top_k=7"], of=("+command=replay",))
     file.write_text(yaml.safe_dump(theirs))
-    with pytest.raises(ConfigError, match="config.yaml names 'tunix_lite.rewards.text.brevity'.*replay.trust=true"):
-        with_settings_of_run(ours, ["checkpoint", "step", "generation.top_k"])
-    ours["replay"]["trust"] = True
-    found = with_settings_of_run(ours, ["checkpoint", "step", "generation.top_k"])
+    words = ["checkpoint", "step", "generation.top_k"]
+    theirs["task"]["extract"] = "tunix_lite.rewards.math.final_answer"  # conf/ names it, too
+    named = {"target": {"_target_": "my_rewards.near"}, "path alone": "my_rewards.near"}
+    for correct in named.values():
+        theirs["task"]["correct"] = correct
+        file.write_text(yaml.safe_dump(theirs))
+        with contextlib.ExitStack() as until_its_end:
+            found = with_settings_of_run(until_its_end, ours, words)
+            refused = r"'(my_rewards.near|.*text.brevity)' is named by .*config.yaml, .* replay.trust=true"
+            with pytest.raises(ConfigError, match=refused):
+                build_run(found)
+    del theirs["task"]["correct"]
+    file.write_text(yaml.safe_dump(theirs))
+    with contextlib.ExitStack() as until_its_end:
+        found = with_settings_of_run(until_its_end, ours | {"replay": ours["replay"] | {"trust": True}}, words)
+        build_run(found)
     assert found["seed"] == 3 and found["generation"]["max_new_tokens"] == 8 and found["generation"]["top_k"] == 7
     assert found["training"]["micro_batch_size"] is None and found["training"]["max_steps"] == 4
     assert found["model"]["mesh_shape"] == ours["model"]["mesh_shape"], "the mesh is that of the machine"
     del theirs["task"]["rewards"]["short"]
     file.write_text(yaml.safe_dump(theirs))
-    ours["replay"]["trust"] = False
-    assert with_settings_of_run(ours, ["checkpoint", "step"])["seed"] == 3
-    assert with_settings_of_run(ours | {"skipped": 2}, ["skipped"])["seed"] == 0
+    with contextlib.ExitStack() as until_its_end:
+        assert build_run(with_settings_of_run(until_its_end, ours, ["checkpoint", "step"])).seed == 3
+        assert with_settings_of_run(until_its_end, ours | {"skipped": 2}, ["skipped"])["seed"] == 0

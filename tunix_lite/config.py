@@ -4,7 +4,6 @@ Hydra nor a device."""
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import math
 import sys
@@ -18,6 +17,7 @@ from tunix_lite.algorithms.algorithm import check_loss, reference_every
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
@@ -89,6 +89,9 @@ class TrainingConfig:
     grace_seconds: float = 30.0
     # updates that are not finite, and are not made, until the run gives up
     max_skipped_in_a_row: int = 3
+    # nats a token that sampler and trainer may disagree by in the first update of a rollout; beyond
+    # it the run stops; null: no limit
+    max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -165,6 +168,10 @@ class TrainingConfig:
             raise ValueError(
                 f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give"
             )
+        if self.max_sampler_gap is not None and not self.max_sampler_gap > 0:
+            raise ValueError(
+                f"max_sampler_gap={self.max_sampler_gap} must be above 0, or null for no limit"
+            )
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -198,6 +205,7 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
 
@@ -531,11 +539,8 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
         )
 
     # What was named.
-    module, _, name = path.rpartition(".")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}._target_: cannot import {path!r} ({error})") from error
+    with error_context(f"{where}._target_"):
+        target = import_named(path)
     if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
         names = " or ".join(_path(each) for each in classes)
         raise ConfigError(

@@ -3,6 +3,7 @@
 `tunix-lite replay RUN skipped=12` says why an update was not finite, sequence by sequence.
 """
 
+import contextlib
 import dataclasses
 import re
 import zipfile
@@ -20,10 +21,11 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig, with_new_names
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.untrusted import TARGET, read_object, read_yaml
+from tunix_lite.files.imports import importing_only
+from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
-from tunix_lite.plain_text import escaped, shown
+from tunix_lite.plain_text import escaped
 from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import STREAM, Batch, RowBatch, TokenScores
@@ -31,8 +33,9 @@ from tunix_lite.types import STREAM, Batch, RowBatch, TokenScores
 # characters of a text
 SHOWN = 80
 OTHER_WEIGHTS = " (not those that saw them, which are not kept)"
-# what a file of conf/ names to import
-TARGET_LINE = re.compile(rf"^\s*{TARGET}: *([\w.]+)", re.MULTILINE)
+# a class or function of ours, as a file of conf/ names it
+NAME_OF_OURS = re.compile(r"\btunix_lite(?:\.\w+)+")
+IF_YOURS = "If the run is yours: replay.trust=true"
 # of a batch, unpacked
 ARRAYS = (
     "tokens",
@@ -88,9 +91,14 @@ class Replay:
 
 
 def main() -> None:
-    program.run_command(
-        "replay", Replay, replay, positional="checkpoint", change_settings=with_settings_of_run
-    )
+    with contextlib.ExitStack() as until_its_end:
+        program.run_command(
+            "replay",
+            Replay,
+            replay,
+            positional="checkpoint",
+            change_settings=partial(with_settings_of_run, until_its_end),
+        )
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
@@ -109,12 +117,16 @@ def replay(run: RunConfig, settings: Replay) -> None:
 # ---- the settings of the run
 
 
-def with_settings_of_run(values: dict, keys: list[str]) -> dict:
+def with_settings_of_run(
+    until_its_end: contextlib.ExitStack, values: dict, keys: list[str]
+) -> dict:
     """The settings that the run was started with, and on top what the command line says.
 
     values: the settings that the command line gives, composed; keys: which it names. The mesh and
     what belongs to this machine are the command line's. The batch of skipped= is looked at with the
-    settings of the command line alone. Raises ConfigError.
+    settings of the command line alone. Without replay.trust, what the settings of the run name is
+    imported only if conf/ or the command line names it, too, until the ExitStack closes. Raises
+    ConfigError.
     """
     if values["checkpoint"] is None or values["skipped"] is not None:
         return values
@@ -123,8 +135,9 @@ def with_settings_of_run(values: dict, keys: list[str]) -> dict:
         return values
     with error_context("checkpoint"):
         theirs = with_new_names(read_yaml(file))
-        if not values["replay"]["trust"]:
-            check_targets_known(theirs, values, file)
+    if not values["replay"]["trust"]:
+        refusal = f"is named by {file}, and a folder does not say what to import. {IF_YOURS}"
+        until_its_end.enter_context(importing_only(names_known(values), refusal))
 
     # What is this machine's, or was decided for the model already.
     kept = {"model", "launch", "resume", *(f.name for f in dataclasses.fields(Replay))}
@@ -168,33 +181,24 @@ def _on_this_mesh(values: dict, theirs: dict) -> dict:
     return {**values, "training": training}
 
 
-def check_targets_known(theirs: dict, values: dict, file: Path) -> None:
-    """Raises ValueError if the settings of a folder name something to import that neither conf/ nor
-    the command line names."""
-    known = targets_in(values)
-    for yaml_file in program.conf_dir().rglob("*.yaml"):
-        known |= set(TARGET_LINE.findall(yaml_file.read_text()))
-    others = sorted(targets_in(theirs) - known)
-    if others:
-        raise ValueError(
-            f"{file} names {shown(others[0])}, which is not of tunix_lite, and a folder does not "
-            "say what to import. If the run is yours: replay.trust=true"
-        )
+def names_known(values: dict) -> set[str]:
+    """All texts of the command line's settings, and what of ours conf/ names: what a run's
+    folder names beside them is not imported.
 
-
-def targets_in(settings: object) -> set[str]:
-    """All that these settings name by a _target_."""
-    found = set()
-    left = [settings]
+    values: the settings that the command line gives. Those of the model come from the folder, but
+    for its family: a family of one's own is refused unless the command line names it.
+    """
+    known = set()
+    left: list = [{**values, "model": values["model"].get("family")}]
     while left:
         value = left.pop()
-        if isinstance(value, dict):
-            if TARGET in value:
-                found.add(str(value[TARGET]))
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    return found
+        if isinstance(value, str):
+            known.add(value)
+        elif isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    for yaml_file in program.conf_dir().rglob("*.yaml"):
+        known |= set(NAME_OF_OURS.findall(yaml_file.read_text()))
+    return known
 
 
 # ---- what is printed

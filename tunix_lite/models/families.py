@@ -6,13 +6,13 @@ config.json, and the names of its tensors. What a config.json asks for and the d
 compute is an error, never dropped in silence.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.decoder import MOST_LAYERS, Architecture, RopeScaling, layer_weights
 from tunix_lite.plain_text import shown
@@ -226,10 +226,9 @@ def find_family(name: str) -> Family:
     ValueError."""
     if name in FAMILIES:
         return FAMILIES[name]
-    module, _, attribute = name.rpartition(".")
     try:
-        family = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        family = import_named(name)
+    except ValueError as error:
         raise ValueError(
             f"{name!r} is neither one of {', '.join(FAMILIES)} nor importable ({error})"
         ) from error

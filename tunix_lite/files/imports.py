@@ -1,0 +1,39 @@
+"""Imports what settings name by dotted path. Settings that a folder gave may name only what was
+allowed beforehand: importing a module runs it."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Set
+from contextvars import ContextVar
+from typing import Any
+
+from tunix_lite.plain_text import shown
+
+# what may be imported, and what to say of anything else; None: the settings are the user's own
+_allowed: ContextVar[tuple[Set[str], str] | None] = ContextVar("allowed", default=None)
+
+
+@contextlib.contextmanager
+def importing_only(names: Set[str], refusal: str) -> Iterator[None]:
+    """Inside, settings may name these dotted paths and no others.
+
+    refusal: the end of the sentence about any other, such as "'os.system' is named by a folder".
+    """
+    token = _allowed.set((names, refusal))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def import_named(path: str) -> Any:
+    """What a dotted path such as `package.module.NAME` means. Raises ValueError where there is no
+    such thing, or where it may not be imported: then nothing was."""
+    allowed = _allowed.get()
+    if allowed is not None and path not in allowed[0]:
+        raise ValueError(f"{shown(path)} {allowed[1]}")
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot import {path!r} ({error})") from error
