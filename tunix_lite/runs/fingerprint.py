@@ -8,8 +8,9 @@ long and how often.
 import dataclasses
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import flax
 import jax
@@ -22,6 +23,7 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
 from tunix_lite.plain_text import escaped, shown
+from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.sources import digest_of_data
 
 # differences in a message
@@ -30,19 +32,28 @@ SHOWN = 8
 LONGEST = 400
 
 
-def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1) -> dict:
+def fingerprint(
+    run: RunConfig,
+    model: FoundModel,
+    prompts: int,
+    shards: int = 1,
+    frozen_models: Mapping[str, FoundModel] = MappingProxyType({}),
+) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
 
-    prompts: of an update. shards: of the batch (fsdp). Settings have only the names of data files;
-    digests of what the files hold are in `data`.
+    prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
+    as a teacher. Settings have only the names of data files and of folders with weights; digests of
+    what they hold are in `data`, `weights` and `frozen_weights`.
     """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.weights_digest(model),
+        **_frozen_weights(frozen_models),
         "algorithm": plain(run.algorithm),
         "task": _task(run),
         "data": digest_of_data(run.task.source),
+        **_curriculum(run),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
@@ -61,6 +72,12 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1
     }
 
 
+def _frozen_weights(frozen_models: Mapping[str, FoundModel]) -> dict:
+    """Only where there are any: earlier versions kept no such digests."""
+    digests = {name: source.weights_digest(found) for name, found in frozen_models.items()}
+    return {"frozen_weights": digests} if digests else {}
+
+
 def _task(run: RunConfig) -> dict:
     """The task; `group` of a reward only where it is true: earlier versions had no such setting."""
     task = plain(run.task)
@@ -68,6 +85,19 @@ def _task(run: RunConfig) -> dict:
         if not reward["group"]:
             del reward["group"]
     return task
+
+
+def _curriculum(run: RunConfig) -> dict:
+    """Only where there is one, with digests of the data of its levels: earlier versions had no such
+    settings."""
+    curriculum = run.curriculum
+    if not curriculum.is_on:
+        return {}
+    data = {
+        f"level {i + 1}": digest_of_data(source_of_level(run.task.source, curriculum, i))["train"]
+        for i in range(len(curriculum.levels))
+    }
+    return {"curriculum": plain(curriculum) | {"data": data}}
 
 
 def _on_none(run: RunConfig) -> dict:
@@ -119,8 +149,8 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
 
     Another model cannot be forced: its checkpoint means something else. Other versions of libraries
     only change digits. A setting that an earlier version did not have is compared with its default.
-    Of the data, and of how special tokens in it are read, earlier versions kept nothing: nothing is
-    compared.
+    Of the data, of how special tokens in it are read, and of the weights of teachers, earlier
+    versions kept nothing: nothing is compared.
     """
     found = dict(differences(_known_then(ours, theirs), theirs))
     versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
@@ -144,7 +174,9 @@ def _known_then(ours: dict, theirs: dict) -> dict:
     task = theirs.get("task")
     if isinstance(task, dict) and "special_tokens_in_data" not in task:
         kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
-    return kept if "data" in theirs else _without(kept, "data")
+    for name in ("data", "frozen_weights"):
+        kept = kept if name in theirs else _without(kept, name)
+    return kept
 
 
 def _without_new_defaults(ours: dict, theirs: dict) -> dict:
