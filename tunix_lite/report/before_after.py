@@ -188,7 +188,7 @@ def moved(before: Measured, after: Measured) -> Moved:
     return found
 
 
-def pairs_of(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
+def shown_examples(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
     """Some of these examples, evenly from the first to the last, with both completions."""
     count = min(SHOWN, len(groups))
     chosen = [groups[i * len(groups) // count] for i in range(count)]
