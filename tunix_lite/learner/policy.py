@@ -143,10 +143,7 @@ def batch_scores(
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
     table_VD = decoder.output_table(params, cfg)
     found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
-    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
+    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in found_RM))
 
 
 def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
@@ -167,6 +164,8 @@ def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Ar
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
     """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
     R, W = batch.tokens.shape
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    x_RM = jnp.where(batch.is_scored, x_RM, 0.0)
     if batch.scored is None:
         return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
     return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)

@@ -84,7 +84,7 @@ class FreshExperience:
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             if update == 0 or self._mini_batches > 1:
                 self._held = self._lay_out(update % self._mini_batches)
-        assert self._held is not None, "a run begins and resumes where a rollout begins"
+        # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
 
