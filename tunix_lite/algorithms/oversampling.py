@@ -13,7 +13,8 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Metrics, Params, chosen_completions, chosen_rows
+from tunix_lite.algorithms.selection import chosen_completions, chosen_rows
+from tunix_lite.types import Metrics, Params
 
 # the keys of further rounds; sampling folds the number of a prompt into the key that it gets
 ROUNDS = 0xD4A90

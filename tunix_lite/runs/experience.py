@@ -7,11 +7,12 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
+from tunix_lite.algorithms.selection import chosen_completions
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.moving_reference import moving_reference
 from tunix_lite.runs.session import Session
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, chosen_completions
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
