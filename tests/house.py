@@ -87,7 +87,6 @@ HONEST_PATH = (
     ("tunix_lite/learner/rows.py", "RowLayout"),
     ("tunix_lite/learner/step.py", "TrainStep"),
     ("tunix_lite/learner/micro_batches.py", "cut"),
-    ("tunix_lite/learner/micro_batches.py", "map_micro_batches"),
     ("tunix_lite/tasks/task.py", "Task"),
     ("tunix_lite/tasks/task.py", "Grader"),
     ("tunix_lite/tasks/prompt_text.py", "PromptText.ask"),
