@@ -2,7 +2,6 @@
 Hydra nor a device."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -19,6 +18,7 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
+from tunix_lite.hints import unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
@@ -538,20 +538,8 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(
-                unknown_key(_join(where, str(key)), [_join(where, name) for name in known])
-            )
-
-
-def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a setting that does not exist, with the nearest one that does."""
-    section, _, name = key.rpartition(".")
-    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(
-        key, known, 1, cutoff=0.8
-    )
-    here = [k for k in known if k.rpartition(".")[0] == section]
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(here or known)}"
-    return f"{key}: there is no such setting; {hint}"
+            beside = [_join(where, name) for name in known]
+            raise ConfigError(unknown_key(_join(where, str(key)), beside, values[key]))
 
 
 def _join(where: str, name: str) -> str:

@@ -25,7 +25,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunix_lite.config import RunConfig, build, unknown_key
+from tunix_lite.commands.flags import (
+    HYDRA,
+    OF_COMMANDS,
+    misspelt_group,
+    refuse_foreign,
+    unknown_option,
+)
+from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.distributed.launcher import (
@@ -37,6 +44,7 @@ from tunix_lite.distributed.launcher import (
 )
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.hints import foreign_value, options_of, unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
@@ -144,16 +152,13 @@ def explain(
         key = override.get_key_element().lstrip("+~")
         if key.startswith("hydra."):
             continue
-        options = []
-        if key in groups:
-            options = sorted({file.stem for d in folders for file in (d / key).glob("*.yaml")})
-        if options and override.value() not in options:
-            return (
-                f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
-            )
+        value = text.partition("=")[2]
+        if key in groups and str(override.value()) not in options_of(key, folders):
+            return unknown_option(key, override.value(), folders)
         exists = key in known or key in groups or key in sections
         if not exists and not text.startswith("+"):
-            return unknown_key(key, known)
+            is_group = misspelt_group(key, value, groups) if "." not in key else None
+            return is_group or unknown_key(key, known, value)
     return str(error).replace("\n", " ")
 
 
