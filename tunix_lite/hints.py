@@ -117,8 +117,7 @@ def foreign_value(key: str, value: object) -> Hint | None:
     each, is_ours = _index().get(_normal(key), (None, False))
     if not is_ours or _text(value).lower() not in each.values:
         return None
-    text = each.values[_text(value).lower()]
-    return Hint(tuple(text.split()), "" if text else each.note)
+    return Hint(tuple(each.values[_text(value).lower()].split()))
 
 
 def _fitting(
@@ -318,11 +317,17 @@ def _closest(name: str, names: Iterable[str]) -> list[str]:
     distances = {each: _mistakes(name, each) for each in set(names)}
     allowed = 2 if len(name) >= 8 else 1
     least = min(distances.values(), default=allowed + 1)
-    if least > allowed or len(name) < 5:
+    if least > allowed or len(name) < 4:
         return []
+    # top_n is not top_k, and min_steps not max_steps: other letters in the same places are another
+    # word, unless it is one letter of many
+    replaced = 0 if len(name) < 6 else 1
     found = [each for each, distance in distances.items() if distance == least]
-    # top_n is neither top_k nor top_p: another letter in a short word is another word
-    return sorted(found) if len(name) >= 6 or all(len(each) != len(name) for each in found) else []
+    return sorted(
+        each
+        for each in found
+        if len(each) != len(name) or least <= replaced or sorted(each) == sorted(name)
+    )
 
 
 def _mistakes(one: str, other: str) -> int:

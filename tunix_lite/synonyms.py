@@ -50,9 +50,7 @@ def no_word(note: str, **names: str) -> Word:
 
 
 ALGORITHMS = "tunix_lite.algorithms"
-CENTRED = (
-    f"algorithm.advantages._target_={ALGORITHMS}.advantages.centre ~algorithm.advantages.eps"
-)
+CENTRED = f"algorithm.advantages._target_={ALGORITHMS}.advantages.centre ~algorithm.advantages.eps"
 PER_TOKEN = f"algorithm.weighting._target_={ALGORITHMS}.weighting.per_token"
 PER_SEQUENCE = f"algorithm.weighting._target_={ALGORITHMS}.weighting.per_sequence"
 TP = "model.mesh_shape=[[-1,{}],[fsdp,tp]]"
@@ -130,7 +128,9 @@ BATCH = (
         MaxText="steps",
         other="num_train_steps total_steps",
     ),
-    word("seed={}", MaxText="data_shuffle_seed init_weights_seed", Tunix="rng_seed", TRL="data_seed"),
+    word(
+        "seed={}", MaxText="data_shuffle_seed init_weights_seed", Tunix="rng_seed", TRL="data_seed"
+    ),
 )
 
 LENGTHS = (
@@ -250,10 +250,7 @@ MODEL = (
             "bfloat16": "training.mixed_precision=bf16",
             "no": "training.mixed_precision=fp32",
             "float32": "training.mixed_precision=fp32",
-            "fp16": "",
-            "fp8": "",
         },
-        note="there is no float16 or float8; training.mixed_precision is fp32, bf16 or bf16_params",
         ours="training.mixed_precision",
     ),
     word(
@@ -356,7 +353,7 @@ LORA = (
     word("model.lora.alpha={}", TRL="lora_alpha", Tunix="lora_config.alpha", seeds="peft.alpha"),
     word("model.lora.dropout={}", TRL="lora_dropout"),
     word(
-        values={"all-linear": "model.lora.targets=.*/(q|k|v|o|gate|up|down)"},
+        values={"all-linear": 'model.lora.targets=".*/(q|k|v|o|gate|up|down)"'},
         note="model.lora.targets is a regular expression over paths of ours, .*/(q|k|v|o) for "
         "q_proj to o_proj",
         TRL="lora_target_modules",
@@ -671,7 +668,12 @@ DATA = (
         seeds="dataset_id",
     ),
     word("<file>", verl="data.train_files train_files", other="train_file data_path data.train"),
-    word("task.held_out={}", note="of task=jsonl, csv or parquet", verl="data.val_files val_files", other="eval_file validation_file"),
+    word(
+        "task.held_out={}",
+        note="of task=jsonl, csv or parquet",
+        verl="data.val_files val_files",
+        other="eval_file validation_file",
+    ),
     no_word(
         "task.prompt is the text of a prompt with {columns} in it: task.prompt='{question}'",
         verl="prompt_key",

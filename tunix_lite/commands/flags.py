@@ -17,6 +17,7 @@ from tunix_lite.hints import (
     options_of,
     quoted,
     translated,
+    unknown_key,
 )
 
 # Flags of Hydra, and how many words follow each.
@@ -66,7 +67,10 @@ class Flag:
 
 
 def foreign_flags(words: list[str], ours: dict[str, int]) -> list[Flag]:
-    """The flags that are not ours, each with its value. ours: our flags, and the words after each."""
+    """The flags that are not ours, each with its value.
+
+    ours: our flags, and how many words follow each.
+    """
     found = []
     rest = list(words)
     while rest:
@@ -134,6 +138,36 @@ def option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint |
         return Hint((), "there is no critic; algorithm=grpo compares completions of a prompt")
     option = near_option(group, value, folders)
     return Hint((f"{group}={option}",)) if option else None
+
+
+def wrong_override(
+    key: str,
+    value: object,
+    known: list[str],
+    groups: list[str],
+    folders: Iterable[Path] = (),
+) -> str | None:
+    """The message for an override that names no setting, group or option; None: it names one.
+
+    known: the names of all settings. groups: the folders of conf/. folders: more of them, with
+    options of the user's own.
+    """
+    if key in groups:
+        is_option = str(value) in options_of(key, folders)
+        return None if is_option else unknown_option(key, value, folders)
+    is_section = any(name.startswith(f"{key}.") for name in known)
+    if key in known or is_section:
+        return None
+    is_group = misspelt_group(key, value, groups) if "." not in key else None
+    return is_group or unknown_key(key, known, value)
+
+
+def check_values(overrides: Iterable[str]) -> None:
+    """Raises ConfigError for a value that is another project's word for one of ours."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if (hint := foreign_value(key, value)) is not None:
+            raise ConfigError(f"{text}: there is no such value; here it is {hint}")
 
 
 def unknown_option(group: str, value: object, folders: Iterable[Path]) -> str:
