@@ -18,7 +18,7 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.hints import mesh_setting, quoted, unknown_key
+from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
@@ -495,7 +495,7 @@ def _check_mesh_form(value: Any, where: str) -> None:
     if named or not meant:
         return
     wrong = "the axes are fsdp and tp" if lists else f"expected list, got {shown(value)}"
-    form = quoted(meant[0].replace("model.mesh_shape", where, 1))
+    form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
     raise ConfigError(f"{where}: {wrong}; write it as {form}")
 
 

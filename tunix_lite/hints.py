@@ -35,7 +35,7 @@ class Hint:
     @property
     def paste(self) -> str:
         """The overrides as a shell takes them."""
-        return " ".join(quoted(text) for text in self.overrides)
+        return " ".join(shell_quoted(text) for text in self.overrides)
 
     def __str__(self) -> str:
         if not self.overrides:
@@ -43,7 +43,7 @@ class Hint:
         return f"{self.paste} ({self.note})" if self.note else self.paste
 
 
-def quoted(override: str) -> str:
+def shell_quoted(override: str) -> str:
     """An override in single quotes where a shell would take it apart."""
     return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
 
@@ -59,7 +59,7 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     if hint is not None:
         link = "; here it is" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
-    near = nearest(key, known)
+    near = nearest_settings(key, known)
     if near:
         return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
     return f"{key}: there is no such setting; {_beside(key, known)}"
@@ -294,7 +294,7 @@ def _plain(name: str) -> str:
 # ---- spelling
 
 
-def nearest(key: str, known: Iterable[str]) -> list[str]:
+def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     """The settings that are meant by a misspelt one: one, or two that fit equally well; else []."""
     wanted = key.strip().lstrip("+~")
     section, _, name = wanted.rpartition(".")

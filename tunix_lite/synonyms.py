@@ -59,6 +59,7 @@ PACKED = "training.packing=sequences"
 # ---- how much, how long, and where to
 
 BATCH = (
+    # TRL counts completions, as we do; a group need not lie on one device.
     word(
         "training.micro_batch_size={}",
         note="sequences on each fsdp shard in one forward and backward",
@@ -67,18 +68,21 @@ BATCH = (
         MaxText="per_device_batch_size",
         DeepSpeed="train_micro_batch_size_per_gpu",
     ),
+    # verl counts prompts in it, before they are repeated n times.
     word(
         "training.prompts_per_step={}",
         note="where verl makes several updates of it, prompts_per_step is ppo_mini_batch_size and "
         "algorithm.mini_batches the quotient of the two",
         verl="data.train_batch_size",
     ),
+    # Also prompts, in the configuration; the trainer multiplies it by n.
     no_word(
         "write training.prompts_per_step=ppo_mini_batch_size and "
         "algorithm.mini_batches=train_batch_size/ppo_mini_batch_size, for a rollout is for "
         "mini_batches x prompts_per_step prompts",
         verl="ppo_mini_batch_size",
     ),
+    # Sequences of DeepSpeed, prompts of verl, rows of Tunix: no override would be right for all.
     no_word(
         "it is prompts in some projects and sequences in others; prompts of an update are "
         "training.prompts_per_step, sequences of a device in one pass training.micro_batch_size",
@@ -86,11 +90,13 @@ BATCH = (
         Tunix="batch_size mini_batch_size train_micro_batch_size",
         DeepSpeed="global_batch_size",
     ),
+    # In micro-batches of TRL, not in updates.
     no_word(
         "a rollout serves algorithm.mini_batches updates, each of training.prompts_per_step "
         "prompts: steps_per_generation / gradient_accumulation_steps of TRL are the mini_batches",
         TRL="steps_per_generation generation_batch_size num_mini_batches",
     ),
+    # mu of the GRPO paper: the whole batch of completions is learned from so many times.
     word(
         "algorithm.updates_per_rollout={}",
         TRL="num_iterations num_ppo_epochs",
@@ -113,6 +119,7 @@ BATCH = (
         TRL="per_device_eval_batch_size eval_accumulation_steps eval_do_concat_batches",
         verl="data.val_batch_size val_batch_size",
     ),
+    # A run has no epochs: rows are drawn by seed and step, without end.
     no_word(
         "a run is counted in updates: training.max_steps = epochs x rows / "
         "training.prompts_per_step",
@@ -134,6 +141,7 @@ BATCH = (
 )
 
 LENGTHS = (
+    # The end-of-sequence token is counted here and there.
     word(
         "generation.max_new_tokens={}",
         TRL="max_completion_length vllm_max_new_tokens",
@@ -146,6 +154,7 @@ LENGTHS = (
         verl="rollout.prompt_length",
         MaxText="max_prefill_predict_length",
     ),
+    # Prompt and completion together, which we never bound as one number.
     no_word(
         "prompt and completion have a limit each: generation.max_prompt_length and "
         "generation.max_new_tokens",
@@ -176,6 +185,7 @@ SAMPLING = (
         MaxText="decode_sampling_temperature",
     ),
     word("generation.top_p={}", TRL="top_p", MaxText="decode_sampling_nucleus_p"),
+    # vLLM turns it off by -1, transformers and we by 0.
     word(
         "generation.top_k={}",
         values={"-1": "generation.top_k=0"},
@@ -220,6 +230,7 @@ MODEL = (
         MaxText="model_name",
         seeds="model.name",
     ),
+    # An orbax checkpoint of MaxText has names and shapes of its own.
     no_word(
         "it is the checkpoint of MaxText; weights are a folder or a hub name in Hugging Face "
         "layout: model.weights=",
@@ -281,6 +292,7 @@ MODEL = (
         "JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32",
         TRL="tf32",
     ),
+    # The type of the weights in transformers, that of the computation in MaxText.
     no_word(
         "to compute in bfloat16 is training.mixed_precision=bf16; to keep the weights in it as "
         "well is bf16_params",
@@ -298,6 +310,7 @@ MODEL = (
         verl="enable_gradient_checkpointing",
         Lightning="activation_checkpointing",
     ),
+    # The policies between full and none save other products than ours do.
     word(
         values={
             "full": "training.remat=block",
@@ -338,6 +351,7 @@ MODEL = (
 )
 
 LORA = (
+    # 16 is the default rank of TRL.
     word(
         values={"true": "model.lora.rank=16", "false": "model.lora.rank=0"},
         note="adapters are on where the rank is above 0",
@@ -388,6 +402,7 @@ LORA = (
 # ---- the objective
 
 OBJECTIVE = (
+    # In DPO beta is the temperature of the margin, and keeps its name here.
     word(
         "algorithm.beta={}",
         "algorithm.kl_coef={}",
@@ -397,6 +412,7 @@ OBJECTIVE = (
         MaxText="grpo_beta",
     ),
     word("algorithm.kl_coef={}", verl="kl_loss_coef", other="kl_coeff kl_beta kl_loss_weight"),
+    # The coefficient of verl that is in the reward, not in the loss.
     word(
         "algorithm.kl_coef={} algorithm.kl_estimator=k1_reward",
         note="it is the KL in the reward",
@@ -424,6 +440,7 @@ OBJECTIVE = (
         "the KL to the reference is in the loss where algorithm.kl_coef is above 0",
         verl="use_kl_loss",
     ),
+    # k1 of each token, as the controller of verl subtracts it.
     word(
         values={"true": "algorithm.kl_estimator=k1_reward", "false": ""},
         note="algorithm.kl_coef is its weight; 0 leaves it out",
@@ -433,6 +450,7 @@ OBJECTIVE = (
         values={"true": "algorithm.kl_estimator=k3_ratio", "false": "algorithm.kl_estimator=k3"},
         TRL="use_bias_correction_kl",
     ),
+    # One bound for both sides, unless epsilon_high is given.
     word(
         "algorithm.clip_low={} algorithm.clip_high={}",
         TRL="epsilon",
@@ -448,6 +466,7 @@ OBJECTIVE = (
         verl="clip_ratio_high",
         other="eps_clip_high",
     ),
+    # Two-sided GRPO and dual clip are one formula; ours is `dual` of surrogates.clip.
     word(
         "+algorithm.surrogate.dual={}",
         note="the bound of the ratio where the advantage is negative",
@@ -466,6 +485,7 @@ OBJECTIVE = (
         "bounds of the paper, too",
         TRL="importance_sampling_level",
     ),
+    # Aggregations of TRL are weightings here; those with another surrogate are algorithms.
     word(
         values={
             "grpo": PER_SEQUENCE,
@@ -492,6 +512,7 @@ OBJECTIVE = (
         note="algorithm.weighting is per_token, per_sequence or constant_length",
         verl="loss_agg_mode",
     ),
+    # `centre` has no eps, which the default has.
     word(
         values={
             "false": CENTRED,
@@ -532,6 +553,7 @@ OBJECTIVE = (
     ),
     word("algorithm.advantages.eps={}", other="advantages.epsilon"),
     word("algorithm.reference_every={}", TRL="ref_model_sync_steps"),
+    # alpha of TR-DPO is the share of the policy, as ours is.
     word("algorithm.reference_mix={}", TRL="ref_model_mixup_alpha"),
     no_word(
         "algorithm.reference_every is the number of steps after which the reference follows",
@@ -564,6 +586,7 @@ OBJECTIVE = (
         verl="rollout_is rollout_is_threshold tis_imp_ratio_cap",
     ),
     no_word("all tokens of a completion count", TRL="top_entropy_quantile"),
+    # PPO proper, with a value model.
     no_word(
         "there is no critic: an advantage compares the completions of a prompt with each other",
         TRL="vf_coef cliprange_value whiten_rewards value_model_path",
@@ -581,6 +604,7 @@ OPTIMIZER = (
         other="lr peak_lr",
         seeds="training.learning_rate",
     ),
+    # Schedules of other shapes are not there: polynomial, inverse square root, restarts.
     word(
         "optimizer.schedule={}",
         values={
@@ -605,6 +629,7 @@ OPTIMIZER = (
         ours="optimizer.schedule",
     ),
     word("optimizer.warmup_steps={}", verl="lr_warmup_steps num_warmup_steps"),
+    # A share of the run there, updates here.
     no_word(
         "it is counted in updates: optimizer.warmup_steps = ratio x training.max_steps",
         TRL="warmup_ratio",
@@ -655,6 +680,7 @@ OPTIMIZER = (
 # ---- data and rewards
 
 DATA = (
+    # Data sets on the hub have columns that a task must know: only GSM8K has one.
     word(
         "<data>",
         values={
@@ -685,6 +711,7 @@ DATA = (
         TRL="dataset_train_split dataset_test_split test_size",
     ),
     word("task.system={}", TRL="system_prompt system_message"),
+    # The names that TRL itself defines have no dotted path.
     word(
         "<reward>",
         note="a reward is a function by its dotted path: task=jsonl task.reward=my_rewards.near",
@@ -724,6 +751,7 @@ DATA = (
 # ---- what a run writes, and when
 
 RUNS = (
+    # Checkpoints, logs and samples of a run lie in one folder.
     word(
         "hydra.run.dir={}",
         TRL="output_dir",
@@ -772,6 +800,7 @@ RUNS = (
         MaxText="log_period",
         other="log_interval log_every log_every_n_steps logging_interval",
     ),
+    # In updates, as all intervals.
     word(
         "evaluation.interval_steps={}",
         TRL="eval_steps",
@@ -791,6 +820,7 @@ RUNS = (
         verl="val_before_train",
         TRL="eval_on_start do_eval do_train",
     ),
+    # Beside the greedy completion, which is always made.
     word("evaluation.num_samples={}", verl="val_kwargs.n", TRL="num_generations_eval"),
     word("evaluation.temperature={}", verl="val_kwargs.temperature", MaxText="eval_temperature"),
     no_word(
@@ -856,6 +886,7 @@ RUNS = (
 # ---- devices and processes
 
 DEVICES = (
+    # Sampling has no mesh of its own.
     word(
         TP,
         note="one mesh trains and samples",
@@ -903,6 +934,7 @@ DEVICES = (
         seeds="multi_device num_gpus",
         other="gpus devices num_devices n_gpu",
     ),
+    # One process for each GPU there; here one for all GPUs of a machine.
     no_word(
         "a machine needs one process for all of its devices; tunix-lite launch --nprocs=N starts "
         "several, and WORLD_SIZE, RANK and MASTER_ADDR tell it of other machines",
@@ -928,6 +960,7 @@ DEVICES = (
         MaxText="ici_pipeline_parallelism",
         other="pipeline_model_parallel_size pipeline_parallel_size pp",
     ),
+    # Sequence parallelism of Ulysses divides attention, ours only what is between layers.
     no_word(
         "sharding=sequence_parallel divides the tokens between layers over tp; there is no "
         "attention over divided sequences",

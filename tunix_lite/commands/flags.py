@@ -13,9 +13,9 @@ from tunix_lite.hints import (
     Hint,
     foreign_value,
     near_option,
-    nearest,
+    nearest_settings,
     options_of,
-    quoted,
+    shell_quoted,
     translated,
     unknown_key,
 )
@@ -124,7 +124,7 @@ def meant(name: str, value: str, known: list[str]) -> Hint | None:
     hint = translated(name, value, known)
     if hint is not None:
         return hint
-    near = nearest(name, known)
+    near = nearest_settings(name, known)
     return Hint((f"{near[0]}={value}",)) if len(near) == 1 else None
 
 
@@ -182,7 +182,7 @@ def unknown_option(group: str, value: object, folders: Iterable[Path]) -> str:
 
 def misspelt_group(key: str, value: object, groups: list[str]) -> str | None:
     """The message for `algoritm=grpo`; None if the key is no group, misspelt."""
-    near = nearest(key, groups)
+    near = nearest_settings(key, groups)
     if len(near) != 1:
         return None
-    return f"{key}: there is no such group; did you mean {quoted(f'{near[0]}={value}')}?"
+    return f"{key}: there is no such group; did you mean {shell_quoted(f'{near[0]}={value}')}?"
