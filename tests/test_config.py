@@ -15,6 +15,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
@@ -44,6 +45,7 @@ from tunix_lite.parallel.mesh import RULES, ShardingConfig
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.fingerprint import check_same_run, read_fingerprint
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 
@@ -57,6 +59,7 @@ KINDS = {
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/check": Check,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
@@ -72,6 +75,7 @@ KINDS = {
     "optimizer/muon": MuonConfig,
     "optimizer/lion": LionConfig,
     "optimizer/sgd": SGDConfig,
+    "curriculum": CurriculumConfig,
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,
