@@ -298,9 +298,6 @@ def run_command(
     an exit code.
     """
     keep_freed_memory()
-    _or_exit(
-        lambda: refuse_foreign(sys.argv[1:], _all_settings((f"+command={name}",)), OF_COMMANDS)
-    )
     known = _words_of(name)
     if known.help:
         _print_help(name, positional)
@@ -362,7 +359,12 @@ def _own_settings(name: str, kind: type, overrides: list[str]) -> object:
 
 
 def _words_of(name: str) -> argparse.Namespace:
-    """The command line of a command: its flags, and `overrides`, the other words."""
+    """The command line of a command: its flags, and `overrides`, the other words.
+
+    Flags that it does not have end the process, with what to write instead.
+    """
+    known = _all_settings((f"+command={name}",))
+    _or_exit(lambda: refuse_foreign(sys.argv[1:], known, OF_COMMANDS))
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
