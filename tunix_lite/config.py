@@ -258,24 +258,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_together(self)
-
-        self._check_reference()
-
-    def _check_reference(self) -> None:
-        """Raises ValueError if the reference follows the policy where a run could not resume."""
-        follows = reference_every(self.algorithm)
-        saves = self.training.save_interval_steps
-        if follows and saves and follows % saves:
-            raise ValueError(
-                f"algorithm.reference_every={follows} must be a multiple of "
-                f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint; "
-                f"algorithm.reference_every={_multiple(follows, saves)}"
-            )
-        if follows and self.model.lora.rank:
-            raise ValueError(
-                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
-                "with adapters the reference is their base, which stays; leave out one of the two"
-            )
+        check_reference(self)
 
     @property
     def learning_temperature(self) -> float:
@@ -330,6 +313,23 @@ def check_together(run: RunConfig) -> None:
 def _multiple(wanted: int, step: int) -> int:
     """The least multiple of `step` that is `wanted` or more."""
     return -(-wanted // step) * step
+
+
+def check_reference(run: RunConfig) -> None:
+    """Raises ValueError if the reference follows the policy where a run could not resume."""
+    follows = reference_every(run.algorithm)
+    saves = run.training.save_interval_steps
+    if follows and saves and follows % saves:
+        raise ValueError(
+            f"algorithm.reference_every={follows} must be a multiple of "
+            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint; "
+            f"algorithm.reference_every={_multiple(follows, saves)}"
+        )
+    if follows and run.model.lora.rank:
+        raise ValueError(
+            f"algorithm.reference_every={follows} and model.lora.rank={run.model.lora.rank}: "
+            "with adapters the reference is their base, which stays; leave out one of the two"
+        )
 
 
 LOSS_REDUCTIONS = {
