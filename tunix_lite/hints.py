@@ -55,6 +55,7 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     known: the names of all settings. value: what it was to be, as text or as YAML read it.
     """
     known = list(known)
+    # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
     if hint is not None:
         link = "; here it is" if hint.overrides else ":"
@@ -102,6 +103,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     family = next((FAMILIES[f] for f in FAMILIES if "." in f and f".{name}".find(f".{f}") >= 0), "")
     if family:
         return Hint((), family)
+    # The longest name first: rollout.n is known, n is not.
     parts = name.split(".")
     for start in range(len(parts)):
         each, is_ours = _index().get(".".join(parts[start:]), (None, False))
@@ -132,6 +134,7 @@ def _fitting(
         overrides = MADE_OF_VALUES[each.ours[0]](text, known)
     else:
         overrides = _filled(each, text, known)
+    # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""
     in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
     if section in STRICT and overrides and not in_place:
@@ -158,6 +161,7 @@ def _exists(override: str, known: set[str]) -> bool:
     key = override.partition("=")[0]
     if "." not in key or key.startswith("hydra."):
         return True
+    # which keys a task has depends on its option; a hint may name both
     if key.startswith("task."):
         return True
     if key.startswith("+"):

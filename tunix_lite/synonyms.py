@@ -103,11 +103,13 @@ BATCH = (
         verl="ppo_epochs",
         Tunix="num_iterations",
     ),
+    # Completions of a prompt; `n` alone could be anything.
     word(
         "algorithm.num_generations={}",
         verl="rollout.n",
         other="group_size num_return_sequences samples_per_prompt n_samples_per_prompt",
     ),
+    # What scores sequences without learning is as large as an update at most.
     no_word(
         "old and reference log-probabilities are computed by the micro-batches of the update; "
         "there is nothing to set",
@@ -194,6 +196,7 @@ SAMPLING = (
     ),
     word("generation.top_k={}", values={"-1": "generation.top_k=0"}, ours="generation.top_k"),
     word("generation.stop={}", MaxText="stop_strings", vLLM="stop_sequences"),
+    # Two switches that each have one right position here.
     no_word(
         "training draws by generation.temperature; the greedy answers of an evaluation are always "
         "made",
@@ -248,6 +251,7 @@ MODEL = (
         TRL="model_revision revision",
     ),
     no_word("no code of a model's folder is ever run", TRL="trust_remote_code"),
+    # Weights and optimizer stay float32, as with autocast of torch.
     word(
         values={
             "true": "training.mixed_precision=bf16",
@@ -366,6 +370,7 @@ LORA = (
     ),
     word("model.lora.alpha={}", TRL="lora_alpha", Tunix="lora_config.alpha", seeds="peft.alpha"),
     word("model.lora.dropout={}", TRL="lora_dropout"),
+    # Names of modules there, paths of weights here.
     word(
         values={"all-linear": 'model.lora.targets=".*/(q|k|v|o|gate|up|down)"'},
         note="model.lora.targets is a regular expression over paths of ours, .*/(q|k|v|o) for "
@@ -374,6 +379,7 @@ LORA = (
         verl="target_modules",
         Tunix="lora_config.module_path",
     ),
+    # The type nf4, in blocks, as bitsandbytes has it by default.
     word(
         values={"true": "model.lora.base=nf4", "false": "model.lora.base=bf16"},
         note="it is the base of adapters: model.lora.rank is above 0",
@@ -503,6 +509,7 @@ OBJECTIVE = (
         MaxText="loss_algo",
         verl="policy_loss.loss_mode loss_mode",
     ),
+    # Over the whole batch of an update, as verl's with its global batch size.
     word(
         values={
             "token-mean": PER_TOKEN,
@@ -667,6 +674,7 @@ OPTIMIZER = (
         verl="optim.optimizer",
         other="optimizer.name optimizer_type optimizer._target_ optimizer.type",
     ),
+    # Nothing of a run lies in host memory.
     no_word(
         "weights, gradients and the optimizer stay on the devices; fsdp, model.lora.rank and "
         "training.mixed_precision=bf16_params make them smaller",
@@ -700,6 +708,7 @@ DATA = (
         verl="data.val_files val_files",
         other="eval_file validation_file",
     ),
+    # A prompt is a text with columns in it, so no column has a fixed name.
     no_word(
         "task.prompt is the text of a prompt with {columns} in it: task.prompt='{question}'",
         verl="prompt_key",
@@ -734,6 +743,7 @@ DATA = (
         "dataloader_pin_memory",
         other="num_workers",
     ),
+    # Rows hold several sequences; nothing of a sequence is cut.
     word(
         values={"true": PACKED, "false": "training.packing=none"},
         note="training.packing is none, sequences or prefix",
@@ -760,6 +770,7 @@ RUNS = (
         MaxText="base_output_directory checkpoint_dir",
         other="logging_dir log_dir save_dir out_dir",
     ),
+    # A run has the name of its folder.
     word("hydra.run.dir=outputs/{}", TRL="run_name", verl="experiment_name"),
     no_word(
         "a run never overwrites another: give hydra.run.dir=FOLDER a new one, or the same to go on",
@@ -845,6 +856,7 @@ RUNS = (
         note="resume is auto, none, or the folder of a run",
         verl="resume_mode",
     ),
+    # Other trackers are functions of one's own: tracking.observers.
     word(
         values={
             "tensorboard": "tracking.tensorboard=true",

@@ -81,6 +81,7 @@ def foreign_flags(words: list[str], ours: dict[str, int]) -> list[Flag]:
             continue
         if not word.startswith("-") or len(word) < 2 or word[1].isdigit():
             continue
+        # A flag without a value, as --bf16, is followed by another flag, an override or nothing.
         text = word
         if not equals:
             has_value = bool(rest) and not rest[0].startswith("-") and "=" not in rest[0]
@@ -95,6 +96,7 @@ def refuse_foreign(words: list[str], known: Iterable[str], ours: dict[str, int])
     flags = foreign_flags(words, ours)
     if not flags:
         return
+    # One line to paste, and after it what cannot be in it.
     known = list(known)
     overrides = []
     others = []
