@@ -5,10 +5,12 @@ ones where they are installed.
 """
 
 import json
+import re
 import struct
 import sys
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,6 +220,21 @@ def test_a_tracker_that_fails_is_named_once_and_gets_nothing_more():
     guarded.close()
     assert calls == [1, 2]
     assert said == [r"warning: tracking.trackers.mine failed (ConnectionError: no\nnetwork); it gets nothing more"]
+
+
+def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
+    page = Path(__file__).parents[1] / "docs" / "guide" / "trackers.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    open_it = program.compose(["+tracking.trackers.mine=mine.open_lines"]).tracking.trackers["mine"]
+    use(open_it(tracked(tmp_path)))
+    assert (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
+
+
+def test_two_trackers_stand_side_by_side():
+    words = ["tracking=wandb", "+tracking.trackers.trackio._target_=tunix_lite.tracking.trackio.Trackio"]
+    assert list(program.compose(words).tracking.trackers) == ["wandb", "trackio"]
 
 
 def test_tables_and_settings_hold_plain_values():
