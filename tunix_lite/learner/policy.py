@@ -104,16 +104,21 @@ def scoring_program(
     scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
 ) -> jax.stages.Wrapped:
     """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
-    the update is.
+    the update is."""
+    return on_every_device(lambda params, part: scores(params, part).logprobs, rows)
 
-    Every device has all of them, so that every process can read them.
+
+def on_every_device(
+    of_part: Callable[[Params, RowBatch], Any], rows: RowLayout
+) -> jax.stages.Wrapped:
+    """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
+
+    Every device has all of it, so that every process can read it.
     """
 
-    def score(params: Params, batch: RowBatch) -> jax.Array:
-        logprobs_RW = map_micro_batches(
-            lambda part: scores(params, part).logprobs, batch, rows.num_parts
-        )
-        return constrain(logprobs_RW, "seq", "seq")
+    def score(params: Params, batch: RowBatch) -> Any:
+        found = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
+        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), found)
 
     return jax.jit(score)
 
@@ -125,12 +130,14 @@ def batch_scores(
     cfg: Architecture,
     temperature: float,
     dtype: DTypeLike,
+    head: Callable = token_scores,
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere.
 
-    Only they get logits over the vocabulary, and of those [R, W, V] never exist. forward: settings
-    of decoder.forward.
+    Only they get logits over the vocabulary, and of those [R, W, V] never exist. head: another
+    function of hidden states in place of vocabulary.token_scores; what it gives, a tree of [R, M]
+    or [R, M, K], comes back in rows. forward: settings of decoder.forward.
     """
     meta = AttentionMeta(
         batch.positions,
@@ -142,11 +149,8 @@ def batch_scores(
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
     table_VD = decoder.output_table(params, cfg)
-    found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
-    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
+    found_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    return jax.tree.map(partial(scatter_to_rows, batch=batch), found_RM)
 
 
 def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
@@ -165,11 +169,17 @@ def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Ar
 
 
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
+    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere. Values may be
+    vectors, [R, M, K]."""
     R, W = batch.tokens.shape
+    inner = x_RM.ndim - 2
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    is_scored = batch.is_scored.reshape(*batch.is_scored.shape, *[1] * inner)
+    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
     if batch.scored is None:
-        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
-    return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0), *[(0, 0)] * inner))
+    rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
+    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
 
 def token_logprobs(
