@@ -57,10 +57,10 @@ class Rescorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TeacherComparison:
     """How an algorithm compares the policy with one of its frozen models, token by token.
 
-    Example: Comparison("teacher", "reverse", top_k=100).
+    Example: TeacherComparison("teacher", "reverse", top_k=100).
     """
 
     model: str  # the name of the frozen model
@@ -158,7 +158,8 @@ class Algorithm(Protocol):
     # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
     # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
     # `reference_every`, `reference_mix`: the reference follows the policy every so many steps.
-    # `comparison`, a Comparison: `collect` calls policy.compare, and the loss gets ComparedScores.
+    # `comparison`, a TeacherComparison: `collect` calls policy.compare, and the loss gets
+    # ComparedScores.
 
     def collect(
         self,
@@ -249,7 +250,7 @@ def reference_every(algorithm: Algorithm) -> int:
     return int(getattr(algorithm, "reference_every", 0))
 
 
-def comparison_of(algorithm: Algorithm) -> Comparison | None:
+def comparison_of(algorithm: Algorithm) -> TeacherComparison | None:
     """How the algorithm compares the policy with one of its frozen models; None: it does not."""
     return getattr(algorithm, "comparison", None)
 

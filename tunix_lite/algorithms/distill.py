@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
-from tunix_lite.algorithms.algorithm import Comparison, Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, TeacherComparison
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
@@ -112,11 +112,11 @@ class Distill:
         return {"teacher": self.teacher}
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> TeacherComparison | None:
         """How policy and teacher are compared, but for the sampled token."""
         if self.divergence == "token":
             return None
-        return Comparison("teacher", self.divergence, self.mix, self.top_k)
+        return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
 
     @property
     def formula(self) -> list[str]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import Comparison
+from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
 from tunix_lite.models.vocabulary import head_spec, token_scores
@@ -36,10 +36,10 @@ TABLE = "teacher_table"
 class Teacher:
     """What a comparison depends on beside arrays.
 
-    Example: Teacher(Comparison("teacher", "reverse"), None, 2304, 262144).
+    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
     """
 
-    comparison: Comparison
+    comparison: TeacherComparison
     softcap: float | None  # of the teacher's logits
     embed_dim: int  # of the teacher
     vocabulary: int  # of the policy: tokens that a larger teacher has besides are left out
@@ -74,7 +74,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Comparer:
+class FrozenComparer:
     """Adds to a batch what a teacher finds of each token: an algorithms.algorithm.Comparer.
 
     Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.

@@ -32,8 +32,8 @@ from tunix_lite.models.vocabulary import (
     HeadSpec,
     block_products,
     block_tokens,
-    in_blocks,
     softcapped,
+    table_in_blocks,
 )
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather
 
@@ -103,7 +103,7 @@ def head_divergence(
     specs = (student, teacher)
     tokens = hidden_BMD.shape[0] * hidden_BMD.shape[1]
     # a block of each model's logits exists at once
-    tables = tuple(in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE))
+    tables = tuple(table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE))
     return _divergence(kind, specs, hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
 
 
@@ -263,7 +263,7 @@ def top_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """The k likeliest tokens, [B, M, K] int32, and their log-probabilities with that of all others
     together, [B, M, K + 1] float32; without a gradient."""
-    table_NPSD = _placed(in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
+    table_NPSD = _placed(table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
     zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
     none = jnp.zeros((*zeros.shape, k), zeros.dtype)
 
@@ -298,7 +298,7 @@ def list_divergence(
 
     teacher_logprobs: [B, M, K + 1], the last that of all others together.
     """
-    table_NPSD = in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
+    table_NPSD = table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
     logprobs = _logprobs_of(student, hidden_BMD, table_NPSD, tokens_BMK)
     return jnp.sum(kind.of(logprobs, teacher_logprobs)[0], axis=-1)
 

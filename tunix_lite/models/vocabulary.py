@@ -63,7 +63,7 @@ def token_scores(
     """
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
-    table_NPSD = in_blocks(table_VD, B * M)
+    table_NPSD = table_in_blocks(table_VD, B * M)
     return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
 
 
@@ -72,7 +72,7 @@ def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> Hea
     return HeadSpec(softcap, temperature, vocabulary // parts_of("vocab"))
 
 
-def in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
+def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
     """The output embedding cut into blocks [N, P, S, D], for so many tokens of the whole batch."""
     V, D = table_VD.shape
     parts = parts_of("vocab")

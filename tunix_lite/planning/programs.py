@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from tunix_lite.algorithms.algorithm import Generate, batch_fields, stream_names
-from tunix_lite.learner.comparison import Comparer, description_program, with_divergence
+from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import (
     STORED,
@@ -304,7 +304,9 @@ def _comparing(
         cfg = resolved.frozen_models[name].cfg
         table = teacher.vocabulary_of(decoder.output_table(params, cfg))
     describe = _description(resolved, name)
-    comparer = Comparer(params, table, policy.scorers[name].rows, compiled_once(describe.lower))
+    comparer = FrozenComparer(
+        params, table, policy.scorers[name].rows, compiled_once(describe.lower)
+    )
     return replace(policy, compare=comparer)
 
 
