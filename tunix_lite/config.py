@@ -30,6 +30,7 @@ from tunix_lite.plain_text import shown
 from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
 
 # ---- the settings of a run, one class per folder of conf/
@@ -88,6 +89,9 @@ class TrainingConfig:
     grace_seconds: float = 30.0
     # updates that are not finite, and are not made, until the run gives up
     max_skipped_in_a_row: int = 3
+    # nats a token that sampler and trainer may disagree by in the first update of a rollout; beyond
+    # it the run stops; null: no limit
+    max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -164,6 +168,10 @@ class TrainingConfig:
             raise ValueError(
                 f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give"
             )
+        if self.max_sampler_gap is not None and not self.max_sampler_gap > 0:
+            raise ValueError(
+                f"max_sampler_gap={self.max_sampler_gap} must be above 0, or null for no limit"
+            )
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -197,6 +205,7 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
 
@@ -223,6 +232,7 @@ class RunConfig:
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
     task: TaskConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -272,6 +282,12 @@ def check_together(run: RunConfig) -> None:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
     check_loss(run.algorithm)
+    if run.curriculum.is_on and run.algorithm.needs_demonstrations:
+        raise ValueError(
+            "curriculum: pass rates are of completions, and this algorithm learns from "
+            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
+            "'curriculum.levels=[]'"
+        )
     declared = reduction_of(run.algorithm)
     if declared not in (None, *LOSS_REDUCTIONS) or (
         declared is None and run.training.packing != "none"

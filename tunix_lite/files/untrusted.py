@@ -57,6 +57,22 @@ def read_yaml(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
     Anchors are refused: a few lines of them stand for more than fits into memory.
     """
+    found = _parsed_yaml(file, most)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} does not hold a mapping")
+    return found
+
+
+def read_yaml_texts(file: Path, most: int = MOST_BYTES) -> list[str]:
+    """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError, beginning
+    with the file."""
+    found = _parsed_yaml(file, most)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{file} does not hold a list of texts")
+    return found
+
+
+def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
         if any(isinstance(event, yaml.events.AliasEvent) for event in yaml.parse(text)):
@@ -64,8 +80,6 @@ def read_yaml(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} does not hold a mapping")
     if _is_deeper(found, MOST_DEPTH):
         raise ValueError(f"{file} is nested too deep: {MOST_DEPTH} in one another are read")
     return found
