@@ -123,6 +123,7 @@ class Distill:
         """What is minimised, in lines for the panel of a run."""
         if self.comparison is not None:
             return self._formula_of_distributions()
+        # of the sampled token
         parts = [f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"]
         if self.reward_coef:
             parts.append(f"{self.reward_coef:g} A of the rewards")
@@ -150,6 +151,7 @@ class Distill:
         """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)
         batch = groups.batch(self.advantages if self.reward_coef else zeros, self.weighting)
+        # the update compares the distributions; here the teacher reads the completions
         if self.comparison is not None:
             batch = batch.replace(advantages=np.float32(self.reward_coef) * batch.advantages)
             return policy.compare(batch), groups.metrics, groups.graded
@@ -173,6 +175,7 @@ class Distill:
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         loss = -jnp.sum(batch.loss_weight * ratio_RW * batch.advantages)
         metrics = {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
+        # of the distributions, with a gradient of its own
         if self.comparison is not None:
             apart = jnp.sum(batch.loss_weight * scores.divergence)
             loss += self.teacher_coef * apart

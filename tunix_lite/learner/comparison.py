@@ -65,6 +65,7 @@ class Teacher:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
         streams = {name: vectors(*one) for name, one in self.streams(dtype).items()}
+        # only where the whole vocabulary is compared does the update need the table
         constants = None
         if not self.comparison.top_k:
             shape = (self.vocabulary, self.embed_dim)
@@ -92,6 +93,7 @@ class FrozenComparer:
         seen: the same completions as the teacher reads them, after other prompts; None: as they
         are. Raises ValueError if another number of tokens counts in a sequence of it.
         """
+        # what else a batch holds would only make another program
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
@@ -127,6 +129,7 @@ def description_program(scores: Callable, teacher: Teacher) -> Callable:
         k = teacher.comparison.top_k
         if not k:
             return {HIDDEN: before_RMD}
+        # a teacher may have more tokens than the policy
         _, softcap, temperature = settings
         table_VD = teacher.vocabulary_of(table_VD)
         spec = head_spec(len(table_VD), softcap, temperature)
@@ -160,10 +163,12 @@ def _compared_head(
     temperature: float,
 ) -> ComparedScores:
     """The scores [R, M] of hidden states, and the divergence of each."""
+    # the scores of the sampled tokens, as without a comparison
     found = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
     spec = head_spec(len(table_VD), softcap, temperature)
+    # what was kept of the teacher at the same tokens
     kept = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
     if comparison.top_k:
         divergence = list_divergence(kind, spec, before_RMD, table_VD, kept[TOKENS], kept[LOGPROBS])

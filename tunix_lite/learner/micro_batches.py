@@ -50,6 +50,7 @@ def map_micro_batches(fn: Callable[[RowBatch], Any], batch: RowBatch, parts: int
     shards = axis_size("fsdp")
     like = jax.eval_shape(fn, part_of(divided, 0))
 
+    # parts that hold nothing stay zero
     def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
         start = jnp.zeros((parts, *x.shape), x.dtype)
         return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))

@@ -100,6 +100,7 @@ def head_divergence(
     hidden, table: as vocabulary.token_scores takes them, E the embedding of the teacher. The
     gradient is that by the student's.
     """
+    # both models have the same parts of the vocabulary
     specs = (student, teacher)
     tokens = hidden_BMD.shape[0] * hidden_BMD.shape[1]
     # a block of each model's logits exists at once
@@ -119,6 +120,7 @@ def _logits(
 def _grown(sums: tuple[jax.Array, jax.Array], logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The running maximum and sum of exponentials, with one more block."""
     top, total = sums
+    # the sum so far was taken relative to the old maximum
     higher = jnp.maximum(top, jnp.max(logits, axis=-1))
     exps = jnp.exp(logits - higher[..., None])
     return higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)
@@ -175,6 +177,7 @@ def _forward(
             _logits(specs[1], teacher_BME, index, theirs_PSE),
         ]
 
+    # the first pass: what each model's logits are normalised by
     def add_totals(sums: tuple, block: tuple) -> tuple[tuple, None]:
         return tuple(_grown(one, logits) for one, logits in zip(sums, both(*block))), None
 
@@ -182,6 +185,7 @@ def _forward(
     sums, _ = jax.lax.scan(add_totals, (start, start), numbered)
     totals = [_log_total(one) for one in sums]
 
+    # the second pass: log-probabilities of a block, and their terms
     def add_terms(sums: tuple, block: tuple) -> tuple[tuple, None]:
         ours, theirs = (x - t[..., None, None] for x, t in zip(both(*block), totals))
         is_token = block_tokens(specs[0], block[1], block[0]) >= 0
@@ -212,6 +216,7 @@ def _backward(
     (hidden_BMD, table_NPSD, teacher_BME, teacher_NPSE), found, trains = residuals
     ours_total, theirs_total, slopes, g = (x[..., None, None] for x in (*found, g_BM))
 
+    # the third pass: the slope of the divergence by each logit of the student
     def cotangent(products: jax.Array, block: tuple) -> jax.Array:
         index, block_PSD, theirs_PSE = block
         logits, pull = jax.vjp(partial(softcapped, specs[0]), products)
@@ -267,6 +272,7 @@ def top_tokens(
     zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
     none = jnp.zeros((*zeros.shape, k), zeros.dtype)
 
+    # the best so far compete with those of the next block
     def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
         best, tokens = carry
         logits = _logits(spec, hidden_BMD, *block)
@@ -316,6 +322,7 @@ def _places(
 ) -> jax.Array:
     """[B, M, P, K]: where in its part of the block each token of the lists is; S: not in it."""
     parts, S, _ = block_PSD.shape
+    # the token that each part of the block begins with
     first_P = jnp.arange(parts) * spec.share + index * S
     within = tokens_BMK[:, :, None, :] - first_P[:, None]
     # the part may end before the block does
@@ -345,6 +352,7 @@ def _list_forward(
         logits = _logits(spec, hidden_BMD, *block)
         S = logits.shape[-1]
         places = _places(spec, tokens_BMK, block[1], block[0])
+        # a token that is elsewhere finds any logit here, which is left out below
         found = jnp.take_along_axis(logits, jnp.minimum(places, S - 1), axis=-1)
         is_listed = _spread(places, jnp.ones((), jnp.int32), S) > 0
         rest = _grown(rest, jnp.where(is_listed, BELOW_ALL, logits))

@@ -231,6 +231,7 @@ def batch_shapes(resolved: ResolvedRun) -> RowBatch:
     algorithm = resolved.run.algorithm
     values = ["loss_weight", *batch_fields(algorithm)]
     rows = _row_shapes(resolved, values, stream_names(algorithm))
+    # what comparing adds to it
     teacher = resolved.teacher
     if teacher is None:
         return rows
@@ -293,11 +294,13 @@ def _comparing(
 ) -> Policy:
     """The policy that is compared with its teacher: by `scores`, and by `compare` if the teacher is
     loaded."""
+    # the update needs no more than what travels with the batch
     teacher = resolved.teacher
     name = teacher.comparison.model
     policy = replace(policy, scores=with_divergence(policy.scores, teacher))
     if frozen_models is None:
         return policy
+    # the table stays where it is, on the mesh
     params = frozen_models[name]
     table = None
     if not teacher.comparison.top_k:
