@@ -94,6 +94,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "runs",
         "__init__",
         "algorithms.algorithm",
+        "algorithms.selection",
         "checkpoint",
         "config",
         "distributed",

@@ -16,8 +16,9 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.distill import Distill
-from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, moved, with_divergence
-from tunix_lite.learner.policy import make_policy, on_every_device
+from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, realigned, with_divergence
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.scoring import on_every_device
 from tunix_lite.models import decoder
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
@@ -116,11 +117,11 @@ def test_values_go_to_the_same_tokens_after_other_prompts():
     """By hand: two completion tokens after one token of a prompt, and after two."""
     read = Batch(np.zeros((1, 4), int), np.ones((1, 4), bool), np.array([[0, 0.5, 0.5, 0]]))
     batch = Batch(np.zeros((1, 4), int), np.ones((1, 4), bool), np.array([[0, 0, 1.0, 1.0]]))
-    np.testing.assert_array_equal(moved(np.array([[9, 1, 2, 9]]), read, batch), [[0, 0, 1, 2]])
+    np.testing.assert_array_equal(realigned(np.array([[9, 1, 2, 9]]), read, batch), [[0, 0, 1, 2]])
     vectors = np.arange(8).reshape(1, 4, 2)
-    np.testing.assert_array_equal(moved(vectors, read, batch), [[[0, 0], [0, 0], [2, 3], [4, 5]]])
+    np.testing.assert_array_equal(realigned(vectors, read, batch), [[[0, 0], [0, 0], [2, 3], [4, 5]]])
     with pytest.raises(ValueError, match="reads other completions"):
-        moved(vectors, read, replace(batch, loss_weight=np.array([[0, 0, 1.0, 0]])))
+        realigned(vectors, read, replace(batch, loss_weight=np.array([[0, 0, 1.0, 0]])))
 
 
 @pytest.mark.parametrize(

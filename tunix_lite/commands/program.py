@@ -236,6 +236,7 @@ def run_command(
     action: Callable[..., None],
     composes_again: bool = False,
     positional: str | None = None,
+    is_list: bool = False,
     change_settings: Callable[[dict, list[str]], dict] | None = None,
     without_run: Callable[..., None] | None = None,
 ) -> None:
@@ -247,25 +248,25 @@ def run_command(
 
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word without `=` is short for. change_settings: (values, keys that the command line
-    gives) -> the values to build from, all plain. without_run: (settings, error) is called where
-    the settings of a run are wrong, in place of ending. Errors end the process with a message and
-    an exit code.
+    that a first word without `=` is short for; is_list: all such words are, as a list.
+    change_settings: (values, keys that the command line gives) -> the values to build from, all
+    plain. without_run: (settings, error) is called where the settings of a run are wrong, in place
+    of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
     if known.help:
-        _print_help(name, positional)
+        _print_help(name, f"{positional} ..." if is_list else positional)
         return
-    folder = _without_equals(known.overrides) if positional else ""
+    folders = _without_equals(known.overrides, is_list) if positional else []
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         _take_literals(values, known.overrides)
-        if folder:
-            values[positional] = folder
+        if folders:
+            values[positional] = folders if is_list else folders[0]
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
@@ -339,9 +340,14 @@ def _print_help(name: str, positional: str | None) -> None:
     print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
 
 
-def _without_equals(words: list[str]) -> str:
-    """Takes the first word out if it has no `=`, and returns it; "" if it has."""
-    return words.pop(0) if words and "=" not in words[0] else ""
+def _without_equals(words: list[str], is_list: bool) -> list[str]:
+    """Takes the first word out if it has no `=`, and with is_list all such words; returns them."""
+    taken = [word for word in words if "=" not in word] if is_list else words[:1]
+    if not is_list and taken and "=" in taken[0]:
+        return []
+    for word in taken:
+        words.remove(word)
+    return taken
 
 
 def _composer(

@@ -98,7 +98,7 @@ class FrozenComparer:
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
         found = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
-        found = {name: moved(values, read, batch) for name, values in found.items()}
+        found = {name: realigned(values, read, batch) for name, values in found.items()}
         constants = None if self.table is None else {TABLE: self.table}
         return batch.replace(streams=batch.streams | found, constants=constants)
 
@@ -107,7 +107,7 @@ class FrozenComparer:
         return self.program(self.params, batch)
 
 
-def moved(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
+def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
     """Values at the tokens that count in `read`, at those that count in `batch`: the n-th of a
     sequence goes to the n-th. Values may be vectors. Raises ValueError where they are not as
     many."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
-from tunix_lite.types import Max, Metrics, RowBatch
+from tunix_lite.types import Max, Metrics
 
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Any, Metrics]
@@ -37,38 +37,6 @@ def cut(batch: Any, parts: int) -> Any:
         return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
 
     return jax.tree.map(divide, batch)
-
-
-def map_micro_batches(fn: Callable[[RowBatch], Any], batch: RowBatch, parts: int) -> Any:
-    """fn(part) -> [rows, ...], or a tree of such arrays, of every micro-batch, as arrays of all
-    rows; zeros for parts that hold nothing."""
-    num_used = batch.num_parts
-    batch = batch.per_row
-    if parts == 1:
-        return fn(batch)
-    divided = cut(batch, parts)
-    shards = axis_size("fsdp")
-    like = jax.eval_shape(fn, part_of(divided, 0))
-
-    # parts that hold nothing stay zero
-    def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-        start = jnp.zeros((parts, *x.shape), x.dtype)
-        return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
-
-    def fill(i: jax.Array, out: Any) -> Any:
-        return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
-
-    # back from parts of shards to rows
-    def in_rows(out: jax.Array) -> jax.Array:
-        out = out.reshape(parts, shards, -1, *out.shape[2:])
-        out = out.swapaxes(0, 1)
-        out = out.reshape(-1, *out.shape[3:])
-        return constrain(out, "batch", *["seq"] * (out.ndim - 1))
-
-    # the number of parts that run is traced, so this is a loop of XLA and not a scan
-    start = jax.tree.map(empty, like)
-    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
-    return jax.tree.map(in_rows, out)
 
 
 def accumulate(
