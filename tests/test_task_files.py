@@ -139,7 +139,7 @@ def test_files_read_in_order_give_each_row_once_an_epoch_and_go_on_from_any_step
     blocks = [{*epochs[1][i : i + 5]} for i in range(0, 23, 5)]
     assert blocks == [{*range(i, min(i + 5, 23))} for i in range(0, 23, 5)]
     assert order != sorted(order)
-    for step in (17, 3, 4, 0, 11):
+    for step in (17, 3, 6, 0, 11):
         again = stream_of(str(tmp_path / "part*.jsonl"), held_out, "task.shuffle_buffer=5")
         assert [int(row["answer"]) for row in again.batch(4, 7, step)[0]] == batches[step]
         assert [int(row["answer"]) for row in task.batch(4, 7, step)[0]] == batches[step], "asked again, too"
