@@ -23,6 +23,7 @@ from test_sizes import PUBLISHED, REFUSED
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
@@ -61,6 +62,7 @@ PROGRAMS = {
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,
+    "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
@@ -187,6 +189,8 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
+            if "check" in (rest[0], *rest[2:3]):  # check, or -m tunix_lite check
+                return ["tunix-lite", *rest[rest.index("check") :]]
             return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:

@@ -237,6 +237,7 @@ def run_command(
     composes_again: bool = False,
     positional: str | None = None,
     change_settings: Callable[[dict, list[str]], dict] | None = None,
+    without_run: Callable[..., None] | None = None,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
@@ -247,8 +248,9 @@ def run_command(
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
     that a first word without `=` is short for. change_settings: (values, keys that the command line
-    gives) -> the values to build from, all plain. Errors end the process with a message and an exit
-    code.
+    gives) -> the values to build from, all plain. without_run: (settings, error) is called where
+    the settings of a run are wrong, in place of ending. Errors end the process with a message and
+    an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
@@ -285,7 +287,30 @@ def run_command(
         else:
             action(run, settings)
 
-    _or_exit(lambda: _as_long_as_read(act), interrupted="")
+    guarded = _wrong_settings_to(without_run, name, kind, known.overrides)
+    _or_exit(lambda: _as_long_as_read(guarded(act)), interrupted="")
+
+
+@contextlib.contextmanager
+def _wrong_settings_to(
+    without_run: Callable[..., None] | None, name: str, kind: type, overrides: list[str]
+) -> Iterator[None]:
+    """Calls `without_run`, if there is one, where the settings are wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        if without_run is None:
+            raise
+        without_run(_own_settings(name, kind, overrides), error)
+
+
+def _own_settings(name: str, kind: type, overrides: list[str]) -> object:
+    """The settings of a command alone, whatever the command line says of a run. Raises
+    ConfigError."""
+    names = [f.name for f in dataclasses.fields(kind)]
+    words = [text for text in overrides if text.partition("=")[0] in names]
+    values = compose_values(words, None, (f"+command={name}",))
+    return build(kind, {key: values[key] for key in names})
 
 
 def _words_of(name: str) -> argparse.Namespace:
