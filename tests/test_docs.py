@@ -201,7 +201,7 @@ def without_launcher(words: list[str]) -> list[str]:
             rest = words[len(start) + len(flags) :]
             if "check" in (rest[0], *rest[2:3]):  # check, or -m tunix_lite check
                 return ["tunix-lite", *rest[rest.index("check") :]]
-            return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
+            return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
         return words
