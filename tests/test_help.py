@@ -136,7 +136,7 @@ def test_what_is_offered_in_place_of_a_command_exists():
 def test_help_and_completion_import_neither_jax_nor_hydra():
     code = (
         "import sys; import tunix_lite.__main__; from tunix_lite.commands import completion, help\n"
-        "help.short(); completion.candidates('tunix-lite train al')\n"
+        "help.short_help(); completion.candidates('tunix-lite train al')\n"
         "assert not {'jax', 'hydra', 'numpy', 'flax'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -45,9 +45,9 @@ def main() -> None:
     elif command == "--version":
         print(help_pages.versions())
     elif command == "help" or command.partition("=")[0] in help_pages.HELP:
-        help_pages.show(["--help", *words[1:]] if command == "help" else words)
+        help_pages.show_help(["--help", *words[1:]] if command == "help" else words)
     elif command == "train" and help_pages.topic(words) is not None:
-        help_pages.show(words[1:])
+        help_pages.show_help(words[1:])
     elif command in COMMANDS:
         sys.argv.pop(1)
         importlib.import_module(f"tunix_lite.commands.{command}").main()

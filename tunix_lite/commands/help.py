@@ -173,6 +173,9 @@ def all_settings(words: Iterable[str] = ()) -> dict[str, Setting]:
             chosen[group] = option
     found: dict[str, Setting] = {}
     for group, option in chosen.items():
+        # a recipe changes settings of other groups, and has none of its own
+        if group == "experiment":
+            continue
         folders = [conf_dir(), Path(config_dir(words) or ".")]
         files = [folder / group / f"{option}.yaml" for folder in folders]
         file = next(file for file in files if file.is_file())
@@ -195,12 +198,12 @@ def topic(words: list[str]) -> str | None:
     return None
 
 
-def show(words: list[str]) -> None:
+def show_help(words: list[str]) -> None:
     """Prints the help that a command line asks for; ends the process with 2 if it asks about
     nothing that there is."""
     about = topic(words) or ""
     if not about:
-        print("\n".join(short(words)))
+        print("\n".join(short_help(words)))
         return
     chosen = {
         key: setting
@@ -220,7 +223,7 @@ def show(words: list[str]) -> None:
     print("\n".join(lines))
 
 
-def short(words: Iterable[str] = ()) -> list[str]:
+def short_help(words: Iterable[str] = ()) -> list[str]:
     """One screen or two: commands, flags, groups, and the settings that people change."""
     settings = all_settings(words)
     more = config_dir(list(words))

@@ -269,7 +269,7 @@ def main(
 def _only_shows(words: list[str]) -> bool:
     """Shows our help or our version, if a command line asks for it; Hydra would show its own."""
     if help_pages.topic(words) is not None:
-        help_pages.show(words)
+        help_pages.show_help(words)
         return True
     if "--version" in words:
         print(help_pages.versions())
