@@ -124,6 +124,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax
     "api.py": {"commands.program", "inference", "rollout.engine", "train"},
     "commands": {
+        "__init__",
         "commands",
         "algorithms.algorithm",
         "checkpoint",
