@@ -198,6 +198,9 @@ class EvaluationConfig:
             )
 
 
+CONSOLES = ("auto", "rich", "plain", "quiet")
+
+
 @dataclass(frozen=True)
 class TrackingConfig:
     """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
@@ -207,6 +210,9 @@ class TrackingConfig:
     samples_shown: int = 3  # completions of such a step shown on the console
     # updates between two sets of histograms for TensorBoard and other trackers; 0: none
     histograms_interval_steps: int = 10
+    # the screen: rich: a live region; plain: a line a step; quiet: hints, errors and results only;
+    # auto: rich on a terminal that can show it, else plain
+    console: str = "auto"
     report: bool = True  # report.html and report.md at the end of the run, however it ends
     # trackers beside the files by name, each (tracking.plugs.TrackedRun) -> Tracker
     trackers: dict[str, Callable] = field(default_factory=dict)
@@ -217,6 +223,8 @@ class TrackingConfig:
         for name in ("samples_interval_steps", "samples_shown", "histograms_interval_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.console not in CONSOLES:
+            raise ValueError(f"console={self.console!r} is one of {', '.join(CONSOLES)}")
 
 
 @dataclass(frozen=True)
