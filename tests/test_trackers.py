@@ -228,8 +228,9 @@ def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     open_it = program.compose(["+tracking.trackers.mine=mine.open_lines"]).tracking.trackers["mine"]
-    use(open_it(tracked(tmp_path)))
-    assert (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
+    said: list[str] = []
+    use(Guarded("mine", open_it(tracked(tmp_path)), said.append))
+    assert not said and (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
 
 
 def test_two_trackers_stand_side_by_side():
