@@ -18,15 +18,8 @@ from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.grading import (
     completion_metrics,
-    dropped_of,
-    failure_metrics,
-    group_metrics,
-    kinds_of,
-    reasons_of,
-    reward_metrics,
-    texts_of,
+    grade_metrics,
     time_metrics,
-    values_of,
     with_full_prompts,
 )
 from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
@@ -37,7 +30,14 @@ from tunix_lite.tasks.prompt_text import (
     fitted_prompts,
     side_by_side,
 )
-from tunix_lite.tasks.reward_calls import RewardCalls
+from tunix_lite.tasks.reward_calls import (
+    RewardCalls,
+    dropped_of,
+    kinds_of,
+    reasons_of,
+    texts_of,
+    values_of,
+)
 from tunix_lite.tasks.sources import (
     batch_at,
     digest,
@@ -349,24 +349,14 @@ class Grader:
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
         kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
-        right_B = values_of(outcomes, config.correct_is) > 0
-
-        failures = failure_metrics(self._calls, of_calls, dropped_B, unscorable_B, self.task.say)
-        metrics = reward_metrics(total_B, each, kinds_BN, dropped_B) | failures
-        metrics |= group_metrics(total_B, dropped_B, self._calls.groups)
-        metrics |= config.weight_metrics(self.task.step) | completion_metrics(right_B, rollout)
-        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
-        if self.task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout)
-            metrics["prompts/truncated"] = self.task.truncated(full)
-        return Graded(
+        graded = Graded(
             prompts=[self.task.text.ask(example) for example in self.examples],
             completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
-            correct=right_B,
+            correct=values_of(outcomes, config.correct_is) > 0,
             extracted=texts_of(outcomes, "extract"),
-            metrics=metrics,
+            metrics={},
             dropped=dropped_B,
             each=each,
             weights=weights,
@@ -374,3 +364,14 @@ class Grader:
             rollout=rollout,
             failures=[reasons_of(one) for one in outcomes],
         )
+
+        # what is logged of them
+        say = self.task.say
+        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, say)
+        metrics |= config.weight_metrics(self.task.step)
+        metrics |= completion_metrics(graded.correct, rollout)
+        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
+        if self.task.long_prompts == "truncate":
+            full = with_full_prompts(self.examples, rollout)
+            metrics["prompts/truncated"] = self.task.truncated(full)
+        return replace(graded, metrics=metrics)
