@@ -30,6 +30,7 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.report import Report
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
@@ -62,6 +63,7 @@ PROGRAMS = {
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,
+    "report": Report,
     "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
@@ -208,6 +210,9 @@ def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
     name, *rest = words[len(start) :]
     assert name in PROGRAMS, f"there is no command {name}"
     overrides = without_options(rest, OPTIONS)
+    if name == "report":
+        folders = [word for word in overrides if "=" not in word]
+        overrides = [f"folders={json.dumps(folders)}"] * bool(folders) + [w for w in overrides if "=" in w]
     if name in POSITIONAL and overrides and "=" not in overrides[0]:
         overrides[0] = f"{POSITIONAL[name]}={overrides[0]}"
     return name, None if "--help" in rest else overrides
