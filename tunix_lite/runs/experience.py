@@ -124,6 +124,7 @@ class FreshExperience:
         if self._mini_batches > 1:
             batch, graded = self._mini_batch(batch, graded, part)
         laid_out, _ = self._rows.lay_out(batch)
+        # `take` says how many updates are left
         return Experience(laid_out, batch, metrics, graded, updates_left=1)
 
     def _mini_batch(

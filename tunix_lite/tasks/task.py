@@ -38,13 +38,13 @@ from tunix_lite.tasks.reward_calls import (
     texts_of,
     values_of,
 )
-from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.sources import (
     batch_at,
     digest,
     digest_of_data,
     first_fitting,
     fitting_batch_at,
+    news_of,
 )
 from tunix_lite.types import Graded, Metrics, Prompts, Rollout
 
@@ -249,16 +249,10 @@ class Task:
             place = (self.config.source.train, batch_size, seed, step)
             if self.long_prompts != "drop":
                 return batch_at(*place), 0
-            if isinstance(self.config.source.train, RowStream):
-                raise ValueError(
-                    "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads "
-                    "them in order; set generation.long_prompts=truncate"
-                )
             return fitting_batch_at(*place, self.text.length, self.max_prompt_length)
 
         taken = same_on_all(self.processes, take)
-        train = self.config.source.train
-        if isinstance(train, RowStream) and self.say is not None and (news := train.news()):
+        if self.say is not None and (news := news_of(self.config.source.train)):
             self.say(news)
         return taken
 
@@ -334,12 +328,6 @@ class Grader:
         dropped, or if processes graded other completions; StopRun if the run was asked to stop
         while it waited.
         """
-        graded = self._graded(rollout)
-        if self.task.on_graded is not None:
-            self.task.on_graded(graded)
-        return graded
-
-    def _graded(self, rollout: Rollout) -> Graded:
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         for row in range(len(self.examples)):
@@ -384,4 +372,7 @@ class Grader:
         if self.task.long_prompts == "truncate":
             full = with_full_prompts(self.examples, rollout)
             metrics["prompts/truncated"] = self.task.truncated(full)
-        return replace(graded, metrics=metrics)
+        graded = replace(graded, metrics=metrics)
+        if self.task.on_graded is not None:
+            self.task.on_graded(graded)
+        return graded
