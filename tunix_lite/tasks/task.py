@@ -270,6 +270,25 @@ class Task:
         return fitted_prompts(self.text, examples, self.max_prompt_length, truncates)
 
     @raises_shared_error
+    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+        """The token ids of each prompt with another message, {names} in which are fields of the
+        example. Raises ValueError, naming the example, if it has no such field, or for more tokens
+        than max_length; None: max_prompt_length."""
+        config = self.config
+        template = replace(config.template, prompt=prompt)
+        special = config.special_tokens_in_data
+        text = PromptText(template, special, self.tokenizer, config.source)
+        limit = self.max_prompt_length if max_length is None else max_length
+        rows = [text.prompt(example) for example in examples]
+        longest = max(map(len, rows))
+        if longest > limit:
+            raise ValueError(
+                f"a prompt with it has {longest} tokens, more than {limit}; "
+                f"max_prompt_length={longest} beside it would do"
+            )
+        return rows
+
+    @raises_shared_error
     def demonstrations(self, examples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then the
         right-padded `completion` of each example."""
