@@ -1,6 +1,9 @@
 """What `tunix-lite doctor` finds in runs that were spoilt on purpose, in sound ones, and in folders of strangers."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tunix_lite.__main__ import main
+from tunix_lite.__main__ import COMMANDS, main
+from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.files.untrusted import read_yaml
 from tunix_lite.runs.evidence import Evidence, read_evidence
 from tunix_lite.runs.findings import CHECKS, WEIGHTS, diagnose
@@ -165,6 +169,45 @@ def test_the_command_prints_lines_or_json(tmp_path, capsys):
     assert found["steps"] == 12 and found["unread"] == []
     assert found["findings"][0]["name"] == "learning_rate_zero" and found["findings"][0]["weight"] == 98
     assert "usage: tunix-lite doctor [FOLDER]" in doctor("--help", capsys=capsys)
+
+
+def test_a_folder_with_an_equals_sign_in_its_name_is_a_folder(tmp_path, capsys):
+    (tmp_path / "seed=0,algorithm=grpo").mkdir()
+    folder = folder_of(RECORDED["learning rate 0"], tmp_path / "seed=0,algorithm=grpo")
+    assert doctor(str(folder), capsys=capsys).startswith(f"{folder}: 12 steps")
+    with pytest.raises(SystemExit):
+        doctor(f"{folder}0", capsys=capsys)
+    assert "cannot be read as an override" in capsys.readouterr().err
+
+
+def closed_pipe() -> int:
+    """The end to write into of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_output_that_nobody_reads_is_no_error_and_another_broken_pipe_is_one(monkeypatch):
+    with os.fdopen(closed_pipe(), "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        for size in (10, 100_000):
+            with as_long_as_read():
+                print("x" * size)
+        with pytest.raises(SystemExit) as ended, as_long_as_read():
+            print("x")
+            sys.exit(2)
+        assert ended.value.code == 2
+    with pytest.raises(BrokenPipeError), as_long_as_read():
+        os.write(closed_pipe(), b"x")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_that_nobody_reads_ends_without_a_word(command):
+    words = [sys.executable, "-m", "tunix_lite", *([command] if command else []), "--help"]
+    done = subprocess.run(words, stdout=closed_pipe(), stderr=subprocess.PIPE, text=True, timeout=100)
+    # train: as `cat` ends, which Hydra would not
+    assert done.stderr == "" and done.returncode == (-signal.SIGPIPE if command == "train" else 0)
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):

@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from tunix_lite.commands.closed_pipe import as_long_as_read
+
 COMMANDS = {
     "train": "train a model; takes the same overrides as run_training.py",
     "launch": "start the processes of a run on this machine, and watch them",
@@ -17,6 +19,12 @@ COMMANDS = {
 
 
 def main() -> None:
+    with as_long_as_read():
+        run_command_named()
+
+
+def run_command_named() -> None:
+    """Runs the command that the first word names."""
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         asked_for_help = sys.argv[1:2] in (["--help"], ["-h"])
         lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]

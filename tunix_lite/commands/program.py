@@ -25,10 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunix_lite.commands.closed_pipe import as_long_as_read, end_when_unread
 from tunix_lite.config import RunConfig, build, unknown_key
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.distributed.launcher import (
+    SHOWS_ONLY,
     check_config_dir,
     conf_dir,
     config_dir,
@@ -205,6 +207,8 @@ def main(
     the process with a message and an exit code.
     """
     keep_freed_memory()
+    if SHOWS_ONLY & set(sys.argv[1:]):
+        end_when_unread()
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
     _or_exit(lambda: _check_folders(sys.argv[1:]))
@@ -246,16 +250,17 @@ def run_command(
 
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word without `=` is short for. change_settings: (values, keys that the command line
-    gives) -> the values to build from, all plain. Errors end the process with a message and an exit
-    code.
+    that a first word is short for: one without `=`, or the name of a folder that is there.
+    change_settings: (values, keys that the command line gives) -> the values to build from, all
+    plain. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
     if known.help:
-        _print_help(name, positional)
+        with as_long_as_read():
+            _print_help(name, positional)
         return
-    folder = _without_equals(known.overrides) if positional else ""
+    folder = _folder_of(known.overrides) if positional else ""
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
@@ -285,7 +290,11 @@ def run_command(
         else:
             action(run, settings)
 
-    _or_exit(lambda: _as_long_as_read(act), interrupted="")
+    def act_as_long_as_read() -> None:
+        with as_long_as_read():
+            act()
+
+    _or_exit(act_as_long_as_read, interrupted="")
 
 
 def _words_of(name: str) -> argparse.Namespace:
@@ -314,9 +323,13 @@ def _print_help(name: str, positional: str | None) -> None:
     print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
 
 
-def _without_equals(words: list[str]) -> str:
-    """Takes the first word out if it has no `=`, and returns it; "" if it has."""
-    return words.pop(0) if words and "=" not in words[0] else ""
+def _folder_of(words: list[str]) -> str:
+    """Takes the first word out if it is a folder, and returns it; "" if it is a setting.
+
+    A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
+    """
+    is_folder = words and ("=" not in words[0] or os.path.isdir(words[0]))
+    return words.pop(0) if is_folder else ""
 
 
 def _composer(
@@ -453,14 +466,6 @@ def _run_dir(overrides: list[str]) -> Path:
     Without hydra.run.dir Hydra takes a new folder, named after the time: it holds nothing.
     """
     return Path(folder_given(overrides) or "outputs/not-made-yet")
-
-
-def _as_long_as_read(action: Callable[[], object]) -> None:
-    """Runs `action`, and takes a closed pipe for success: `| head` has read all that it wants."""
-    try:
-        action()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 RESUME_HINT = (
