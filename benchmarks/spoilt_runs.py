@@ -30,8 +30,8 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import RunFailed
 from tunix_lite.rewards import math
 from tunix_lite.runs import learner
-from tunix_lite.runs.evidence import read_evidence
-from tunix_lite.runs.findings import diagnose
+from tunix_lite.report.evidence import read_evidence
+from tunix_lite.report.findings import diagnose
 from tunix_lite.train import train
 
 SMALL = [

@@ -44,6 +44,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "tasks": {"tasks", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
+    "report": {"report", "evaluation", "files", "plain_text", "tracking", "types"},
     "checkpoint.py": {"distributed", "errors", "files", "plain_text", "types"},
     # Settings, what a run costs by them, and the run.
     "config.py": {
@@ -103,6 +104,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "parallel",
         "plain_text",
         "planning",
+        "report",
         "rollout",
         "tasks",
         "tracking",
@@ -129,6 +131,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "parallel",
         "plain_text",
         "planning",
+        "report",
         "runs",
         "tasks",
         "tracking",
@@ -298,6 +301,7 @@ NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data cla
     "models",
     "parallel",
     "planning",
+    "report",
     "rewards",
     "rollout",
     "runs",

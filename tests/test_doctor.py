@@ -14,8 +14,8 @@ import yaml
 from tunix_lite.__main__ import COMMANDS, main
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.files.untrusted import read_yaml
-from tunix_lite.runs.evidence import Evidence, read_evidence
-from tunix_lite.runs.findings import CHECKS, WEIGHTS, diagnose
+from tunix_lite.report.evidence import Evidence, read_evidence
+from tunix_lite.report.findings import CHECKS, WEIGHTS, diagnose
 
 # benchmarks/spoilt_runs.py made these runs, and cut short what they left
 RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())

@@ -551,6 +551,15 @@ def test_replaced_groups_fill_the_batch_exactly_and_stop_when_it_is_full():
     assert state.prompts == [[{"n": 0}, {"n": 1}], [{"n": 2}, {"n": 3}]]
 
 
+def test_a_further_round_shares_no_random_numbers_with_a_completion_of_the_first():
+    """Completion b of a rollout draws from fold_in(key, b): no round may have one of those as its own key."""
+    *_, state = drawn_in_rounds([[0, 0]] * 8, 2, 4)
+    first, *others = state.keys
+    key = jax.random.wrap_key_data(np.asarray(first, np.uint32))
+    of_completions = [jax.random.key_data(jax.random.fold_in(key, b)).tolist() for b in range(64)]
+    assert len(others) == 3 and not any(other in of_completions for other in others)
+
+
 def test_when_the_rounds_are_used_up_the_others_have_no_weight():
     for rewards, kept in (([[0, 0]] * 6, 0), ([[1, 1]] * 6, 0), ([[0, 0]] * 5 + [[0, 1]], 1)):
         batch, metrics, _, state = drawn_in_rounds(rewards, 2, 3)

@@ -15,6 +15,9 @@ from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.types import Metrics, Params, chosen_completions, chosen_rows
 
+# the keys of further rounds; sampling folds the number of a prompt into the key that it gets
+ROUNDS = 0xD4A90
+
 
 def sample_mixed_groups(
     policy: Policy,
@@ -37,7 +40,7 @@ def sample_mixed_groups(
     rounds: list[Groups] = []
     for r in range(max_rounds):
         drawn = examples[r * num_prompts : (r + 1) * num_prompts]
-        round_key = jax.random.fold_in(key, r) if r else key
+        round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
         rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
         seconds.append(time.perf_counter() - began)
         if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:

@@ -8,8 +8,8 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.plain_text import escaped
-from tunix_lite.runs.evidence import Evidence, read_evidence
-from tunix_lite.runs.findings import Finding, diagnose
+from tunix_lite.report.evidence import Evidence, read_evidence
+from tunix_lite.report.findings import Finding, diagnose
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def redirect_greetings() -> None:
     """
     if not _filters:
         _filters.append(Filter())
-        atexit.register(restore_stdout)
+        atexit.register(end_redirection)
 
 
 def log_into(file: Path) -> None:
@@ -43,8 +43,9 @@ def log_into(file: Path) -> None:
         each.log_into(file)
 
 
-def restore_stdout() -> None:
-    """Writes what is still in the pipe; compiled code can print no more. Python still can.
+def end_redirection() -> None:
+    """Writes what is still in the pipe. From here on compiled code prints nothing; Python still
+    does.
 
     Runs at the end of the process. Call it before `os._exit`, which runs nothing of that kind.
     """

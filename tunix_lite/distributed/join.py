@@ -296,7 +296,7 @@ def exit_at_once_on_failure() -> Iterator[None]:
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        gloo.restore_stdout()
+        gloo.end_redirection()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

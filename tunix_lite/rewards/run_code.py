@@ -78,7 +78,7 @@ def main() -> None:
 def run(job: dict, folder: str) -> dict:
     """Runs the code of a job once. Returns `status` (ended, or by which limit it was stopped), what
     it printed, whether it came to its end, and which protections this kernel refused."""
-    job["is_apart"], missing = _isolate(folder, job)
+    missing = _isolate(folder, job)
     output, writes_output = os.pipe()
     # where the code's last words go: that it came to its end, or why not
     words, writes_words = os.pipe()
@@ -166,8 +166,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _end(first: int) -> None:
-    """Ends the code and all that it started. The end of the first process of a namespace is the end
-    of all in it; elsewhere what is left is found as our descendants, orphans too."""
+    """Ends the code and all that it started: the end of the first process of a namespace is the end
+    of all in it. They are looked for until none is left."""
     own = os.getpid()
     for _ in range(100):
         for pid in _descendants(own)[1:]:
@@ -184,19 +184,17 @@ def _end(first: int) -> None:
 # ---- what keeps the code apart
 
 
-def _isolate(folder: str, job: dict) -> tuple[bool, list[str]]:
-    """New namespaces for what is started from here on. Returns whether they are there, and what the
-    kernel refused, in words."""
+def _isolate(folder: str, job: dict) -> list[str]:
+    """New namespaces for what is started from here on. Returns which other protections the kernel
+    refused, in words. Raises OSError where it refuses the namespaces."""
     if os.getuid() == 0:
         _become_nobody(folder)
     user, group = os.getuid(), os.getgid()
     missing = []
     if _landlock_version() < 1:
         missing.append("it can write wherever this user may (landlock is not there)")
-    is_refused = libc.unshare(
-        CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
-    )
-    if is_refused:
+    wanted = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
+    if libc.unshare(wanted):
         # Without a process namespace nothing ends code that forks faster than it can be looked for.
         refused = os.strerror(ctypes.get_errno())
         raise OSError(
@@ -204,22 +202,24 @@ def _isolate(folder: str, job: dict) -> tuple[bool, list[str]]:
             "processes without end could not be stopped; allow user namespaces, or leave "
             "rewards.code out"
         )
-    else:
-        with contextlib.suppress(OSError):
-            for name, text in (
-                ("setgroups", "deny"),
-                ("uid_map", f"{NOBODY} {user} 1"),
-                ("gid_map", f"{NOBODY} {group} 1"),
-            ):
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-        # a file system of its own for its folder, which ends with it and cannot fill the disk
-        size = f"size={job['disk_mib']}m,mode=700".encode()
-        libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
-        if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
-            refused = os.strerror(ctypes.get_errno())
-            missing.append(f"its files are on the disk, without a limit in all (mount: {refused})")
-    return not is_refused, missing
+
+    # who it is there
+    with contextlib.suppress(OSError):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {user} 1"),
+            ("gid_map", f"{NOBODY} {group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+    # a file system of its own for its folder, which ends with it and cannot fill the disk
+    size = f"size={job['disk_mib']}m,mode=700".encode()
+    libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
+    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
+        refused = os.strerror(ctypes.get_errno())
+        missing.append(f"its files are on the disk, without a limit in all (mount: {refused})")
+    return missing
 
 
 def _become_nobody(folder: str) -> None:
@@ -268,9 +268,9 @@ def _restrict_writes(folder: str) -> None:
 def _limit(job: dict) -> None:
     """What the kernel limits for each process of the code."""
     seconds = int(job["seconds"]) + 1
-    # threads and processes count alike; before 5.14 those of the whole machine did, so not there
+    # threads and processes count alike; a kernel before 5.14 counts those of the whole machine
     release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-    if job["is_apart"] and release >= (5, 14):
+    if release >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)

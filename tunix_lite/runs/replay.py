@@ -27,7 +27,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.rounding import at_least_float32
 from tunix_lite.planning.programs import policy_of
-from tunix_lite.runs.evidence import read_sample_file
+from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.runs.experience import Experience, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.reference import find_reference

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.runs.evidence import Evidence, Series, shortened
+from tunix_lite.report.evidence import Evidence, Series, shortened
 
 # What a finding weighs. A cause weighs more than its symptoms: a run at a temperature of 5 has cut
 # completions and no rewards, too.
