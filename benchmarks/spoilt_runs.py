@@ -28,10 +28,10 @@ from tunix_lite.algorithms import advantages
 from tunix_lite.commands.program import compose_values
 from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import RunFailed
-from tunix_lite.rewards import math
-from tunix_lite.runs import learner
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
+from tunix_lite.rewards import math
+from tunix_lite.runs import learner
 from tunix_lite.train import train
 
 SMALL = [

@@ -1,1 +1,1 @@
-"""What a run comes to, from the files in its folder: findings, figures, and pages that show them."""
+"""What a run comes to, from the files in its folder: findings, figures and pages."""
