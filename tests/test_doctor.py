@@ -242,7 +242,7 @@ def test_settings_of_a_folder_are_data(tmp_path):
     file = tmp_path / "config.yaml"
     for text in ("!!python/object/apply:os.system ['true']", "a: 1\n- b", "[1]", "a: [" + "[" * 100, "\x00"):
         file.write_text(text)
-        with pytest.raises(ValueError, match=r"config.yaml (is not YAML|does not hold|has an alias)"):
+        with pytest.raises(ValueError, match=r"config.yaml (is not YAML|does not hold)"):
             read_yaml(file)
     file.write_text("a: " + "[" * 70 + "]" * 70)
     with pytest.raises(ValueError, match="nested too deep"):

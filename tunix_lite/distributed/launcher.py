@@ -32,6 +32,8 @@ SHOWS_ONLY = {
     "--info",
     "-i",
 }
+# The commands that several processes can run together.
+COMMANDS = ("train", "evaluate")
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
@@ -105,11 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    if group.first == 0 and not SHOWS_ONLY & set(program) and folder_given(program) is None:
+    is_run = program[:1] != ["evaluate"] and not SHOWS_ONLY & set(program)
+    if group.first == 0 and is_run and folder_given(program) is None:
         program = program + in_folder(fresh_folder(project_name(program), program), program)
 
     try:
-        code = supervise(training_command(program), group.environments, logs_of(program), rules)
+        code = supervise(process_command(program), group.environments, logs_of(program), rules)
     # No memory for another process, or no temporary folder.
     except OSError as error:
         print(
@@ -141,7 +144,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="between asking a process to end and ending it; 5",
     )
-    what = "what each runs: FILE.py key=value ...; without a file it is tunix-lite train"
+    what = "what each runs: FILE.py key=value ..., or evaluate ...; else it is tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     return parser.parse_args(arguments)
 
@@ -386,10 +389,14 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
-def training_command(program: list[str]) -> list[str]:
-    """The command that each process runs; without a file it is `tunix-lite train`."""
-    is_file = bool(program) and program[0].endswith(".py")
-    module = [] if is_file else ["-m", "tunix_lite", "train"]
+def process_command(program: list[str]) -> list[str]:
+    """The command that each process runs; without a file or a command it is `tunix-lite train`."""
+    first = program[0] if program else ""
+    module = ["-m", "tunix_lite"]
+    if first.endswith(".py"):
+        module = []
+    elif first not in COMMANDS:
+        module += ["train"]
     return [sys.executable, *module, *program]
 
 

@@ -7,10 +7,11 @@ run does not have shows nothing. WEIGHTS orders the findings: causes before what
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tunix_lite.report.evidence import Evidence, Series, shortened
+from tunix_lite.report.evidence import MOST_NUMBER, Evidence, Series, shortened
 
 # What a finding weighs. A cause weighs more than its symptoms: a run at a temperature of 5 has cut
 # completions and no rewards, too.
@@ -164,17 +165,30 @@ SMALL_STEP = 2e-7
 
 def relative_step(run: Evidence) -> Series | None:
     """Root mean square of an update's elements over that of weights, by step: rms of the update
-    times sqrt(embed_dim). None for adapters, whose number is not known here."""
+    times sqrt(embed_dim).
+
+    Of adapters it is what they add to a weight over its size. `a` is drawn uniformly within 1 /
+    sqrt(inputs) and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times
+    1 / sqrt(inputs), the size of the weight. None where the files do not have the numbers.
+    """
     moved = run.series("train/update_norm")
-    parameters = run.status.get("parameters")
-    width = run.architecture.get("embed_dim")
     rank = run.number("model.lora.rank", 0)
-    if moved is None or rank or type(parameters) is not int or type(width) is not int:
+    name = "trained_parameters" if rank else "parameters"
+    count = run.status.get(name)
+    width = run.architecture.get("embed_dim")
+    if moved is None or not _is_count(count) or not _is_count(width):
         return None
-    if parameters < 1 or width < 1:
-        return None
-    factor = np.sqrt(width / parameters)
+    factor = np.sqrt(width / count)
+    if rank:
+        alpha = run.number("model.lora.alpha", 0.0)
+        if not _is_count(rank) or alpha <= 0:
+            return None
+        factor = alpha / rank * np.sqrt(rank / 3 / count)
     return Series("update / weights", moved.steps, moved.values * factor)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < MOST_NUMBER
 
 
 def step_too_large(run: Evidence) -> Finding | None:

@@ -351,6 +351,8 @@ def run_metadata(run: RunConfig, parts: Parts) -> dict:
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
+        # of adapters, those alone
+        "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
         "versions": {
             "tunix_lite": __version__,
             "jax": jax.__version__,
