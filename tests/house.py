@@ -312,16 +312,14 @@ def local_names(node: ast.AST) -> set[str]:
 
 @dataclass(frozen=True)
 class Size:
-    lines: int
-    tokens: int
+    lines: int  # with docstrings, comments and blank lines
+    code: int  # lines of code, without them
+    tokens: int  # without comments; a docstring as one
     files: int
 
 
 def path_size(path: Sequence[tuple[str, str]], root: Path = ROOT) -> Size:
-    """What the functions of a path come to. A line counts once, though a class and its method are both in the table.
-
-    Lines are counted with docstrings, comments and blank lines; tokens without comments, a docstring as one.
-    """
+    """What the functions of a path come to. A line counts once, though a class and its method are both in the table."""
     wanted = defaultdict(set)
     for file, name in path:
         if not (root / file).is_file():
@@ -329,8 +327,9 @@ def path_size(path: Sequence[tuple[str, str]], root: Path = ROOT) -> Size:
         source = read(root / file)
         node = definition(source, name) if name else None
         wanted[source.path] |= set(range(node.lineno, node.end_lineno + 1) if node else range(1, len(source.lines) + 1))
+    code = sum(len(lines & read(file).code_lines) for file, lines in wanted.items())
     words = sum(token.start[0] in lines for file, lines in wanted.items() for token in read(file).words)
-    return Size(sum(map(len, wanted.values())), words, len(wanted))
+    return Size(sum(map(len, wanted.values())), code, words, len(wanted))
 
 
 # ---- the table
@@ -366,12 +365,15 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     yield "fit: lines", "126", "", f"{num_lines(loop)}"
     yield "fit: statements", "", "<= 20", f"{statements(loop)}"
     yield "fit: locals", "50", "<= 15", f"{len(local_names(loop))}"
-    yield "strict path: lines", "362", "<= 260", f"{strict.lines}"
+    yield "strict path: lines", "362", "", f"{strict.lines}"
+    yield "strict path: lines of code", "", "", f"{strict.code}"
     yield "strict path: tokens", "3,703", "<= 2,700", f"{strict.tokens:,}"
     yield "strict path: files", "8", "", f"{strict.files}"
     yield "from train: lines", "", "<= 260", f"{inner.lines}"
+    yield "from train: lines of code", "", "<= 260", f"{inner.code}"
     yield "from train: tokens", "", "<= 2,700", f"{inner.tokens:,}"
     yield "honest path: lines", "1,214", "", f"{honest.lines:,}"
+    yield "honest path: lines of code", "", "", f"{honest.code:,}"
     yield "honest path: tokens", "10,531", "<= 7,500", f"{honest.tokens:,}"
     yield "honest path: files", "16", "<= 12", f"{honest.files}"
 
@@ -379,10 +381,10 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
 def parts(root: Path) -> Iterator[str]:
     """What the figures of the table are made of, in lines to print."""
     for title, path in (("strict path", STRICT_PATH), ("the rest of the honest path", HONEST_PATH[len(STRICT_PATH) :])):
-        yield f"\n{title}: lines, tokens"
+        yield f"\n{title}: lines, of code, tokens"
         for file, name in path:
             size = path_size([(file, name)], root)
-            yield f"{size.lines:6} {size.tokens:6,}  {file} {name}"
+            yield f"{size.lines:6} {size.code:6} {size.tokens:6,}  {file} {name}"
     sources = package(root)
     for title, places in (
         ("tuple-packed assignments", packed_assignments(sources)[0]),

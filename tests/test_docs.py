@@ -570,3 +570,10 @@ def test_the_licence_that_is_named_is_there():
     text = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
     assert [f"{n}. " in text for n in range(1, 10)] == [True] * 9
+
+
+def test_every_test_that_the_page_of_mistakes_names_is_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/references/mistakes.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        assert test in python_names(ROOT / "tests" / file), f"{file}::{test}"

@@ -105,9 +105,11 @@ def test_statements_and_locals_are_counted_at_any_depth(sources):
 
 def test_a_path_counts_each_line_once_and_names_what_moved(sources, tmp_path):
     whole, method = ("tunix_lite/one.py", "Noun"), ("tunix_lite/one.py", "Noun.method")
-    assert house.path_size([method], tmp_path) == house.Size(lines=2, tokens=8 + 5, files=1)
-    assert house.path_size([whole, method], tmp_path) == house.Size(6, 3 + 8 + 5 + 8 + 2, 1)
+    assert house.path_size([method], tmp_path) == house.Size(lines=2, code=2, tokens=8 + 5, files=1)
+    assert house.path_size([whole, method], tmp_path) == house.Size(6, 5, 3 + 8 + 5 + 8 + 2, 1), "line 22 is blank"
     assert house.path_size([method, ("tunix_lite/room/other.py", "")], tmp_path).files == 2
+    shown = house.path_size([("tunix_lite/one.py", "shown")], tmp_path)
+    assert (shown.lines, shown.code) == (11, 7), "a docstring, a comment and two blank lines are no code"
     with pytest.raises(LookupError, match="one.py has no Noun.gone any more: correct the table"):
         house.path_size([("tunix_lite/one.py", "Noun.gone")], tmp_path)
     with pytest.raises(LookupError, match="gone.py is not there any more: correct the table"):

@@ -20,6 +20,7 @@ from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.commands import program
 from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
@@ -29,7 +30,10 @@ from tunix_lite.planning.machine import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.planning.programs import policy_of
 from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.runs.fingerprint import fingerprint
+from tunix_lite.runs.setup import check_resumed, find_parts, write_fingerprint
 from tunix_lite.tasks.sources import Jsonl
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 from tunix_lite.types import Batch, Rollout, TokenScores
 
@@ -245,3 +249,30 @@ def test_a_teacher_of_other_tokens_is_refused():
 def test_wrong_settings_of_a_teacher_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_teacher_that_changed_between_two_starts_is_noticed(tmp_path):
+    """By the digest of its weights in fingerprint.json; the fingerprint of an earlier version has none, and resumes."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(source.BUNDLED, folder)
+    run = compose(["algorithm=distill", f"algorithm.teacher.weights={folder}", *QUICK])
+    parts = find_parts(run)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    write_fingerprint(run, parts, run_dir)
+    assert check_resumed(parts, run_dir) == ""
+    (weights,) = folder.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match="frozen_weights.teacher: .* here, .* there"):
+        check_resumed(parts, run_dir)
+
+    # of an earlier version, which knew settings alone
+    kept = json.loads(run_dir.fingerprint.read_text())
+    del kept["frozen_weights"]
+    run_dir.fingerprint.write_text(json.dumps(kept))
+    assert check_resumed(parts, run_dir) == ""
+    # a run without a teacher has the fingerprint that it always had
+    plain = compose(QUICK)
+    assert "frozen_weights" not in fingerprint(plain, parts.model, 4)

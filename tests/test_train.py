@@ -31,6 +31,7 @@ from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs import session, watch
+from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.replay import nearest_before, relative_distance, replay_step
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
@@ -670,6 +671,25 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling(t
 def test_a_group_is_sampled_at_a_temperature_above_0(tmp_path):
     with pytest.raises(ConfigError, match="generation: temperature=0.0 must be above 0: a group needs completions"):
         train(compose([*SHORT, "generation.temperature=0"]), tmp_path)
+
+
+def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, monkeypatch):
+    """vllm#14483: rewards rose with one sampler and not with another, and nothing was said."""
+    really = Learner.policy_params
+
+    def stale(self, state):
+        params = really(self, state)
+        return jax.tree.map(lambda x: x[..., ::-1], params) if int(state.step) == 1 else params
+
+    monkeypatch.setattr(Learner, "policy_params", stale)
+    run = compose([*SHORT, "training.save_interval_steps=1", "evaluation.num_examples=0", "training.max_steps=2"])
+    with pytest.raises(RunFailed, match=r"step 2: .* differ by [\d.]+ nats a token .* training.max_sampler_gap=0.5 is"):
+        train(run, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [1], "what was learned from it is not kept"
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    rows = lines(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["train/sampler_gap_max"] < 1e-4 and rows[1]["train/sampler_gap"] > 0.5
 
 
 def test_bfloat16_compute_trains(tmp_path):

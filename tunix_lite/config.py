@@ -88,6 +88,9 @@ class TrainingConfig:
     grace_seconds: float = 30.0
     # updates that are not finite, and are not made, until the run gives up
     max_skipped_in_a_row: int = 3
+    # nats a token that sampler and trainer may disagree by in the first update of a rollout; beyond
+    # it the run stops; null: no limit
+    max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -164,6 +167,10 @@ class TrainingConfig:
             raise ValueError(
                 f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give"
             )
+        if self.max_sampler_gap is not None and not self.max_sampler_gap > 0:
+            raise ValueError(
+                f"max_sampler_gap={self.max_sampler_gap} must be above 0, or null for no limit"
+            )
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -197,6 +204,7 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
 

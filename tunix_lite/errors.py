@@ -1,4 +1,4 @@
-"""The two errors that a user reads: wrong settings, and a run that failed."""
+"""The errors that a user reads: wrong settings, and a run that failed."""
 
 import contextlib
 import re
@@ -13,6 +13,11 @@ class ConfigError(ValueError):
 class RunFailed(ValueError):
     """A run that failed for another reason than its settings: the same command may succeed another
     time."""
+
+
+class SamplerFault(RunFailed):
+    """The sampler and the trainer disagree about the tokens that the sampler drew: one of the two
+    programs, or its weights, is wrong. Nothing that was computed since is worth keeping."""
 
 
 @contextlib.contextmanager

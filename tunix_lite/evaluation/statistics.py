@@ -146,6 +146,18 @@ def estimate(
     return Estimate(float(values_E.mean()), float(low), float(high))
 
 
+def wilson(share: float, count: int, z: float = 1.959964) -> Estimate:
+    """The interval of a share of `count` examples, where only the share is known (Wilson's score
+    interval). z: of the level, 1.96 for 95 %. Raises ValueError without examples."""
+    if count < 1:
+        raise ValueError(f"a share of {count} examples has no interval")
+    denominator = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / denominator
+    variance = share * (1 - share) / count + z * z / (4 * count * count)
+    reach = z * math.sqrt(variance) / denominator
+    return Estimate(share, max(middle - reach, 0.0), min(middle + reach, 1.0))
+
+
 def _resampled_means(values_E: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """[resamples] float64: means of as many examples, drawn with replacement."""
     rng = np.random.default_rng(seed)

@@ -64,6 +64,22 @@ def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
 
     Anchors are refused: a few lines of them stand for more than fits into memory.
     """
+    found = _parsed_yaml(file, most)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} does not hold a mapping")
+    return found
+
+
+def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
+    """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError, beginning
+    with the file."""
+    found = _parsed_yaml(file, most)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{file} does not hold a list of texts")
+    return found
+
+
+def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
         _check_yaml(text)
@@ -71,8 +87,6 @@ def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
     # ValueError: a number of too many digits, a date that is none
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} does not hold a mapping")
     return found
 
 

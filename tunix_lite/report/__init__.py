@@ -1,1 +1,1 @@
-"""What a run comes to, from the files in its folder: findings, figures and pages."""
+"""What a run comes to, from the files in its folder: findings, figures and pages of them."""

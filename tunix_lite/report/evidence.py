@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import parse_object, read_lines, read_object, read_yaml
+from tunix_lite.files.untrusted import (
+    parse_object,
+    read_lines,
+    read_object,
+    read_yaml,
+    read_yaml_texts,
+)
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir
@@ -18,6 +24,8 @@ MOST_STEPS = 100_000
 # most files of samples/ that are looked at, the first ones and the last ones; and lines of each
 MOST_FILES = 8
 MOST_SAMPLES = 4096
+# most bytes of a file of samples/ that are looked at
+MOST_SAMPLE_BYTES = 24 * 2**20
 # no setting, and no metric that counts something, is as large as this
 MOST_NUMBER = 1e18
 
@@ -174,7 +182,7 @@ def read_evidence(folder: Path) -> Evidence:
         settings=_read_settings(run_dir, unread),
         rows=rows,
         evaluations=evaluations,
-        samples=_read_samples(folder / "samples", unread),
+        samples=_read_samples(folder, unread),
         status=status,
         architecture=architecture if isinstance(architecture, dict) else {},
         unread=unread,
@@ -221,18 +229,13 @@ def _read_metrics(run_dir: RunDir, unread: list[str]) -> tuple[list[dict], list[
 
 def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
     """The lines of the first and the last files of samples/."""
-    steps = {}
-    for file in folder.glob("step_*.jsonl") if folder.is_dir() else ():
-        digits = file.stem.removeprefix("step_")
-        if digits.isascii() and digits.isdecimal() and len(digits) < 19:
-            steps[int(digits)] = file
-    chosen = sorted(steps)
+    chosen = sample_steps(folder)
     if len(chosen) > MOST_FILES:
         chosen = chosen[: MOST_FILES // 2] + chosen[-MOST_FILES // 2 :]
     found = {}
     for step in chosen:
         try:
-            rows = _sample_rows(steps[step])
+            rows = read_sample_file(folder, step)
         except ValueError as error:
             unread.append(escaped(str(error)))
             continue
@@ -241,17 +244,34 @@ def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
     return found
 
 
-def read_sample_file(folder: Path, step: int) -> list[dict] | None:
-    """The completions of a step, as samples/ has them; None if there is no file of it. Raises
-    ValueError."""
-    file = folder / "samples" / f"step_{step:06d}.jsonl"
+def sample_steps(folder: Path, name: str = "step") -> list[int]:
+    """The steps that samples/ has a file of, in order. name: `evaluation` for its completions."""
+    samples = folder / "samples"
+    steps = set()
+    for file in samples.glob(f"{name}_*.jsonl") if samples.is_dir() else ():
+        digits = file.stem.removeprefix(f"{name}_")
+        if digits.isascii() and digits.isdecimal() and len(digits) < 19:
+            steps.add(int(digits))
+    return sorted(step for step in steps if _sample_file(folder, step, name).is_file())
+
+
+def _sample_file(folder: Path, step: int, name: str) -> Path:
+    return folder / "samples" / f"{name}_{step:06d}.jsonl"
+
+
+def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] | None:
+    """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
+    is no file of it. Only the first MOST_SAMPLES lines and MOST_SAMPLE_BYTES. Raises ValueError."""
+    file = _sample_file(folder, step, name)
     return _sample_rows(file) if file.is_file() else None
 
 
 def _sample_rows(file: Path) -> list[dict]:
     rows = []
+    num_bytes = 0
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
-        if number > MOST_SAMPLES or not is_whole:
+        num_bytes += len(line)
+        if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
             row = parse_object(line.decode("utf-8"), "the line")
@@ -259,6 +279,33 @@ def _sample_rows(file: Path) -> list[dict]:
             raise ValueError(f"{file}: line {number} cannot be read ({error})") from error
         rows.append(row)
     return rows
+
+
+def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
+    """What the command line of the run gave, as Hydra kept it; None: no Hydra, or not readable."""
+    file = folder / ".hydra" / "overrides.yaml"
+    if not file.exists():
+        return None
+    try:
+        return read_yaml_texts(file, MOST_SETTINGS)
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return None
+
+
+def read_plan(folder: Path, unread: list[str]) -> dict:
+    """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
+    found = _read(unread, folder / "plan.json", read_object)
+    plans = found.get("plans")
+    if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
+        return {}
+    return plans[0] | {"capacity_bytes": found.get("capacity_bytes")}
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps that checkpoints/ has a folder of, in order; whether they are whole is not seen."""
+    names = [path.name for path in RunDir(folder).checkpoints.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
 def shortened(text: Any, most: int = 60) -> str:

@@ -8,8 +8,9 @@ long and how often.
 import dataclasses
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import flax
 import jax
@@ -30,16 +31,24 @@ SHOWN = 8
 LONGEST = 400
 
 
-def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1) -> dict:
+def fingerprint(
+    run: RunConfig,
+    model: FoundModel,
+    prompts: int,
+    shards: int = 1,
+    frozen_models: Mapping[str, FoundModel] = MappingProxyType({}),
+) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
 
-    prompts: of an update. shards: of the batch (fsdp). Settings have only the names of data files;
-    digests of what the files hold are in `data`.
+    prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
+    as a teacher. Settings have only the names of data files and of folders with weights; digests of
+    what they hold are in `data`, `weights` and `frozen_weights`.
     """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
     return {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.weights_digest(model),
+        **_frozen_weights(frozen_models),
         "algorithm": plain(run.algorithm),
         "task": _task(run),
         "data": digest_of_data(run.task.source),
@@ -59,6 +68,12 @@ def fingerprint(run: RunConfig, model: FoundModel, prompts: int, shards: int = 1
             "python": platform.python_version(),
         },
     }
+
+
+def _frozen_weights(frozen_models: Mapping[str, FoundModel]) -> dict:
+    """Only where there are any: earlier versions kept no such digests."""
+    digests = {name: source.weights_digest(found) for name, found in frozen_models.items()}
+    return {"frozen_weights": digests} if digests else {}
 
 
 def _task(run: RunConfig) -> dict:
@@ -119,8 +134,8 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
 
     Another model cannot be forced: its checkpoint means something else. Other versions of libraries
     only change digits. A setting that an earlier version did not have is compared with its default.
-    Of the data, and of how special tokens in it are read, earlier versions kept nothing: nothing is
-    compared.
+    Of the data, of how special tokens in it are read, and of the weights of teachers, earlier
+    versions kept nothing: nothing is compared.
     """
     found = dict(differences(_known_then(ours, theirs), theirs))
     versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
@@ -144,7 +159,9 @@ def _known_then(ours: dict, theirs: dict) -> dict:
     task = theirs.get("task")
     if isinstance(task, dict) and "special_tokens_in_data" not in task:
         kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
-    return kept if "data" in theirs else _without(kept, "data")
+    for name in ("data", "frozen_weights"):
+        kept = kept if name in theirs else _without(kept, name)
+    return kept
 
 
 def _without_new_defaults(ours: dict, theirs: dict) -> dict:

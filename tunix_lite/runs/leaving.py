@@ -12,7 +12,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
-from tunix_lite.errors import is_of_a_peer
+from tunix_lite.errors import SamplerFault, is_of_a_peer
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import is_number, read_rows
@@ -90,9 +90,9 @@ class Unfinished:
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Whether devices, memory, the disk of the run, another process, or numbers that are not finite
-    are behind it."""
-    kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError)
+    """Whether devices, memory, the disk of the run, another process, a sampler that is wrong, or
+    numbers that are not finite are behind it."""
+    kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError, SamplerFault)
     return trouble(error, folder) is not None or any(
         isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
     )
@@ -163,6 +163,17 @@ def diverged(
         "too high is the usual cause; next a reward or a loss of your own that divides by zero. "
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
+    )
+
+
+def sampler_fault(step: int, gap: float, most: float) -> str:
+    """Why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
+    return (
+        f"step {step}: the trainer gives the sampler's tokens log-probabilities that differ by "
+        f"{gap:.3g} nats a token on average; training.max_sampler_gap={most:g} is the limit, and "
+        "rounding in bfloat16 is below 0.01. The weights that sample, or one of the two programs, "
+        "are wrong, so the update is not kept. If that is what you want: "
+        "training.max_sampler_gap=null"
     )
 
 

@@ -33,7 +33,7 @@ from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.samples import advantage_metrics, advantages_of, sample_rows
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts, check_resumed, find_parts
+from tunix_lite.runs.setup import Parts, check_resumed, download_frozen, find_parts
 from tunix_lite.tracking.console import OUR_PARTS, Console
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
@@ -160,10 +160,12 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
     parts = find_parts(run)
     with error_context(""):
         model = source.download(parts.model)
-    differs = check_resumed(run, model, parts.batch, run_dir)
+    parts = replace(parts, model=model)
+    parts = replace(parts, frozen_models=download_frozen(parts))
+    differs = check_resumed(parts, run_dir)
     with error_context("replay"):
         reference = find_reference(run, model, run_dir, run_dir.checkpoints)
-    parts = replace(parts, model=model, reference=reference, differs=differs)
+    parts = replace(parts, reference=reference, differs=differs)
     if began:
         parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
     return parts, began

@@ -17,6 +17,7 @@ from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
+from tunix_lite.report.write import report_at_end
 from tunix_lite.runs.leaving import saved
 from tunix_lite.runs.setup import (
     Parts,
@@ -152,6 +153,7 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
         raise
     status = session.status
     status.write("stopped" if status.stopped else "completed")
+    _write_report(session)
     for text, style in status.closing_lines(resume_hint):
         session.console.say(text, style=style)
 
@@ -199,3 +201,12 @@ def _failed(session: Session, error: BaseException) -> None:
         session.status.write(word, error=f"{type(error).__name__}: {error}")
         text = f"{word} after step {session.status.steps}; {saved(session.run_dir)}"
         session.console.say(text, style="red")
+    _write_report(session)
+
+
+def _write_report(session: Session) -> None:
+    """report.html and report.md of what the folder holds now, if they are asked for."""
+    if session.run.tracking.report and session.run_dir.is_first:
+        # A signal that is sent twice must not end a run that has ended already.
+        with session.stopping:
+            report_at_end(session.run_dir.path, session.console.say)

@@ -169,22 +169,29 @@ def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
     resume_from = resume_from_folder(run, run_dir)
     with error_context(""):
         model = source.download(parts.model)
-    frozen_models = {}
-    for name, found in parts.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
-            frozen_models[name] = source.download(found)
-    parts = replace(parts, model=model, resume_from=resume_from, frozen_models=frozen_models)
+    parts = replace(parts, model=model, resume_from=resume_from)
+    parts = replace(parts, frozen_models=download_frozen(parts))
 
     # Which run made the checkpoints, and whether its files are whole.
     differs = ""
     damaged = ""
     if resume_from is not None:
-        differs = check_resumed(run, model, parts.batch, RunDir(resume_from.parent))
+        differs = check_resumed(parts, RunDir(resume_from.parent))
     if resume_from == run_dir.checkpoints:
         damaged = check_own_files(run, run_dir)
     with error_context("resume"):
         reference = find_reference(run, model, run_dir, resume_from)
     return replace(parts, reference=reference, differs=differs, damaged=damaged)
+
+
+def download_frozen(parts: Parts) -> dict[str, FoundModel]:
+    """The frozen models of the algorithm, by name, with their weights on this machine. Raises
+    ConfigError."""
+    downloaded = {}
+    for name, found in parts.frozen_models.items():
+        with error_context(f"algorithm.{name}"):
+            downloaded[name] = source.download(found)
+    return downloaded
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
@@ -251,9 +258,10 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     return "; ".join(found)
 
 
-def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: RunDir) -> str:
+def check_resumed(parts: Parts, earlier: RunDir) -> str:
     """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
-    if it may not."""
+    if it may not. All weights of `parts` are on this machine."""
+    run = parts.resolved.run
     with error_context("resume"):
         try:
             theirs = read_fingerprint(earlier.fingerprint)
@@ -263,7 +271,7 @@ def check_resumed(run: RunConfig, model: FoundModel, batch: BatchPlan, earlier: 
                     f"{error}; resume.force=true goes on from them all the same"
                 ) from error
             return str(error)
-        ours = json.loads(json.dumps(fingerprint(run, model, batch.prompts, batch.fsdp)))
+        ours = json.loads(json.dumps(_fingerprint_of(run, parts)))
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
 
 
@@ -274,9 +282,14 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
     fingerprint; both runs can still resume.
     """
-    ours = fingerprint(run, parts.model, parts.batch.prompts, parts.batch.fsdp)
+    ours = _fingerprint_of(run, parts)
     run_dir.write_json(run_dir.fingerprint, ours)
     run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+
+
+def _fingerprint_of(run: RunConfig, parts: Parts) -> dict:
+    batch = parts.batch
+    return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
 def startup_summary(

@@ -16,7 +16,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
-from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.models import source
 from tunix_lite.planning import report
@@ -30,7 +30,14 @@ from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.hints import GroupsHint
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.leaving import Unfinished, diverged, is_due, loss_numbers, unmeasured
+from tunix_lite.runs.leaving import (
+    Unfinished,
+    diverged,
+    is_due,
+    loss_numbers,
+    sampler_fault,
+    unmeasured,
+)
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
@@ -157,8 +164,9 @@ class Watch:
 
         Metrics and their log, then peers and signals, then status and checkpoint. Raises
         FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
-        end of a rollout: it saves the state first, if it can. Raises RunFailed if an observer or a
-        reward fails, StopRun if a signal ends the evaluation.
+        end of a rollout: it saves the state first, if it can. Raises SamplerFault if sampler and
+        trainer disagree by more than training.max_sampler_gap, RunFailed if an observer or a reward
+        fails, StopRun if a signal ends the evaluation.
         """
         session = self.session
         self.state = done.state
@@ -169,6 +177,7 @@ class Watch:
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
+        self.check_sampler(done, metrics)
         metrics |= self.observed(done)
         if self.is_due(done.step, session.run.evaluation.interval_steps):
             metrics |= self.evaluated()
@@ -265,6 +274,25 @@ class Watch:
 
     def is_due(self, step: int, every: int) -> bool:
         return is_due(step, every, self.session.run.training.max_steps)
+
+    def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
+        """Raises SamplerFault if sampler and trainer disagree about the tokens of a rollout.
+
+        In the first update of a rollout both have the same weights, so that only rounding may
+        differ. Where old_logprobs=sampled the two distributions differ on purpose.
+        """
+        most = self.session.run.training.max_sampler_gap
+        algorithm = self.session.run.algorithm
+        cuts_off = getattr(algorithm, "old_logprobs", "whole") == "sampled"
+        is_first = bool(done.experience.metrics)
+        if most is None or cuts_off or not is_first or "train/sampler_gap" not in metrics:
+            return
+        # where old_logprobs=rescored the trainer's own are compared before the update
+        total = float(np.sum(done.experience.batch.loss_weight))
+        gap = metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0))
+        if gap > most:
+            self.log(done.step, metrics)
+            raise SamplerFault(sampler_fault(done.step, gap, most))
 
     # ---- what is written
 
