@@ -59,6 +59,7 @@ from tunix_lite.rewards import (
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.puzzles import (
     boolean,
     countdown,
@@ -113,6 +114,7 @@ GROUPS = (
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
+    Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),

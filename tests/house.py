@@ -100,7 +100,7 @@ HONEST_PATH = (
     ("tunix_lite/tasks/grading.py", "values_of"),
     ("tunix_lite/algorithms/grpo.py", "GRPO"),
     ("tunix_lite/algorithms/gains.py", "corrected_gain"),
-    ("tunix_lite/runs/experience.py", "FreshExperience._with_more_rounds"),
+    ("tunix_lite/runs/experience.py", "FreshExperience._examples"),
     ("tunix_lite/runs/experience.py", "FreshExperience._mini_batch"),
     ("tunix_lite/learner/policy.py", "_gathered"),
     ("tunix_lite/learner/micro_batches.py", "_by_shard"),

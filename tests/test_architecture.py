@@ -59,6 +59,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "rewards.pool",
         "rollout.settings",
         "seeds",
+        "tasks.curriculum",
         "tasks.task",
     },
     "planning": {

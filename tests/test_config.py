@@ -44,6 +44,7 @@ from tunix_lite.parallel.mesh import RULES, ShardingConfig
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.fingerprint import check_same_run, read_fingerprint
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 
@@ -72,6 +73,7 @@ KINDS = {
     "optimizer/muon": MuonConfig,
     "optimizer/lion": LionConfig,
     "optimizer/sgd": SGDConfig,
+    "curriculum": CurriculumConfig,
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,

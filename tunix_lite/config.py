@@ -30,6 +30,7 @@ from tunix_lite.plain_text import shown
 from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
 
 # ---- the settings of a run, one class per folder of conf/
@@ -231,6 +232,7 @@ class RunConfig:
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
     task: TaskConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -280,6 +282,12 @@ def check_together(run: RunConfig) -> None:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
     check_loss(run.algorithm)
+    if run.curriculum.is_on and run.algorithm.needs_demonstrations:
+        raise ValueError(
+            "curriculum: pass rates are of completions, and this algorithm learns from "
+            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
+            "'curriculum.levels=[]'"
+        )
     declared = reduction_of(run.algorithm)
     if declared not in (None, *LOSS_REDUCTIONS) or (
         declared is None and run.training.packing != "none"

@@ -22,6 +22,7 @@ from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.runs import resume
+from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.throughput import timed
@@ -51,6 +52,8 @@ class Learner:
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
+    # which prompts are asked
+    curriculum: RunCurriculum | EveryPrompt
     # of the step under way: what parts of collecting took, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
@@ -86,6 +89,7 @@ def build_learner(session: Session) -> Learner:
             session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
     state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
+    curriculum = resume.restored_curriculum(run, parts, int(state.step))
 
     frozen_models = {}
     for name, found in parts.frozen_models.items():
@@ -111,6 +115,7 @@ def build_learner(session: Session) -> Learner:
         stopping=session.stopping,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
+        curriculum=curriculum,
         seconds=seconds,
     )
 

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import jax
@@ -25,6 +25,7 @@ from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -152,7 +153,19 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
             )
         for name in learned:
             task.demonstrations(answered_by(first, name))
+    check_levels(run, task)
     return data
+
+
+def check_levels(run: RunConfig, task: Task) -> None:
+    """Raises ConfigError if the task cannot be asked at a level of the curriculum."""
+    for i in range(len(run.curriculum.levels)):
+        with error_context(f"curriculum.levels[{i}]"):
+            if any(one.name == "source" and not one.init for one in fields(run.task)):
+                raise ValueError("levels are settings of task.source, which a task of files lacks")
+            of_level = source_of_level(run.task.source, run.curriculum, i)
+            asked = replace(task, config=replace(run.task, source=of_level))
+            check_all_rows(asked, False, 0)
 
 
 def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
@@ -316,6 +329,8 @@ def startup_summary(
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.data:
         rows.append(("data", parts.data))
+    if run.curriculum.is_on:
+        rows.append(("curriculum", run.curriculum.words()))
     resolved = parts.resolved
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths

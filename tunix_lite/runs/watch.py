@@ -317,7 +317,8 @@ class Watch:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
         may be written after it."""
         session = self.session
-        self.checkpoints.save(self.state, self.accuracy, self.skipped)
+        known = self.learner.curriculum.at(int(self.state.step))
+        self.checkpoints.save(self.state, self.accuracy, self.skipped, known)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.run, session.parts, session.run_dir)

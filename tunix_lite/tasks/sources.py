@@ -7,7 +7,7 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -37,7 +37,7 @@ def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) ->
         if key not in examples.known:
             examples.known[key] = ReadAhead(examples, batch_size, seed)
         return examples.known[key].batch(step)
-    order = _order(examples, seed)
+    order = order_of(examples, seed)
     return [examples[order[step * batch_size + i]] for i in range(batch_size)]
 
 
@@ -46,7 +46,7 @@ class ReadAhead:
     while the run makes a step. Any other batch can be asked for, too."""
 
     def __init__(self, examples: Sequence[dict], batch_size: int, seed: int):
-        self._dataset = _order(examples, seed).map(lambda i: examples[int(i)])
+        self._dataset = order_of(examples, seed).map(lambda i: examples[int(i)])
         self._batch_size = batch_size
         self._next_step: int | None = None
         self._iterator: Any = None
@@ -81,7 +81,7 @@ def fitting_batch_at(
     batch on, that fits and that the batch does not hold. `length` is example -> tokens. Raises
     ValueError if too few fit, of all examples or of the first that are looked at.
     """
-    order = _order(examples, seed)
+    order = order_of(examples, seed)
     at = (step + 1) * batch_size
     chosen = [order[i] for i in range(at - batch_size, at)]
     # of all examples looked at, each once
@@ -126,7 +126,36 @@ def first_fitting(
     return fitting
 
 
-def _order(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+class Walk:
+    """Goes through an order of examples from a position on, each example at most once, until all
+    were seen; through few of them, `count` positions, though they come again.
+
+    Example: `for position, place in Walk(order_of(examples, seed), 0, len(examples), 16): ...`;
+    after a `break`, `position` is where the next walk begins.
+    """
+
+    def __init__(self, order: Sequence[int], position: int, num_examples: int, count: int):
+        self.position = position
+        self._order = order
+        self._num_examples = num_examples
+        self._count = count
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """(position in the order, number of the example)."""
+        seen = set()
+        few = self._num_examples < self._count
+        end = self.position + (self._count if few else 2 * self._num_examples)
+        while self.position < end and (few or len(seen) < self._num_examples):
+            position = self.position
+            place = int(self._order[position])
+            self.position += 1
+            if few or place not in seen:
+                seen.add(place)
+                yield position, place
+
+
+def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 

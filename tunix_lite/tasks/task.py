@@ -209,6 +209,8 @@ class Task:
     # who takes the same batches and shares the grades; alone, while settings may still be wrong
     processes: Processes = ALONE
     step: int = 0  # the number of the update, which weights of rewards may depend on
+    # gets all that is graded, such as groups of which the algorithm keeps none
+    on_graded: Callable[[Graded], None] | None = None
 
     def at_step(self, step: int) -> "Task":
         """The task as it grades for update number `step` (from 0): with the weights of then."""
@@ -322,6 +324,12 @@ class Grader:
         dropped, or if processes graded other completions; StopRun if the run was asked to stop
         while it waited.
         """
+        graded = self._graded(rollout)
+        if self.task.on_graded is not None:
+            self.task.on_graded(graded)
+        return graded
+
+    def _graded(self, rollout: Rollout) -> Graded:
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         for row in range(len(self.examples)):

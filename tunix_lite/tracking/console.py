@@ -52,6 +52,7 @@ OUR_PARTS = (
     "advantage",
     "completions",
     "prompts",
+    "curriculum",
     "rollout",
     "sampler",
     "time",
