@@ -287,7 +287,7 @@ def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     if not file.exists():
         return None
     try:
-        return read_yaml_texts(file, MOST_SETTINGS)
+        return read_yaml_texts(file)
     except ValueError as error:
         unread.append(escaped(str(error)))
         return None
