@@ -23,8 +23,9 @@ project = "tunix_lite"
 author = "the tunix_lite authors"
 version = release = tunix_lite.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "generated", "Thumbs.db", ".DS_Store"]
 

@@ -35,9 +35,10 @@ from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.planning import report
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.resolved import check_generation, check_model_divides
-from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
 
@@ -125,6 +126,12 @@ ALL_COMMANDS = [(page, command) for page in LIVING for command in commands(page)
 # ---- commands
 
 
+def of_readme(language: str) -> str:
+    """The README's only block of a language."""
+    [body] = [body for name, _, body in blocks(ROOT / "README.md") if name == language]
+    return body
+
+
 @pytest.fixture
 def with_the_example(monkeypatch, tmp_path):
     """What a reader of docs/extend has: its files next to run_training.py and its YAML in conf/."""
@@ -133,6 +140,7 @@ def with_the_example(monkeypatch, tmp_path):
             copy = tmp_path / file.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(file.read_text())
+    (tmp_path / "model" / "deep.yaml").write_text(of_readme("yaml"))
     monkeypatch.setattr(program, "conf_dir", lambda: tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.chdir(EXAMPLE)
@@ -379,10 +387,32 @@ def test_pages_are_plain_to_read_and_name_no_machine(page):
 
 
 def test_readme_quotes_its_reward_from_the_example(with_the_example):
-    bodies = {language: body for language, _, body in blocks(ROOT / "README.md")}
-    assert bodies["python"].strip() in (EXAMPLE / "my_rewards.py").read_text()
-    rewards = build(dict[str, Reward], yaml.safe_load(bodies["yaml"])["rewards"], "rewards")
-    assert rewards["few_words"].fn("one two three", {}) == 1.0
+    assert of_readme("python").strip() in (EXAMPLE / "my_rewards.py").read_text()
+    [command] = [c for c in commands(ROOT / "README.md") if "my_rewards" in c]
+    task = program.compose(of_a_run(shlex.split(command))).task
+    assert task.rewards["few_words"].fn("one two three", {}) == 1.0
+    assert task.rewards["few_words"].fn("word " * 31, {}) == 0.0
+
+
+def test_readme_is_one_screen_after_another():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_readme_shows_what_plan_prints(with_the_example):
+    """Every line that README shows is a line of the command above it; `...` stands for what is left out."""
+    [command] = [c for c in commands(ROOT / "README.md") if "tunix-lite plan" in c]
+    [shown] = [body for language, _, body in blocks(ROOT / "README.md") if language == "text"]
+    name, overrides = of_a_program(shlex.split(command))
+    values = program.compose_values(overrides, of=(f"+command={name}",))
+    settings = build(PlanConfig, {f.name: values.pop(f.name) for f in dataclasses.fields(PlanConfig)})
+    printed = [plain(line) for line in report.short_form(make_plans(build(RunConfig, values), settings, overrides))]
+    for line in map(plain, shown.splitlines()):
+        before, _, after = line.partition("... ")
+        assert any(text.startswith(before) and text.endswith(after) for text in printed), line
+
+
+def plain(line: str) -> str:
+    return " ".join(line.split())
 
 
 # ---- the configuration reference
@@ -544,7 +574,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
 
 
-@pytest.mark.parametrize("page, before", [("README.md", "## Say it differently"), ("docs/getting_started/quick_start.md", "or, where"),
+@pytest.mark.parametrize("page, before", [("README.md", "## Train it"), ("docs/getting_started/quick_start.md", "or, where"),
                                           ("docs/getting_started/installation.md", "## With make")])  # fmt: skip
 def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before):
     """Read in order: the first block that calls python or tunix-lite itself begins with the environment."""
@@ -554,7 +584,8 @@ def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before
         for text in re.findall(r"```bash\n(.*?)```", following, re.S)
         if re.search("^(python|tunix-lite) ", text, re.M)
     ]
-    assert called[0].startswith("source .venv/bin/activate\n")
+    before_the_call = re.split("^(?:python|tunix-lite) ", called[0], flags=re.M)[0]
+    assert before_the_call.endswith("source .venv/bin/activate\n")
 
 
 def test_without_the_environment_one_line_says_what_to_activate():
