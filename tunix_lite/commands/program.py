@@ -290,11 +290,7 @@ def run_command(
         else:
             action(run, settings)
 
-    def act_as_long_as_read() -> None:
-        with as_long_as_read():
-            act()
-
-    _or_exit(act_as_long_as_read, interrupted="")
+    _or_exit(as_long_as_read()(act), interrupted="")
 
 
 def _words_of(name: str) -> argparse.Namespace:
