@@ -24,7 +24,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
@@ -373,6 +373,7 @@ def _size(model: FoundModel) -> str:
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
     """What status.json says of the run beside its progress."""
+    task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
@@ -381,6 +382,12 @@ def run_metadata(run: RunConfig, parts: Parts) -> dict:
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
         # of adapters, those alone
         "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
+        "data": {
+            "train": len(task_source.train),
+            "held_out": len(task_source.held_out),
+            # null: not looked for, since the examples are not in memory
+            "held_out_in_train": held_out_in_training(parts.task),
+        },
         "versions": {
             "tunix_lite": __version__,
             "jax": jax.__version__,

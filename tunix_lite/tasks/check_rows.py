@@ -76,9 +76,11 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
-    in_training = {*asked}
     said += _left_out(train, held_out)
-    if both := sum(prompt in in_training for prompt in asked_then):
+    both = _both(asked, asked_then)
+    if isinstance(train, Rows):
+        train.known[_of_both(task)] = both
+    if both:
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if count := len(special) + (0 if held_out is train else len(special_then)):
         taken = {"text": "as mere text", "control": "as control tokens"}[
@@ -88,6 +90,32 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
             f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)"
         )
     return "; ".join(said)
+
+
+def held_out_in_training(task: Task) -> int | None:
+    """How many of the held-out prompts are training prompts, too; None if examples are not in
+    memory, as where they are made so that none is."""
+    train = task.config.source.train
+    held_out = task.config.source.held_out
+    if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+        return None
+    if isinstance(train, Rows) and _of_both(task) in train.known:
+        return train.known[_of_both(task)]
+    return _both(*([_hash(task, example) for example in split] for split in (train, held_out)))
+
+
+def _of_both(task: Task) -> tuple:
+    """What `held_out_in_training` depends on, beside the training examples."""
+    return "both", task.config.template, id(task.config.source.held_out)
+
+
+def _both(asked: list[int], asked_then: list[int]) -> int:
+    in_training = {*asked}
+    return sum(prompt in in_training for prompt in asked_then)
+
+
+def _hash(task: Task, example: dict) -> int:
+    return hash(tuple(task.text.template.messages(example)))
 
 
 def _left_out(*splits: Sequence) -> list[str]:
@@ -110,7 +138,7 @@ def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int]
             spells = task.text.spells_special(example, demonstrates)
         except ValueError as error:
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(hash(tuple(task.text.template.messages(example))))
+        asked.append(_hash(task, example))
         if spells:
             special.append(i)
     return asked, special
