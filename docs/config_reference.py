@@ -26,6 +26,7 @@ from tunix_lite.algorithms import (
     weighting,
 )
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor, DoctorOptions
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
@@ -137,6 +138,7 @@ GROUPS = (
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
     Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
+    Group("The command check", "", Check, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )

@@ -94,6 +94,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "runs",
         "__init__",
         "algorithms.algorithm",
+        "algorithms.selection",
         "checkpoint",
         "config",
         "distributed",
@@ -111,6 +112,8 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tracking",
         "types",
     },
+    # What is looked at before a run: this machine, and its devices from a process of their own.
+    "checks": {"checks", "distributed", "errors", "plain_text", "planning.hardware"},
     # What names mean elsewhere, and whether our algorithms can give it.
     "conformance": {"conformance", "algorithms.algorithm", "config", "errors", "learner", "types"},
     "train.py": {"config", "errors", "learner", "runs", "types"},
@@ -121,6 +124,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "commands",
         "algorithms.algorithm",
         "checkpoint",
+        "checks",
         "config",
         "distributed",
         "errors",
@@ -294,6 +298,7 @@ def test_a_public_name_has_one_home():
 NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
     "algorithms",
     "checkpoint.py",
+    "checks",
     "commands",
     "conformance",
     "distributed",

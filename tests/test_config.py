@@ -15,6 +15,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands import program as command_line
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
@@ -58,6 +59,7 @@ KINDS = {
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/check": Check,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,

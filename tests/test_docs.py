@@ -23,12 +23,14 @@ from test_sizes import PUBLISHED, REFUSED
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.report import Report
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
@@ -61,6 +63,8 @@ PROGRAMS = {
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,
+    "report": Report,
+    "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
@@ -187,6 +191,8 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
+            if "check" in (rest[0], *rest[2:3]):  # check, or -m tunix_lite check
+                return ["tunix-lite", *rest[rest.index("check") :]]
             return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
@@ -204,6 +210,9 @@ def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
     name, *rest = words[len(start) :]
     assert name in PROGRAMS, f"there is no command {name}"
     overrides = without_options(rest, OPTIONS)
+    if name == "report":
+        folders = [word for word in overrides if "=" not in word]
+        overrides = [f"folders={json.dumps(folders)}"] * bool(folders) + [w for w in overrides if "=" in w]
     if name in POSITIONAL and overrides and "=" not in overrides[0]:
         overrides[0] = f"{POSITIONAL[name]}={overrides[0]}"
     return name, None if "--help" in rest else overrides

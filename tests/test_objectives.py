@@ -22,6 +22,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.variants import VARIANTS, apply_variant, objective_of
 from tunix_lite.commands.program import compose
+from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
@@ -747,7 +748,7 @@ def learned(chosen):
     rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
     logprobs = jnp.asarray(np.where(batch.loss_weight != 0, batch.old_logprobs + moved, 0), jnp.float32)
     loss, slopes = jax.value_and_grad(lambda lp: algorithm.loss(TokenScores(lp, jnp.ones_like(lp)), rows)[0])(logprobs)
-    return batch.arrays(), float(loss), np.asarray(slopes)
+    return arrays_of_batch(batch), float(loss), np.asarray(slopes)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -12,7 +12,9 @@ COMMANDS = {
     "chat": "talk to a model",
     "evaluate": "how good a model is at a task, and how sure that is; or two models",
     "plan": "what fits on which devices, there or not, and how fast it can be",
+    "check": "whether this machine, its devices and its processes are in order",
     "doctor": "why a run does not learn, from its files alone",
+    "report": "what came of a run, or of several, on one page",
     "replay": "why an update was skipped, sequence by sequence",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }

@@ -249,23 +249,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_together(self)
-
-        self._check_reference()
-
-    def _check_reference(self) -> None:
-        """Raises ValueError if the reference follows the policy where a run could not resume."""
-        follows = reference_every(self.algorithm)
-        saves = self.training.save_interval_steps
-        if follows and saves and follows % saves:
-            raise ValueError(
-                f"algorithm.reference_every={follows} must be a multiple of "
-                f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint"
-            )
-        if follows and self.model.lora.rank:
-            raise ValueError(
-                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
-                "with adapters the reference is their base, which stays; leave out one of the two"
-            )
+        check_reference(self)
 
     @property
     def learning_temperature(self) -> float:
@@ -313,6 +297,22 @@ def check_together(run: RunConfig) -> None:
             f"training.max_steps={run.training.max_steps} must be "
             f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
             "between two rollouts"
+        )
+
+
+def check_reference(run: RunConfig) -> None:
+    """Raises ValueError if the reference follows the policy where a run could not resume."""
+    follows = reference_every(run.algorithm)
+    saves = run.training.save_interval_steps
+    if follows and saves and follows % saves:
+        raise ValueError(
+            f"algorithm.reference_every={follows} must be a multiple of "
+            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint"
+        )
+    if follows and run.model.lora.rank:
+        raise ValueError(
+            f"algorithm.reference_every={follows} and model.lora.rank={run.model.lora.rank}: "
+            "with adapters the reference is their base, which stays; leave out one of the two"
         )
 
 

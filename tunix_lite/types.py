@@ -11,7 +11,7 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -61,8 +61,6 @@ class TokenScores(NamedTuple):
     __array_ufunc__ = None
 
 
-# how the name of a stream begins among the arrays of a batch
-STREAM = "streams."
 # why a completion ended: no room left; an end-of-sequence token; a stop text or stop token
 FINISH = (
     "length",
@@ -124,34 +122,6 @@ class Graded:
     failures: list[dict[str, str]] = field(default_factory=list)
 
 
-def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
-    """Rows number `rows` of all parts together, without their metrics."""
-    bare = [part.replace(metrics={}) for part in parts]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
-
-
-def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
-    """Completions number `rows` of all parts together. Metrics and weights, which are no values of
-    single completions, are those of the first part."""
-
-    def chosen(values: list[Any]) -> Any:
-        first = values[0]
-        if first is None:
-            return None
-        if isinstance(first, Rollout):
-            return chosen_rows(values, rows)
-        if isinstance(first, dict):
-            return {name: chosen([value[name] for value in values]) for name in first}
-        if isinstance(first, list):
-            together = [item for value in values for item in value]
-            return [together[row] for row in rows] if together else []
-        return np.concatenate(values)[rows]
-
-    names = {field.name for field in fields(Graded)} - {"metrics", "weights"}
-    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
-    return replace(parts[0], **taken)
-
-
 @flax.struct.dataclass
 class Batch:
     """What an algorithm makes to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
@@ -171,26 +141,6 @@ class Batch:
     ref_logprobs: Any = None  # float32, under the reference of the KL term
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by name, `streams.NAME` for a stream; as a file keeps them."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        streams = named.pop("streams")
-        named |= {f"{STREAM}{name}": value for name, value in streams.items()}
-        return {name: np.asarray(value) for name, value in named.items() if value is not None}
-
-    @staticmethod
-    def of_arrays(arrays: dict[str, np.ndarray]) -> "Batch":
-        """The batch of what `arrays` gives. Raises TypeError for another name."""
-        streams = {
-            name.removeprefix(STREAM): value
-            for name, value in arrays.items()
-            if name.startswith(STREAM)
-        }
-        others = {name: value for name, value in arrays.items() if not name.startswith(STREAM)}
-        if "streams" in others:
-            raise TypeError("a batch has no array named streams")
-        return Batch(**others, streams=streams)
 
 
 @flax.struct.dataclass

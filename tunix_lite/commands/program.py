@@ -240,7 +240,9 @@ def run_command(
     action: Callable[..., None],
     composes_again: bool = False,
     positional: str | None = None,
+    is_list: bool = False,
     change_settings: Callable[[dict, list[str]], dict] | None = None,
+    without_run: Callable[..., None] | None = None,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
@@ -250,25 +252,25 @@ def run_command(
 
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word is short for: one without `=`, or the name of a folder that is there.
-    change_settings: (values, keys that the command line gives) -> the values to build from, all
-    plain. Errors end the process with a message and an exit code.
+    that a first word is short for: one without `=`, or the name of a folder that is there; is_list:
+    all such words are, as a list. change_settings: (values, keys that the command line gives) ->
+    the values to build from, all plain. without_run: (settings, error) is called where the settings
+    of a run are wrong, in place of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
     if known.help:
-        with as_long_as_read():
-            _print_help(name, positional)
+        _print_help(name, f"{positional} ..." if is_list else positional)
         return
-    folder = _folder_of(known.overrides) if positional else ""
+    folders = _folders_of(known.overrides, is_list) if positional else []
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         _take_literals(values, known.overrides)
-        if folder:
-            values[positional] = folder
+        if folders:
+            values[positional] = folders if is_list else folders[0]
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
@@ -290,7 +292,30 @@ def run_command(
         else:
             action(run, settings)
 
-    _or_exit(as_long_as_read()(act), interrupted="")
+    guarded = _wrong_settings_to(without_run, name, kind, known.overrides)
+    _or_exit(as_long_as_read()(guarded(act)), interrupted="")
+
+
+@contextlib.contextmanager
+def _wrong_settings_to(
+    without_run: Callable[..., None] | None, name: str, kind: type, overrides: list[str]
+) -> Iterator[None]:
+    """Calls `without_run`, if there is one, where the settings are wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        if without_run is None:
+            raise
+        without_run(_own_settings(name, kind, overrides), error)
+
+
+def _own_settings(name: str, kind: type, overrides: list[str]) -> object:
+    """The settings of a command alone, whatever the command line says of a run. Raises
+    ConfigError."""
+    names = [f.name for f in dataclasses.fields(kind)]
+    words = [text for text in overrides if text.partition("=")[0] in names]
+    values = compose_values(words, None, (f"+command={name}",))
+    return build(kind, {key: values[key] for key in names})
 
 
 def _words_of(name: str) -> argparse.Namespace:
@@ -313,19 +338,23 @@ def _take_literals(values: dict, words: list[str]) -> None:
             values[key] = _unquoted(literal)
 
 
+@as_long_as_read()
 def _print_help(name: str, positional: str | None) -> None:
     place = f" [{positional.upper()}]" if positional else ""
     print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
     print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
 
 
-def _folder_of(words: list[str]) -> str:
-    """Takes the first word out if it is a folder, and returns it; "" if it is a setting.
+def _folders_of(words: list[str], is_list: bool) -> list[str]:
+    """Takes the first word out if it is a folder, and with is_list all that are; returns them.
 
     A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
     """
-    is_folder = words and ("=" not in words[0] or os.path.isdir(words[0]))
-    return words.pop(0) if is_folder else ""
+    looked_at = words[:] if is_list else words[:1]
+    taken = [word for word in looked_at if "=" not in word or os.path.isdir(word)]
+    for word in taken:
+        words.remove(word)
+    return taken
 
 
 def _composer(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from tunix_lite.commands import program
@@ -19,12 +20,14 @@ from tunix_lite.distributed.join import (
     hosts,
     initialise,
     is_alone,
+    is_first,
 )
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import weights_digest
+from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
@@ -35,10 +38,19 @@ from tunix_lite.train import train
 FOUND: list[tuple[RunConfig, Parts]] = []
 
 
+# The folder of the sweep whose runs are made here, if a report of it is asked for.
+SWEEPS: list[Path] = []
+
+
 def main() -> None:
     take_gpu_memory()
     with exit_at_once_on_failure():
-        program.main(start, check)
+        try:
+            program.main(start, check)
+        finally:
+            # also of a sweep that a run has ended by its failure
+            for folder in SWEEPS:
+                report_of_sweep(folder, partial(print, flush=True))
 
 
 def check(run: RunConfig, folder: Path) -> None:
@@ -92,6 +104,8 @@ def start(run: RunConfig, folder: Path) -> None:
         if sweep is None and FOUND and FOUND[0][0] is run:
             found = FOUND[0][1]
         FOUND.clear()
+        if sweep is not None and run.tracking.report and is_first():
+            SWEEPS[:] = [sweep]
         job = Job(job_start_time(os.environ), resume_hint, found)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.

@@ -33,7 +33,7 @@ SHOWS_ONLY = {
     "-i",
 }
 # The commands that several processes can run together.
-COMMANDS = ("train", "evaluate")
+COMMANDS = ("train", "evaluate", "check")
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
@@ -107,8 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    is_run = program[:1] != ["evaluate"] and not SHOWS_ONLY & set(program)
-    if group.first == 0 and is_run and folder_given(program) is None:
+    writes = program[:1] not in (["check"], ["evaluate"]) and not SHOWS_ONLY & set(program)
+    if group.first == 0 and writes and folder_given(program) is None:
         program = program + in_folder(fresh_folder(project_name(program), program), program)
 
     try:
@@ -144,7 +144,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="between asking a process to end and ending it; 5",
     )
-    what = "what each runs: FILE.py key=value ..., or evaluate ...; else it is tunix-lite train"
+    what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     return parser.parse_args(arguments)
 
@@ -390,7 +390,7 @@ def _unquoted(text: str) -> str:
 
 
 def process_command(program: list[str]) -> list[str]:
-    """The command that each process runs; without a file or a command it is `tunix-lite train`."""
+    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
     first = program[0] if program else ""
     module = ["-m", "tunix_lite"]
     if first.endswith(".py"):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
-from tunix_lite.types import Max, Metrics, RowBatch
+from tunix_lite.types import Max, Metrics
 
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Any, Metrics]
@@ -37,34 +37,6 @@ def cut(batch: Any, parts: int) -> Any:
         return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
 
     return jax.tree.map(divide, batch)
-
-
-def map_micro_batches(
-    fn: Callable[[RowBatch], jax.Array], batch: RowBatch, parts: int
-) -> jax.Array:
-    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that
-    hold nothing."""
-    num_used = batch.num_parts
-    batch = batch.replace(num_parts=None)
-    if parts == 1:
-        return fn(batch)
-    divided = cut(batch, parts)
-    shards = axis_size("fsdp")
-    like = jax.eval_shape(fn, part_of(divided, 0))
-
-    def fill(i: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[i].set(fn(part_of(divided, i)))
-
-    # the number of parts that run is traced, so this is a loop of XLA and not a scan
-    start = jnp.zeros((parts, *like.shape), like.dtype)
-    start = constrain(start, "layers", "batch", *["seq"] * (like.ndim - 1))
-    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
-
-    # back from parts of shards to rows
-    out = out.reshape(parts, shards, -1, *like.shape[1:])
-    out = out.swapaxes(0, 1)
-    out = out.reshape(-1, *like.shape[1:])
-    return constrain(out, "batch", *["seq"] * (like.ndim - 1))
 
 
 def accumulate(

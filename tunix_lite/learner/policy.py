@@ -1,25 +1,21 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
-from tunix_lite.learner.micro_batches import map_micro_batches
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.scoring import FrozenScorer, Rescore, scoring_program
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import constrain
-from tunix_lite.types import Batch, Params, RowBatch, TokenScores
+from tunix_lite.types import Params, RowBatch, TokenScores
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {
@@ -30,51 +26,6 @@ DTYPES = {
 # training.mixed_precision -> the dtype in which trained weights are kept
 STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
 ROWS = RowLayout()
-
-
-@dataclass(frozen=True)
-class Rescore:
-    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer.
-
-    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
-    """
-
-    rows: RowLayout  # how a batch is laid out for it
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
-
-    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        # what else a batch holds would only make another program
-        read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
-        laid_out, layout = self.rows.lay_out(read)
-        return layout.back(self.compiled(params, laid_out)(params, laid_out))
-
-    def compiled(self, params: Params, batch: RowBatch) -> Callable:
-        """Returns the compiled program for these weights and this batch in rows, or for their
-        shapes."""
-        return self.program(params, batch)
-
-
-@dataclass(frozen=True)
-class FrozenScorer:
-    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
-
-    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
-    """
-
-    params: Params  # on the mesh, never donated
-    rows: RowLayout  # how a batch is laid out for it
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
-
-    def __call__(self, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        return Rescore(self.rows, self.program)(self.params, batch)
-
-    def compiled(self, batch: RowBatch) -> Callable:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
-        return self.program(self.params, batch)
 
 
 def make_policy(
@@ -98,24 +49,6 @@ def make_policy(
     program = compiled_once(scoring_program(scores, rows).lower)
     frozen = {} if reference is None else {"reference": FrozenScorer(reference, rows, program)}
     return Policy(generate, scores, frozen, Rescore(rows, program))
-
-
-def scoring_program(
-    scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
-) -> jax.stages.Wrapped:
-    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
-    the update is.
-
-    Every device has all of them, so that every process can read them.
-    """
-
-    def score(params: Params, batch: RowBatch) -> jax.Array:
-        logprobs_RW = map_micro_batches(
-            lambda part: scores(params, part).logprobs, batch, rows.num_parts
-        )
-        return constrain(logprobs_RW, "seq", "seq")
-
-    return jax.jit(score)
 
 
 def batch_scores(
@@ -143,10 +76,7 @@ def batch_scores(
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
     table_VD = decoder.output_table(params, cfg)
     found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
-    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
+    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in found_RM))
 
 
 def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
@@ -167,6 +97,8 @@ def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Ar
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
     """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
     R, W = batch.tokens.shape
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    x_RM = jnp.where(batch.is_scored, x_RM, 0.0)
     if batch.scored is None:
         return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
     return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)

@@ -89,10 +89,9 @@ class TrainStep:
 
         # Where a number is not finite nothing moves, not even the optimizer's moments; only the
         # step is counted.
-        params, opt_state, size = apply_update(self.optimizer, grads, state, self.seed)
-        keep = partial(jnp.where, is_finite)
+        new, size = apply_update(self.optimizer, grads, state, self.seed)
         old = state.params, state.opt_state
-        params, opt_state = jax.tree.map(keep, (params, opt_state), old)
+        params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
         metrics["train/grad_norm"] = norm
         metrics["train/update_norm"] = jnp.where(is_finite, size, 0.0)
         metrics["train/skipped"] = 1.0 - is_finite

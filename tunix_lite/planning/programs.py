@@ -20,8 +20,9 @@ import optax
 
 from tunix_lite.algorithms.algorithm import Generate, batch_fields, stream_names
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
-from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
+from tunix_lite.learner.policy import STORED, Policy, make_policy
 from tunix_lite.learner.rows import row_shapes
+from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights

@@ -125,13 +125,13 @@ def _row(cells: list[str], tag: str, numbers_from: int) -> str:
 
 def _charts(block: Charts) -> str:
     legend = _legend(block.legend)
-    drawn = "".join(map(_chart, block.charts))
+    drawn = "".join(_chart(chart, has_legend=not block.legend) for chart in block.charts)
     return f'{legend}<div class="cards">{drawn}</div>'
 
 
-def _chart(chart: charts.Chart) -> str:
+def _chart(chart: charts.Chart, has_legend: bool = True) -> str:
     named = [(line.name, line.color) for line in chart.lines if line.kind != "faint" and line.name]
-    own = _legend(named) if len(named) > 1 else ""
+    own = _legend(named) if has_legend and len(named) > 1 else ""
     note = f"<span>{_text(chart.note)}</span>" if chart.note else ""
     head = f'<div class="ct"><div>{_text(chart.title)}</div>{note}</div>'
     return f'<div class="card">{head}{line_chart(chart)}{own}</div>'

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
+from tunix_lite.algorithms.selection import chosen_completions
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.moving_reference import moving_reference
 from tunix_lite.runs.session import Session
 from tunix_lite.tasks.task import Task
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, chosen_completions
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -87,7 +88,7 @@ class FreshExperience:
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             if update == 0 or self._mini_batches > 1:
                 self._held = self._lay_out(update % self._mini_batches)
-        assert self._held is not None, "a run begins and resumes where a rollout begins"
+        # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
 

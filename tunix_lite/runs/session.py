@@ -102,7 +102,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), open_console(run, run_dir) as console:
-        parts = _with_micro_batch(parts, console)
+        if chooses_micro_batch(run):
+            parts = with_largest_micro_batch(parts, console)
         introduce(parts, run_dir, status, console)
         job.stopping = stopping_of(run, began, console)
         session = Session(parts.resolved.run, parts, run_dir, console, status, job.stopping)
@@ -117,10 +118,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             yield session
 
 
-def _with_micro_batch(parts: Parts, console: Console) -> Parts:
-    """The parts with a micro-batch: where none is given it is chosen by compiling updates."""
-    if not chooses_micro_batch(parts.resolved.run):
-        return parts
+def with_largest_micro_batch(parts: Parts, console: Console) -> Parts:
+    """The parts with the largest micro-batch that fits, chosen by compiling updates."""
     console.busy("compiling, to choose training.micro_batch_size…")
     resolved, train_step = choose_micro_batch(parts.resolved, console.say)
     return replace(parts, resolved=resolved, train_step=train_step)

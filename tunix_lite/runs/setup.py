@@ -35,8 +35,9 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 class Parts:
     """What a run is made of, once its settings are checked.
 
-    `find_parts` gives it without a folder, `parts_in_folder` adds what the folder says. Example:
-    `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
+    `find_parts` gives it without a folder, `prepare` adds what the folder says.
+
+    Example: `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
     """
 
     model: FoundModel
@@ -78,14 +79,27 @@ class Parts:
 
 
 def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
-    """Every check that needs files or devices: `find_parts`, `parts_in_folder`. Raises ConfigError.
+    """The parts of a run that will write to this folder, and every check that needs files or
+    devices. Raises ConfigError.
 
-    found: the parts of the same run, where this process has found them already, as the check before
-    Hydra makes a folder does. Loads no weights and makes no folder. It does compile small programs
-    where attention tries cuDNN (NVIDIA), downloads the files of a hub model, and writes and removes
-    a small file in a folder that is there, to see whether it can be written.
+    found: what `find_parts` gave for the same run, where this process has called it already, as the
+    check before Hydra makes a folder does. Loads no weights and makes no folder. It does compile
+    small programs where attention tries cuDNN (NVIDIA), downloads the files of a hub model after
+    everything else has been found right, and writes and removes a small file in a folder that is
+    there, to see whether it can be written.
     """
-    return parts_in_folder(find_parts(run) if found is None else found, run_dir)
+    parts = find_parts(run) if found is None else found
+    # this process may have looked at other runs since then, as in a sweep
+    set_rules(run.sharding)
+    with error_context("hydra.run.dir"):
+        run_dir.check()
+    parts = replace(parts, resume_from=resume_from_folder(run, run_dir))
+    parts = download_models(parts)
+    if parts.resume_from is not None:
+        parts = check_checkpoints(parts, run_dir)
+    with error_context("resume"):
+        reference = find_reference(run, parts.model, run_dir, parts.resume_from)
+    return replace(parts, reference=reference)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -110,7 +124,13 @@ def find_parts(run: RunConfig) -> Parts:
         is_attached=True,
         frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
     )
-    task = make_task(run, model)
+    task = Task(
+        run.task,
+        model.tokenizer,
+        run.generation.max_prompt_length,
+        run.generation.max_new_tokens,
+        run.generation.long_prompts,
+    )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
 
@@ -122,17 +142,6 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
         with error_context(f"algorithm.{name}"):
             found[name] = source.locate_teacher(settings, model)
     return found
-
-
-def make_task(run: RunConfig, model: FoundModel) -> Task:
-    """The task of the run, whose prompts are tokens of the model."""
-    return Task(
-        run.task,
-        model.tokenizer,
-        run.generation.max_prompt_length,
-        run.generation.max_new_tokens,
-        run.generation.long_prompts,
-    )
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) -> str:
@@ -168,43 +177,24 @@ def check_levels(run: RunConfig, task: Task) -> None:
             check_all_rows(asked, False, 0)
 
 
-def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
-    """The parts of a run that will write to this folder: what it resumes from, and its reference.
-
-    Downloads the weights of a hub model, after everything else has been found right. Raises
-    ConfigError.
-    """
-    # This process may have looked at other runs since `find_parts`, as in a sweep.
-    run = parts.resolved.run
-    set_rules(run.sharding)
-    with error_context("hydra.run.dir"):
-        run_dir.check()
-    resume_from = resume_from_folder(run, run_dir)
+def download_models(parts: Parts) -> Parts:
+    """The parts with the weights of their models on this machine. Raises ConfigError."""
     with error_context(""):
         model = source.download(parts.model)
-    parts = replace(parts, model=model, resume_from=resume_from)
-    parts = replace(parts, frozen_models=download_frozen(parts))
-
-    # Which run made the checkpoints, and whether its files are whole.
-    differs = ""
-    damaged = ""
-    if resume_from is not None:
-        differs = check_resumed(parts, RunDir(resume_from.parent))
-    if resume_from == run_dir.checkpoints:
-        damaged = check_own_files(run, run_dir)
-    with error_context("resume"):
-        reference = find_reference(run, model, run_dir, resume_from)
-    return replace(parts, reference=reference, differs=differs, damaged=damaged)
-
-
-def download_frozen(parts: Parts) -> dict[str, FoundModel]:
-    """The frozen models of the algorithm, by name, with their weights on this machine. Raises
-    ConfigError."""
-    downloaded = {}
+    frozen_models = {}
     for name, found in parts.frozen_models.items():
         with error_context(f"algorithm.{name}"):
-            downloaded[name] = source.download(found)
-    return downloaded
+            frozen_models[name] = source.download(found)
+    return replace(parts, model=model, frozen_models=frozen_models)
+
+
+def check_checkpoints(parts: Parts, run_dir: RunDir) -> Parts:
+    """The parts with what there is to say of the checkpoints that they go on from: which run made
+    them, and whether the files beside them are whole. Raises ConfigError."""
+    parts = replace(parts, differs=check_resumed(parts, RunDir(parts.resume_from.parent)))
+    if parts.resume_from == run_dir.checkpoints:
+        parts = replace(parts, damaged=check_own_files(parts.resolved.run, run_dir))
+    return parts
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:

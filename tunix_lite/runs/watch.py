@@ -26,6 +26,7 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
+from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.hints import GroupsHint
@@ -339,7 +340,7 @@ class Watch:
 
     def keep_skipped(self, done: StepDone, metrics: Metrics) -> None:
         """Write the batch of an update that was not made, for who looks for the reason."""
-        arrays = done.experience.batch.arrays()
+        arrays = arrays_of_batch(done.experience.batch)
         file = self.session.run_dir.write_skipped(done.step, arrays)
         text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
         self.session.console.say(text, style="red")
