@@ -128,6 +128,7 @@ GROUPS = (
     Group("Sharding", "sharding.", ShardingConfig, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
+    Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),

@@ -14,7 +14,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.fingerprint import check_same_run
-from tunix_lite.runs.setup import check_levels
+from tunix_lite.runs.setup import check_curriculum
 from tunix_lite.tasks.curriculum import (
     CurriculumConfig,
     CurriculumState,
@@ -223,7 +223,7 @@ def test_a_wrong_curriculum_is_named(overrides, message):
 def test_a_level_that_the_source_does_not_have_is_named(levels, message):
     run = compose([f"curriculum.levels={levels}"])
     with pytest.raises(ConfigError, match=message):
-        check_levels(run, SimpleNamespace())
+        check_curriculum(run, SimpleNamespace())
 
 
 RUN = [

@@ -2,7 +2,6 @@
 Hydra nor a device."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -19,13 +18,14 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
+from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.parallel.mesh import ShardingConfig
+from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig
 from tunix_lite.plain_text import shown
 from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -227,6 +227,14 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True)
+class RuntimeConfig:
+    """How the program itself behaves."""
+
+    # check everything, show what the run would be and whether it fits, and end: nothing is written
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on."""
 
@@ -246,6 +254,7 @@ class RunConfig:
     project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
     seed: int = 0  # of the data order and of all sampling
     resume: ResumeConfig = field(default_factory=ResumeConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self):
         check_together(self)
@@ -296,8 +305,14 @@ def check_together(run: RunConfig) -> None:
             f"training.save_interval_steps={every} and "
             f"training.max_steps={run.training.max_steps} must be "
             f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
-            "between two rollouts"
+            f"between two rollouts: training.save_interval_steps={_multiple(every, updates)} "
+            f"training.max_steps={_multiple(run.training.max_steps, updates)}"
         )
+
+
+def _multiple(wanted: int, step: int) -> int:
+    """The least multiple of `step` that is `wanted` or more."""
+    return -(-wanted // step) * step
 
 
 def check_reference(run: RunConfig) -> None:
@@ -307,7 +322,8 @@ def check_reference(run: RunConfig) -> None:
     if follows and saves and follows % saves:
         raise ValueError(
             f"algorithm.reference_every={follows} must be a multiple of "
-            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint"
+            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint; "
+            f"algorithm.reference_every={_multiple(follows, saves)}"
         )
     if follows and run.model.lora.rank:
         raise ValueError(
@@ -413,6 +429,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
+    if kind == MeshShape:
+        _check_mesh_form(value, where)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
 
@@ -474,6 +492,19 @@ def plain(value: Any) -> Any:
 
 def _path(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_mesh_form(value: Any, where: str) -> None:
+    """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    lists = is_pair and all(isinstance(part, list) for part in value)
+    named = lists and all(name in AXES for name in value[1])
+    meant = mesh_setting(str(value))
+    if named or not meant:
+        return
+    wrong = "the axes are fsdp and tp" if lists else f"expected list, got {shown(value)}"
+    form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
+    raise ConfigError(f"{where}: {wrong}; write it as {form}")
 
 
 def _expect_type(kind: type, value: Any, where: str) -> Any:
@@ -554,20 +585,8 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(
-                unknown_key(_join(where, str(key)), [_join(where, name) for name in known])
-            )
-
-
-def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a setting that does not exist, with the nearest one that does."""
-    section, _, name = key.rpartition(".")
-    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(
-        key, known, 1, cutoff=0.8
-    )
-    here = [k for k in known if k.rpartition(".")[0] == section]
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(here or known)}"
-    return f"{key}: there is no such setting; {hint}"
+            beside = [_join(where, name) for name in known]
+            raise ConfigError(unknown_key(_join(where, str(key)), beside, values[key]))
 
 
 def _join(where: str, name: str) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tunix_lite.commands import program
+from tunix_lite.commands.dry_run import look_at
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
@@ -64,8 +65,11 @@ def check(run: RunConfig, folder: Path) -> None:
     with exit_when_a_peer_is_lost():
         # A problem may be of this machine alone, and the others must hear of it.
         try:
-            parts = prepare(run, RunDir(folder))
-            FOUND[:] = [(run, parts)]
+            if run.runtime.dry_run:
+                parts = look_at(run, folder)
+            else:
+                parts = prepare(run, RunDir(folder))
+                FOUND[:] = [(run, parts)]
             seen = seen_of(run, parts) if len(hosts()) > 1 else {}
         except ConfigError as problem:
             error = str(problem)

@@ -162,12 +162,15 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
             )
         for name in learned:
             task.demonstrations(answered_by(first, name))
-    check_levels(run, task)
+    check_curriculum(run, task)
     return data
 
 
-def check_levels(run: RunConfig, task: Task) -> None:
-    """Raises ConfigError if the task cannot be asked at a level of the curriculum."""
+def check_curriculum(run: RunConfig, task: Task) -> None:
+    """Raises ConfigError if the task cannot be asked by the curriculum, or at one of its levels."""
+    if run.curriculum.is_on and not hasattr(run.task.source.train, "__getitem__"):
+        with error_context("curriculum"):
+            raise ValueError("task.shuffle_buffer reads rows in order; set it to null")
     for i in range(len(run.curriculum.levels)):
         with error_context(f"curriculum.levels[{i}]"):
             if any(one.name == "source" and not one.init for one in fields(run.task)):

@@ -1,8 +1,9 @@
 """The check of all rows before a run starts: each must make a prompt, and must not be too long."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tunix_lite.tasks.row_files import Rows, RowsOnDisk, where
+from tunix_lite.tasks.row_files import Rows, RowsOnDisk, hash_of, where
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Task
 
 # examples of a split that become tokens before the start; of more, so many of them
@@ -37,13 +38,20 @@ def _known(task: Task, demonstrates: bool, num_held_out: int) -> str:
     """What `_check` found; of a file that was checked in the same way, what it found then."""
     train = task.config.source.train
     held_out = task.config.source.held_out
+    if isinstance(train, RowStream):
+        first = train.first(MEASURED_LAZILY)
+        _measure(task, first, len(first), "training", [], demonstrates)
+        counts = f"{len(train.files):,} files to train on, read in order"
+        shuffled = f"{train.buffer:,} rows shuffled at a time, {len(held_out):,} held out"
+        said = [f"{counts}, {shuffled}", train.news(), *_left_out(held_out)]
+        return "; ".join(part for part in said if part)
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
         # made or read one by one, and perhaps very many
         _measure(task, train, len(train), "training", [], demonstrates, MEASURED_LAZILY)
         if not isinstance(train, RowsOnDisk):
             return ""
         counts = f"{len(train):,} examples to train on, read from disk, {len(held_out):,} held out"
-        return "; ".join([counts, *_left_out(train, held_out)])
+        return "; ".join([counts, *_left_out(train, held_out), *_in_both(task, train, held_out)])
     if not isinstance(train, Rows):
         return _check(task, demonstrates, num_held_out)
     settings = (
@@ -77,11 +85,10 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     said += _left_out(train, held_out)
-    both = _both(asked, asked_then)
+    both = _count(asked_then, asked)
     if isinstance(train, Rows):
         train.known[_of_both(task)] = both
-    if both:
-        said.append(f"{both:,} of the held-out prompts are training prompts, too")
+    said += _coinciding(both)
     if count := len(special) + (0 if held_out is train else len(special_then)):
         taken = {"text": "as mere text", "control": "as control tokens"}[
             task.config.special_tokens_in_data
@@ -93,15 +100,19 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
 
 def held_out_in_training(task: Task) -> int | None:
-    """How many of the held-out prompts are training prompts, too; None if examples are not in
-    memory, as where they are made so that none is."""
+    """How many of the held-out prompts are training prompts, too; None where examples are made, and
+    not looked through."""
     train = task.config.source.train
     held_out = task.config.source.held_out
-    if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
+    if not isinstance(held_out, list | tuple):
         return None
+    if isinstance(train, RowsOnDisk):
+        return _count(_hashes(task, held_out), train.prompts)
     if isinstance(train, Rows) and _of_both(task) in train.known:
         return train.known[_of_both(task)]
-    return _both(*([_hash(task, example) for example in split] for split in (train, held_out)))
+    if not isinstance(train, list | tuple):
+        return None
+    return _count(_hashes(task, held_out), _hashes(task, train))
 
 
 def _of_both(task: Task) -> tuple:
@@ -109,13 +120,23 @@ def _of_both(task: Task) -> tuple:
     return "both", task.config.template, id(task.config.source.held_out)
 
 
-def _both(asked: list[int], asked_then: list[int]) -> int:
-    in_training = {*asked}
-    return sum(prompt in in_training for prompt in asked_then)
+def _hashes(task: Task, examples: Sequence) -> list[int]:
+    return [hash_of(task.config.template.messages(example)) for example in examples]
 
 
-def _hash(task: Task, example: dict) -> int:
-    return hash(tuple(task.text.template.messages(example)))
+def _count(hashes: list[int], among: Iterable[int]) -> int:
+    """How many of these hashes are among those."""
+    both = {*hashes}.intersection(among)
+    return sum(prompt in both for prompt in hashes)
+
+
+def _in_both(task: Task, train: RowsOnDisk, held_out: Sequence) -> list[str]:
+    """What a start says of held-out prompts that a file on disk has, too."""
+    return _coinciding(_count(_hashes(task, held_out), train.prompts))
+
+
+def _coinciding(both: int) -> list[str]:
+    return [f"{both:,} of the held-out prompts are training prompts, too"] if both else []
 
 
 def _left_out(*splits: Sequence) -> list[str]:
@@ -138,7 +159,7 @@ def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int]
             spells = task.text.spells_special(example, demonstrates)
         except ValueError as error:
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(_hash(task, example))
+        asked.append(hash_of(task.text.template.messages(example)))
         if spells:
             special.append(i)
     return asked, special

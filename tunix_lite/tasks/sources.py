@@ -6,6 +6,7 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.row_files import Rows, RowsOnDisk, check_on_error, rows_of
+from tunix_lite.tasks.row_stream import RowStream
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
@@ -32,6 +34,8 @@ AT_ONCE = 1000
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of
     its own."""
+    if isinstance(examples, RowStream):
+        return examples.batch(batch_size, seed, step)
     if isinstance(examples, RowsOnDisk):
         key = ("ahead", batch_size, seed)
         if key not in examples.known:
@@ -180,7 +184,7 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
 
 def digest_of_data(source: Any) -> dict[str, str]:
     """A digest of each split, the same in every process: of all examples if they are a list, else
-    see SAMPLED."""
+    see SAMPLED; of files read in order, of their sizes and first rows."""
     return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
 
 
@@ -189,6 +193,9 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
         if "digest" not in examples.known:
             examples.known["digest"] = _digest_of_examples(examples)
         return examples.known["digest"]
+    if isinstance(examples, RowStream):
+        sizes = [os.path.getsize(file) for file in examples.files]
+        return digest([sizes, examples.first(SAMPLED)])
     return _digest_of_examples(examples)
 
 

@@ -38,6 +38,7 @@ from tunix_lite.tasks.prompt_text import (
     side_by_side,
 )
 from tunix_lite.tasks.reward_calls import RewardCalls
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.sources import (
     batch_at,
     digest,
@@ -248,9 +249,18 @@ class Task:
             place = (self.config.source.train, batch_size, seed, step)
             if self.long_prompts != "drop":
                 return batch_at(*place), 0
+            if isinstance(self.config.source.train, RowStream):
+                raise ValueError(
+                    "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads "
+                    "them in order; set generation.long_prompts=truncate"
+                )
             return fitting_batch_at(*place, self.text.length, self.max_prompt_length)
 
-        return same_on_all(self.processes, take)
+        taken = same_on_all(self.processes, take)
+        train = self.config.source.train
+        if isinstance(train, RowStream) and self.say is not None and (news := train.news()):
+            self.say(news)
+        return taken
 
     def held_out(self, count: int) -> list[dict]:
         """The first `count` held-out examples, of those that fit if others are dropped. ValueError
