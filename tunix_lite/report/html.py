@@ -39,15 +39,14 @@ STYLE = Path(__file__).with_name("report.css").read_text()
 def page_as_html(page: Page) -> str:
     """The page as HTML of at most MOST_BYTES."""
     text = _page(page, page.sections)
-    if len(text.encode()) <= MOST_BYTES:
-        return text
-    cut = Text("This page would be too large: what was folded is left out.", is_warning=True)
-    sections = [Section("Cut", [cut])]
-    sections += [_without(section, Folded) for section in page.sections]
-    text = _page(page, sections)
-    if len(text.encode()) <= MOST_BYTES:
-        return text
-    return _page(page, [_without(section, Examples | Table) for section in sections])
+    cut = Text("This page would be too large: a part of it is left out.", is_warning=True)
+    sections = [Section("Cut", [cut]), *page.sections]
+    for kinds in (Folded, Examples | Table, Charts | Bar | Finding | Commands):
+        if len(text.encode()) <= MOST_BYTES:
+            return text
+        sections = [_without(section, kinds) for section in sections]
+        text = _page(page, sections)
+    return text
 
 
 def _without(section: Section, kinds: type) -> Section:

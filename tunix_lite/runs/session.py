@@ -15,6 +15,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.models import decoder, weights
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
 from tunix_lite.report.write import report_at_end
@@ -26,6 +27,7 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.runs.toy_defaults import toy_defaults
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
@@ -132,6 +134,11 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
         write_fingerprint(run, parts, run_dir)
     status.about = run_metadata(run, parts)
     console.panel(*startup_summary(run, parts, run_dir))
+    model = parts.model
+    num_params = weights.num_params(decoder.weights(model.cfg))
+    platform = parts.mesh.devices.flat[0].platform
+    for line in toy_defaults(run, num_params, model.lora is None, platform):
+        console.say(f"hint: {line}", style="yellow")
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
