@@ -461,7 +461,7 @@ def project_name(words: list[str]) -> str:
 
 def logs_of(program: list[str]) -> Path:
     """The folder for the output of the processes: in the run's folder, if that is known."""
-    if is_check(program):
+    if program[:1] == ["check"]:
         return Path("outputs") / "check"
     folder = folder_given(program)
     return Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
