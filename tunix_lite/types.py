@@ -61,6 +61,20 @@ class TokenScores(NamedTuple):
     __array_ufunc__ = None
 
 
+class ComparedScores(NamedTuple):
+    """TokenScores, and how far the policy is from a teacher at each of these tokens.
+
+    Example: the policy draws from (1/2, 1/2), the teacher from (1/4, 3/4) -> reverse KL 0.144 nats.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array
+    divergence: jax.Array  # in nats, float32, 0 elsewhere; its gradient is that by the policy
+
+    # as TokenScores
+    __array_ufunc__ = None
+
+
 # why a completion ended: no room left; an end-of-sequence token; a stop text or stop token
 FINISH = (
     "length",
@@ -139,8 +153,11 @@ class Batch:
     advantages: Any = None  # float32
     old_logprobs: Any = None  # float32, under the policy that sampled (see GRPO.old_logprobs)
     ref_logprobs: Any = None  # float32, under the reference of the KL term
-    # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
+    # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
+    # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+    # by name, arrays on the mesh that are of no token, such as a teacher's output embedding
+    constants: Any = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -172,10 +189,20 @@ class RowBatch:
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
+    # by name, arrays that are of no token and are never cut up; None: there are none
+    constants: dict[str, jax.Array] | None = None
     # columns of shared prompts; 0: none is shared (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: there are no lanes
     lane_columns: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def per_row(self) -> "RowBatch":
+        """What is cut into micro-batches: the fields that have rows."""
+        return self.replace(num_parts=None, constants=None)
+
+    def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
+        return self.replace(constants=constants)
 
 
 @flax.struct.dataclass

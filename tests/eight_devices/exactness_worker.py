@@ -94,8 +94,10 @@ def rows_of(way: Way) -> RowLayout:
 WITH_KL = GRPO(kl_coef=0.1)
 
 
-def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL) -> Updated:
-    """One step of training with an optimizer that keeps the gradient as its state."""
+def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL, prepare=None) -> Updated:
+    """One step of training with an optimizer that keeps the gradient as its state.
+
+    prepare: (policy, rows, batch) -> policy and batch, once there is a mesh; None: both stay."""
     dtype = jnp.float64 if way.wide else jnp.dtype(way.stored)
     computed = dtype if way.reduce_dtype is None else jnp.bfloat16
     jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
@@ -110,6 +112,7 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     rows = rows_of(way)
     reduced = {} if way.reduce_dtype is None else {"reduce_dtype": jnp.dtype(way.reduce_dtype)}
     policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, remat=way.remat, **reduced)
+    policy, batch = (policy, batch) if prepare is None else prepare(policy, rows, batch)
     step = TrainStep(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
     floats = jnp.float64 if way.wide else jnp.float32
     laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(floats) if x.dtype == np.float32 else x, batch))

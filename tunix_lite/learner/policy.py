@@ -1,5 +1,6 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.scoring import FrozenScorer, Rescore, scoring_program
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
@@ -58,25 +58,21 @@ def batch_scores(
     cfg: Architecture,
     temperature: float,
     dtype: DTypeLike,
+    head: Callable = token_scores,
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere.
 
-    Only they get logits over the vocabulary, and of those [R, W, V] never exist. forward: settings
-    of decoder.forward.
+    Only they get logits over the vocabulary, and of those [R, W, V] never exist. head: another
+    function of hidden states in place of vocabulary.token_scores; what it gives, a tree of [R, M]
+    or [R, M, K], comes back in rows. forward: settings of decoder.forward.
     """
-    meta = AttentionMeta(
-        batch.positions,
-        batch.segment_ids,
-        batch.completion_ids,
-        batch.prefix_columns,
-        batch.lane_columns,
-    )
+    meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
     table_VD = decoder.output_table(params, cfg)
-    found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in found_RM))
+    found_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    return jax.tree.map(partial(scatter_to_rows, batch=batch), found_RM)
 
 
 def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
@@ -95,13 +91,17 @@ def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Ar
 
 
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
+    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere. Values may be
+    vectors, [R, M, K]."""
     R, W = batch.tokens.shape
+    inner = x_RM.ndim - 2
     # a row may have fewer scored tokens than M; the rest belongs to no token
-    x_RM = jnp.where(batch.is_scored, x_RM, 0.0)
+    is_scored = batch.is_scored.reshape(*batch.is_scored.shape, *[1] * inner)
+    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
     if batch.scored is None:
-        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
-    return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0), *[(0, 0)] * inner))
+    rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
+    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
 
 def token_logprobs(

@@ -3,6 +3,8 @@ reference, or under today's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,43 +65,52 @@ def scoring_program(
     scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
 ) -> jax.stages.Wrapped:
     """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
-    the update is.
+    the update is."""
+    return on_every_device(lambda params, part: scores(params, part).logprobs, rows)
 
-    Every device has all of them, so that every process can read them.
+
+def on_every_device(
+    of_part: Callable[[Params, RowBatch], Any], rows: RowLayout
+) -> jax.stages.Wrapped:
+    """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
+
+    Every device has all of it, so that every process can read it.
     """
 
-    def score(params: Params, batch: RowBatch) -> jax.Array:
-        logprobs_RW = map_micro_batches(
-            lambda part: scores(params, part).logprobs, batch, rows.num_parts
-        )
-        return constrain(logprobs_RW, "seq", "seq")
+    def score(params: Params, batch: RowBatch) -> Any:
+        found = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
+        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), found)
 
     return jax.jit(score)
 
 
-def map_micro_batches(
-    fn: Callable[[RowBatch], jax.Array], batch: RowBatch, parts: int
-) -> jax.Array:
-    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that
-    hold nothing."""
+def map_micro_batches(fn: Callable[[RowBatch], Any], batch: RowBatch, parts: int) -> Any:
+    """fn(part) -> [rows, ...], or a tree of such arrays, of every micro-batch, as arrays of all
+    rows; zeros for parts that hold nothing."""
     num_used = batch.num_parts
-    batch = batch.replace(num_parts=None)
+    batch = batch.per_row
     if parts == 1:
         return fn(batch)
     divided = cut(batch, parts)
     shards = axis_size("fsdp")
     like = jax.eval_shape(fn, part_of(divided, 0))
 
-    def fill(i: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[i].set(fn(part_of(divided, i)))
+    # parts that hold nothing stay zero
+    def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+        start = jnp.zeros((parts, *x.shape), x.dtype)
+        return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
 
-    # the number of parts that run is traced, so this is a loop of XLA and not a scan
-    start = jnp.zeros((parts, *like.shape), like.dtype)
-    start = constrain(start, "layers", "batch", *["seq"] * (like.ndim - 1))
-    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
+    def fill(i: jax.Array, out: Any) -> Any:
+        return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
 
     # back from parts of shards to rows
-    out = out.reshape(parts, shards, -1, *like.shape[1:])
-    out = out.swapaxes(0, 1)
-    out = out.reshape(-1, *like.shape[1:])
-    return constrain(out, "batch", *["seq"] * (like.ndim - 1))
+    def in_rows(out: jax.Array) -> jax.Array:
+        out = out.reshape(parts, shards, -1, *out.shape[2:])
+        out = out.swapaxes(0, 1)
+        out = out.reshape(-1, *out.shape[3:])
+        return constrain(out, "batch", *["seq"] * (out.ndim - 1))
+
+    # the number of parts that run is traced, so this is a loop of XLA and not a scan
+    start = jax.tree.map(empty, like)
+    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
+    return jax.tree.map(in_rows, out)

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tunix_lite.algorithms.algorithm import frozen_models, num_mini_batches, rescores
+from tunix_lite.algorithms.algorithm import (
+    comparison_of,
+    frozen_models,
+    num_mini_batches,
+    rescores,
+)
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
@@ -135,6 +141,19 @@ class ResolvedRun:
     def scores(self) -> bool:
         """Whether collecting scores the batch: under the reference, or under today's weights."""
         return self.run.algorithm.needs_reference or rescores(self.run.algorithm)
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """What the policy is compared with at each token; None: it is not compared."""
+        comparison = comparison_of(self.run.algorithm)
+        if comparison is None or comparison.model not in self.frozen_models:
+            return None
+        cfg = self.frozen_models[comparison.model].cfg
+        return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
+
+    def compares(self, name: str) -> bool:
+        """Whether the policy is compared with this frozen model, which does not score then."""
+        return self.teacher is not None and self.teacher.comparison.model == name
 
     def as_scorer(self, name: str) -> "ResolvedRun":
         """The same run as one of its frozen models sees it: with that architecture, all of it in

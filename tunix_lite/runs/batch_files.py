@@ -11,9 +11,11 @@ STREAM = "streams."
 
 
 def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """All arrays of a batch by name, `streams.NAME` for a stream."""
+    """All arrays of a batch by name, `streams.NAME` for a stream; without its constants, which are
+    of a model and no part of it."""
     named = {field.name: getattr(batch, field.name) for field in fields(batch)}
     streams = named.pop("streams")
+    del named["constants"]
     named |= {f"{STREAM}{name}": value for name, value in streams.items()}
     return {name: np.asarray(value) for name, value in named.items() if value is not None}
 

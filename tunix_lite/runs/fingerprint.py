@@ -174,6 +174,7 @@ def _known_then(ours: dict, theirs: dict) -> dict:
     task = theirs.get("task")
     if isinstance(task, dict) and "special_tokens_in_data" not in task:
         kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
+    # digests that earlier versions did not keep
     for name in ("data", "frozen_weights"):
         kept = kept if name in theirs else _without(kept, name)
     return kept

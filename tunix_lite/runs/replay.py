@@ -21,6 +21,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import error_context
+from tunix_lite.learner.comparison import with_divergence
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import TrainStep
@@ -230,6 +231,8 @@ def exact_gradient(learner: Learner, state: TrainState, experience: Experience) 
             resolved.rows,
             remat=run.training.remat,
         )
+        if resolved.teacher is not None:
+            policy = replace(policy, scores=with_divergence(policy.scores, resolved.teacher))
         return _kept(learner, policy, state.replace(params=params), frozen, rows)
 
 
