@@ -29,10 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-<<<<<<< HEAD
 from tunix_lite.commands.closed_pipe import as_long_as_read, end_when_unread
-from tunix_lite.config import RunConfig, build, unknown_key
-=======
 from tunix_lite.commands.flags import (
     HYDRA,
     OF_COMMANDS,
@@ -41,7 +38,6 @@ from tunix_lite.commands.flags import (
     wrong_override,
 )
 from tunix_lite.config import RunConfig, build
->>>>>>> main
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.distributed.launcher import (
