@@ -108,7 +108,7 @@ def evaluate_models(
     Raises ConfigError for tasks or an `out` that cannot be used, on all of them, before a model is
     loaded.
     """
-    join(run, settings)
+    join_evaluation(run, settings)
     with exit_when_a_peer_is_lost():
         asked = settings.evaluate
         runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
@@ -132,7 +132,7 @@ def evaluate_models(
             _write(out, run, settings, models, results, rows)
 
 
-def join(run: RunConfig, settings: EvaluateConfig) -> None:
+def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:
     """One evaluation of all processes that were started as one, which is mostly this one alone."""
     asked = {"evaluate": plain(settings.evaluate), "step": settings.step}
     with error_context(""):
