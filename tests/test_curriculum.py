@@ -158,6 +158,7 @@ def test_the_state_of_any_step_gives_the_prompts_that_follow():
         before = states[-1] if states else CurriculumState().as_json()
         assert json.dumps(straight.at(step)) == json.dumps(before)
         states.append(json.loads(json.dumps(straight.at(step + 1))))
+    assert asked[:2] == [numbers(batch_at(ROWS, 4, 0, step)) for step in (0, 1)], "of one epoch"
     assert [i % 2 for i in asked[4] + asked[5]] == [1] * 8, "the even ones are solved, and dropped"
     for step in (1, 3, 5):
         state = CurriculumState.from_json(states[step - 1], 0)

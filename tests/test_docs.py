@@ -88,6 +88,7 @@ ALLOWED = {
     "tensorboard --logdir outputs/",
     "tail -f outputs/latest/train.log",
     "cat outputs/latest/status.json",
+    "tail -n 1 outputs/latest/metrics.jsonl",
     'python -c "import jax; print(jax.devices())"',
     "python -m tunix_lite.conformance",  # both are run by test_conformance.py
     "python -m tunix_lite.conformance cispo",
@@ -113,9 +114,18 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+def not_run(page: Path) -> dict[str, str]:
+    """{body: reason} of the shell blocks that stand under `<!-- not run: reason -->`."""
+    marked = r"^<!-- not run: (.*?) -->\n```(?:bash|sh|shell|console)\n(.*?)\n```$"
+    return {body: reason for reason, body in re.findall(marked, page.read_text(), re.MULTILINE | re.DOTALL)}
+
+
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks, and what in its text is a command of ours, `make` or `pip install`."""
-    bodies = [body for language, _, body in blocks(page) if language in SHELL]
+    """The lines of a page's shell blocks, and what in its text is a command of ours, `make` or `pip install`.
+
+    Blocks that are marked as not run are left out.
+    """
+    bodies = [body for language, _, body in blocks(page) if language in SHELL and body not in not_run(page)]
     lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
     prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -191,9 +201,9 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
-            if "check" in (rest[0], *rest[2:3]):  # check, or -m tunix_lite check
+            if "check" in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
                 return ["tunix-lite", *rest[rest.index("check") :]]
-            return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
+            return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
         return words
@@ -306,6 +316,15 @@ def check_pip(words: list[str]) -> None:
 
 def extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", LIVING, ids=lambda page: page.stem)
+def test_a_block_that_is_not_run_says_why_and_holds_no_command_of_ours(page):
+    reasons = not_run(page)
+    assert page.read_text().count("<!-- not run") == len(reasons), "a mark stands right above its block"
+    for body, reason in reasons.items():
+        assert len(reason.split()) >= 3, f"{page.name}: {reason!r} is no reason"
+        assert not re.search(r"^(?:python|tunix-lite|make) ", body, re.MULTILINE), f"{page.name}: {body}"
 
 
 def test_every_program_can_be_checked():

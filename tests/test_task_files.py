@@ -13,7 +13,9 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
+from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -141,9 +143,9 @@ def test_files_read_in_order_give_each_row_once_an_epoch_and_go_on_from_any_step
     blocks = [{*epochs[1][i : i + 5]} for i in range(0, 23, 5)]
     assert blocks == [{*range(i, min(i + 5, 23))} for i in range(0, 23, 5)]
     assert order != sorted(order)
-    for step in (17, 3, 4, 0, 11):
-        again = stream_of(str(tmp_path / "part*.jsonl"), held_out, "task.shuffle_buffer=5")
-        assert [int(row["answer"]) for row in again.batch(4, 7, step)[0]] == batches[step]
+    for step in (17, 3, 6, 0, 11):
+        again = RowStream(str(tmp_path / "part*.jsonl"), 5)
+        assert [int(row["answer"]) for row in again.batch(4, 7, step)] == batches[step]
         assert [int(row["answer"]) for row in task.batch(4, 7, step)[0]] == batches[step], "asked again, too"
     assert [int(row["answer"]) for row in task.batch(4, 8, 0)[0]] != batches[0]
     assert check_all_rows(task, False, 1) == "3 files to train on, read in order, 5 rows shuffled at a time, 1 held out"
@@ -259,10 +261,10 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
     for bad, says in zip(BAD, ("not JSON", "task.prompt names 'question', but", "not an object", "half of a char")):
         json_lines(train, [good[0], bad])
         with pytest.raises(ValueError, match=rf"train.jsonl, line 2: {says}"):
-            _ = words(given).config.source.train
+            _ = FileRows(str(train), None, "jsonl", "raise", task.config.template).train
     json_lines(train, BAD)
     with pytest.raises(ValueError, match="holds no examples; all 4 rows were left out, the first: .*line 1: not JSON"):
-        _ = words([*given, "task.on_error=skip"]).config.source.train
+        _ = FileRows(str(train), None, "jsonl", "skip", task.config.template).train
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -376,7 +376,8 @@ def run_metadata(run: RunConfig, parts: Parts) -> dict:
         # of adapters, those alone
         "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
         "data": {
-            "train": len(task_source.train),
+            # null: of a stream nobody has counted them
+            "train": len(task_source.train) if isinstance(task_source.train, Sized) else None,
             "held_out": len(task_source.held_out),
             # null: not looked for, since the examples are not in memory
             "held_out_in_train": held_out_in_training(parts.task),
