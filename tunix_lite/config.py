@@ -198,6 +198,9 @@ class EvaluationConfig:
             )
 
 
+CONSOLES = ("auto", "rich", "plain", "quiet")
+
+
 @dataclass(frozen=True)
 class TrackingConfig:
     """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
@@ -205,6 +208,9 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    # the screen: rich: a live region; plain: a line a step; quiet: hints, errors and results only;
+    # auto: rich on a terminal that can show it, else plain
+    console: str = "auto"
     report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
@@ -212,6 +218,8 @@ class TrackingConfig:
     def __post_init__(self):
         if self.samples_interval_steps < 0 or self.samples_shown < 0:
             raise ValueError("samples_interval_steps and samples_shown must not be negative")
+        if self.console not in CONSOLES:
+            raise ValueError(f"console={self.console!r} is one of {', '.join(CONSOLES)}")
 
 
 @dataclass(frozen=True)

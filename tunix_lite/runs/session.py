@@ -175,7 +175,15 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     run_dir.make()
     gloo.log_into(run_dir.log)
     every = run.training.log_interval_steps
-    console = Console(run_dir.log, run.training.max_steps, every, quiet=not run_dir.is_first)
+    # Of several processes one may end another from compiled code: its last words stay visible.
+    console = Console(
+        run_dir.log,
+        run.training.max_steps,
+        every,
+        quiet=not run_dir.is_first,
+        mode=run.tracking.console,
+        hides_noise=run_dir.is_first and jax.process_count() == 1,
+    )
     with contextlib.ExitStack() as at_end:
         at_end.push(closed_at_end(console.close))
         yield console

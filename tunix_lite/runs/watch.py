@@ -116,6 +116,7 @@ class Watch:
 
         # The plan, by the programs of this run, which compile now.
         console.busy("compiling…")
+        console.doing("compiling the update: waiting for XLA")
         with session.stopping.uninterruptible(COMPILATION):
             programs = training_programs(
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
@@ -140,6 +141,8 @@ class Watch:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
         self._began = time.perf_counter()
         self.learner.seconds.clear()
+        first = ", which compiles" if number == self.start else ""
+        self.session.console.doing(f"step {number + 1}: collecting{first}")
         with self.profile.step(number - self.start):
             yield
 
@@ -156,6 +159,7 @@ class Watch:
         self._collected = time.perf_counter()
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
+        self.session.console.doing(f"step {int(self.state.step) + 1}: updating")
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
         self._updated = time.perf_counter()
@@ -256,6 +260,7 @@ class Watch:
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
+        session.console.doing("measuring held-out accuracy")
         found = evaluate(
             self.learner.policy,
             session.task.at_step(int(self.state.step)),
