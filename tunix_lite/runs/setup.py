@@ -1,6 +1,7 @@
 """Before a run: every check that needs files or devices, and the summary shown at its start."""
 
 import json
+import os
 import platform
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
@@ -14,6 +15,7 @@ from tunix_lite.algorithms.algorithm import frozen_models as frozen_models_of
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
+from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
@@ -112,7 +114,7 @@ def find_parts(run: RunConfig) -> Parts:
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
-        mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+        mesh = mesh_of(run)
         set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
     resolved = resolve_run(
@@ -133,6 +135,21 @@ def find_parts(run: RunConfig) -> Parts:
     )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+
+
+def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
+    """The mesh of the run on the devices that there are.
+
+    Raises ValueError where it does not fit them; under torchrun with what torchrun replaced, for
+    then there are fewer processes than somebody meant.
+    """
+    try:
+        return make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+    except ValueError as error:
+        overwritten = overwritten_by_torchrun(os.environ)
+        if not overwritten:
+            raise
+        raise ValueError(f"{error}; {overwritten}") from error
 
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
