@@ -23,6 +23,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
     EvaluationConfig,
@@ -60,6 +61,7 @@ KINDS = {
     "task": TaskConfig,
     "command/chat": ChatConfig,
     "command/check": Check,
+    "command/watch": WatchRun,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
