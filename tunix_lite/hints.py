@@ -316,6 +316,12 @@ def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     return found if len(found) <= 2 else []
 
 
+def near_word(word: str, words: Iterable[str]) -> str | None:
+    """The one of these words that is meant by a misspelt one; None: not exactly one."""
+    found = _closest(word, words)
+    return found[0] if len(found) == 1 else None
+
+
 def _closest(name: str, names: Iterable[str]) -> list[str]:
     """The names within a few typing mistakes, the fewest."""
     distances = {each: _mistakes(name, each) for each in set(names)}

@@ -155,7 +155,7 @@ def wrong_override(
     options of the user's own.
     """
     if key in groups:
-        is_option = str(value) in options_of(key, folders)
+        is_option = value is None or str(value) in options_of(key, folders)
         return None if is_option else unknown_option(key, value, folders)
     is_section = any(name.startswith(f"{key}.") for name in known)
     if key in known or is_section:

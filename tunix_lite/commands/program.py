@@ -29,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunix_lite.commands import help as help_pages
 from tunix_lite.commands.flags import (
     HYDRA,
     OF_COMMANDS,
@@ -246,6 +247,8 @@ def main(
     the process with a message and an exit code.
     """
     keep_freed_memory()
+    if _only_shows(sys.argv[1:]):
+        return
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
     _or_exit(lambda: refuse_foreign(sys.argv[1:], _all_settings(), HYDRA))
@@ -261,6 +264,17 @@ def main(
         _or_exit(lambda: task(_run_of(settings, checked), folder), made_by_hydra=folder)
 
     job()
+
+
+def _only_shows(words: list[str]) -> bool:
+    """Shows our help or our version, if a command line asks for it; Hydra would show its own."""
+    if help_pages.topic(words) is not None:
+        help_pages.show_help(words)
+        return True
+    if "--version" in words:
+        print(help_pages.versions())
+        return True
+    return False
 
 
 def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunConfig:
