@@ -94,7 +94,7 @@ HONEST_PATH = (
     ("tunix_lite/tasks/prompt_text.py", "fitted_prompts"),
     ("tunix_lite/tasks/reward_calls.py", "RewardCalls.submit"),
     ("tunix_lite/tasks/reward_calls.py", "RewardCalls._call"),
-    ("tunix_lite/tasks/grading.py", "values_of"),
+    ("tunix_lite/tasks/reward_calls.py", "values_of"),
     ("tunix_lite/algorithms/grpo.py", "GRPO"),
     ("tunix_lite/runs/experience.py", "FreshExperience._examples"),
     ("tunix_lite/runs/experience.py", "FreshExperience._mini_batch"),

@@ -16,13 +16,17 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.distill import Distill
-from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, realigned, with_divergence
+from tunix_lite.commands.program import compose
+from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.scoring import on_every_device
 from tunix_lite.models import decoder
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.types import Batch
+from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.plan import assemble_plan
+from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.types import Batch, realigned
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow
 import exactness_worker
@@ -139,3 +143,24 @@ def test_wrong_settings_of_a_divergence_are_refused(settings, message):
         Distill(TEACHER, **settings)
     assert Distill(TEACHER).comparison is None
     assert MIXED.comparison == TeacherComparison("teacher", "jensen_shannon", 0.25, 6)
+
+
+def test_a_plan_counts_what_is_kept_of_the_teacher():
+    """By hand: 16 sequences of 80 columns on two shards, 96 float32 of each hidden state, or 16 tokens and 17 numbers."""
+    added = {}
+    for name, more in {
+        "token": [],
+        "all": ["algorithm.divergence=reverse"],
+        "few": ["algorithm.divergence=forward", "algorithm.top_k=16"],
+    }.items():
+        run = compose(["algorithm=distill", *more, "training.prompts_per_step=4", "evaluation.num_examples=0"])
+        resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
+        phases = assemble_plan(find_machine("h100x2"), resolved, {}).phases
+        added[name] = {phase.name: phase.adds for phase in phases}
+    columns = 8 * 80
+    for name, of_a_token in (("all", 4 * 96), ("few", 4 * (16 + 17))):
+        kept = columns * of_a_token
+        assert added[name]["update"]["batch"] - added["token"]["update"]["batch"] == kept
+        # its own rows while they are made, and all rows on every device
+        assert added[name]["teacher"]["kept"] == 3 * kept
+    assert added["all"]["update"]["activations"] > added["few"]["update"]["activations"]

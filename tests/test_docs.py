@@ -41,6 +41,7 @@ from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.resolved import check_generation, check_model_divides
+from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
@@ -262,7 +263,8 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    if run.model.weights in ("bundled", "random"):
+    is_made = not isinstance(run.task.source, reasoning_gym.ReasoningGym) or reasoning_gym.reasoning_gym is not None
+    if run.model.weights in ("bundled", "random") and is_made:
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)

@@ -160,6 +160,20 @@ class Batch:
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 
 
+def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
+    """Values at the tokens that count in `read`, at those that count in `batch`: the n-th of a
+    sequence goes to the n-th. Values may be vectors. Raises ValueError where they are not as
+    many."""
+    there = np.asarray(read.loss_weight) != 0
+    here = np.asarray(batch.loss_weight) != 0
+    if not np.array_equal(there.sum(axis=1), here.sum(axis=1)):
+        raise ValueError("the teacher reads other completions than the policy has sampled")
+    values_BT = np.asarray(values_BT)
+    result = np.zeros((*here.shape, *values_BT.shape[2:]), values_BT.dtype)
+    result[here] = values_BT[there]
+    return result
+
+
 @flax.struct.dataclass
 class RowBatch:
     """What an update sees: a batch laid out in rows on the mesh, and where its tokens stand.

@@ -122,6 +122,10 @@ class TaskInterface(Protocol):
     def prompts(self, examples: list[dict]) -> Prompts:
         """The tokens of each example's prompt."""
 
+    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+        """The tokens of each example's prompt with another message; {names} are its fields.
+        max_length: tokens of it; None: as many as of any prompt."""
+
     def grader(self, examples: list[dict]) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions."""
 

@@ -27,9 +27,10 @@ import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, TeacherComparison
-from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.demonstration import after_prompts
+from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores, realigned
 
 # what is compared: the sampled token alone, or two distributions
 DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
@@ -154,11 +155,15 @@ class Distill:
         # the update compares the distributions; here the teacher reads the completions
         if self.comparison is not None:
             batch = batch.replace(advantages=np.float32(self.reward_coef) * batch.advantages)
-            return policy.compare(batch), groups.metrics, groups.graded
+            seen = self._as_seen(batch, groups, task, examples)
+            return policy.compare(batch, seen), groups.metrics, groups.graded
 
         # The teacher's share, in float64; tokens that do not count have none.
         counts_BT = np.asarray(batch.loss_weight) != 0
-        teacher_BT = np.float64(policy.scorers["teacher"](batch))
+        seen = self._as_seen(batch, groups, task, examples)
+        teacher_BT = np.float64(policy.scorers["teacher"](batch if seen is None else seen))
+        if seen is not None:
+            teacher_BT = realigned(teacher_BT, seen, batch)
         gap_BT = np.where(counts_BT, teacher_BT - np.float64(batch.old_logprobs), 0.0)
         advantages_BT = self.teacher_coef * gap_BT + self.reward_coef * batch.advantages
         batch = batch.replace(advantages=advantages_BT.astype(np.float32))
@@ -167,6 +172,18 @@ class Distill:
             "train/teacher_gap_max": float(np.abs(gap_BT).max()),
         }
         return batch, groups.metrics | found, groups.graded
+
+    def _as_seen(
+        self, batch: Batch, groups: Groups, task: TaskInterface, examples: list[dict]
+    ) -> Batch | None:
+        """The completions as the teacher reads them; None: after the prompts of the policy."""
+        if getattr(self.teacher, "prompt", None) is None:
+            return None
+        settings = self.teacher
+        prompts = task.prompts_with(examples, settings.prompt, settings.max_prompt_length)
+        of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
+        return after_prompts(batch, first, of_each)
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""

@@ -77,8 +77,8 @@ class Groups:
             advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
         if limit is not None:
             advantages_PG = np.clip(advantages_PG, -limit, limit)
-        advantages_B1 = advantages_PG.reshape(-1, 1)
-        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+        shape = self.rollout.tokens.shape
+        return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
 
     def whole(self) -> WholeBatch:
         """What an advantage function may know beside the rewards."""

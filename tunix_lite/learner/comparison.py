@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
@@ -23,7 +22,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
 from tunix_lite.models.vocabulary import head_spec, token_scores
 from tunix_lite.parallel.mesh import sharding
-from tunix_lite.types import Batch, ComparedScores, Params, RowBatch, TokenScores
+from tunix_lite.types import Batch, ComparedScores, Params, RowBatch, TokenScores, realigned
 
 # names of what is kept of the teacher: streams, and a constant
 HIDDEN = "teacher_hidden"
@@ -105,20 +104,6 @@ class FrozenComparer:
     def compiled(self, batch: RowBatch) -> Callable:
         """Returns the compiled program for this batch in rows, or for its shapes."""
         return self.program(self.params, batch)
-
-
-def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
-    """Values at the tokens that count in `read`, at those that count in `batch`: the n-th of a
-    sequence goes to the n-th. Values may be vectors. Raises ValueError where they are not as
-    many."""
-    there = np.asarray(read.loss_weight) != 0
-    here = np.asarray(batch.loss_weight) != 0
-    if not np.array_equal(there.sum(axis=1), here.sum(axis=1)):
-        raise ValueError("the teacher reads other completions than the policy has sampled")
-    values_BT = np.asarray(values_BT)
-    result = np.zeros((*here.shape, *values_BT.shape[2:]), values_BT.dtype)
-    result[here] = values_BT[there]
-    return result
 
 
 def description_program(scores: Callable, teacher: Teacher) -> Callable:

@@ -475,7 +475,14 @@ def apply_update(
     params = widen(state.params)
     updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
-    return round_to_kept(new, state, seed), optax.tree.norm(updates)
+    if dtypes(new) != dtypes((state.params, state.opt_state)):
+        new = round_to_kept(new, state, seed)
+    return new, optax.tree.norm(updates)
+
+
+def dtypes(tree: Any) -> list[np.dtype]:
+    """The type of each array of a tree."""
+    return [x.dtype for x in jax.tree.leaves(tree)]
 
 
 def round_to_kept(new: tuple[Params, Any], state: TrainState, seed: int) -> tuple[Params, Any]:

@@ -59,13 +59,13 @@ class RowLayout:
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
         pack = self._unpacked if self.packing == "none" else self._packed
-        packed, scored = pack(batch, counts_BT)
+        packed, scored_columns = pack(batch, counts_BT)
 
         # every value about a token goes where its token goes
         placed = jax.tree.map(packed.place, batch)
         rows = RowBatch(
             **vars(placed),
-            **scored,
+            **scored_columns,
             **self.lanes,
             segment_ids=packed.segment_ids,
             positions=packed.positions,

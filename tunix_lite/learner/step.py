@@ -78,11 +78,11 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
         # Gradient: micro-batches are summed. Nothing is divided, because loss_weight is normalised
-        # over the whole batch.
-        rows = batch.per_row, self._dropout_keys(state, batch)
+        # over the whole batch. The pair is what `gradient` takes: rows and their dropout keys.
+        pair = batch.per_row, self._dropout_keys(state, batch)
         gradient = partial(self.gradient, state.params, frozen, constants=batch.constants)
         grads, metrics = accumulate(
-            gradient, rows, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
+            gradient, pair, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
         )
         norm = optax.tree.norm(widen(grads))
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])

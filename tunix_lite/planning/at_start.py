@@ -86,7 +86,7 @@ def training_programs(
     for name in resolved.frozen_models:
         compares = resolved.compares(name)
         compile_it = policy.compare.compiled if compares else policy.scorers[name].compiled
-        programs[name] = partial(compile_it, scored_batch_shapes(resolved))
+        programs[name] = partial(compile_it, scored_batch_shapes(resolved.as_scorer(name)))
     return programs
 
 

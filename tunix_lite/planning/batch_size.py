@@ -191,9 +191,13 @@ def _least_prompts(G: int, fsdp: int) -> int:
 def plan_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
     """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit
     into a micro-batch."""
-    settings = run.training
-    if settings.packing == "none":
+    if run.training.packing == "none":
         return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    return _plan_packed_rows(run, batch)
+
+
+def _plan_packed_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
+    settings = run.training
     longest = sum(lengths_of(run))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(

@@ -351,8 +351,9 @@ def _frozen_scoring(resolved: ResolvedRun, name: str, params: Params) -> Any:
     if resolved.compares(name):
         shapes = scored_batch_shapes(resolved.as_scorer(name))
         return _description(resolved, name).lower(params, shapes)
-    score = scoring_program(policy_of(resolved.as_scorer(name)).scores, resolved.rows)
-    return score.lower(params, scored_batch_shapes(resolved))
+    theirs = resolved.as_scorer(name)
+    score = scoring_program(policy_of(theirs).scores, theirs.rows)
+    return score.lower(params, scored_batch_shapes(theirs))
 
 
 def update_arguments(

@@ -159,7 +159,11 @@ class ResolvedRun:
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
-        return replace(self, cfg=model.cfg, lora=None, attention=model.attention, frozen_models={})
+        run = read_by(self.run, frozen_models(self.run.algorithm)[name])
+        # a longer prompt needs longer rows
+        rows = self.rows if run is self.run else plan_rows(run, self.batch)
+        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
+        return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
     @property
     def copies_reference(self) -> bool:
@@ -270,6 +274,14 @@ def resolve_run(
     return replace(resolved, frozen_models=frozen)
 
 
+def read_by(run: RunConfig, teacher: TeacherConfig) -> RunConfig:
+    """The run with prompts as long as those that a teacher reads."""
+    if teacher.max_prompt_length is None:
+        return run
+    generation = replace(run.generation, max_prompt_length=teacher.max_prompt_length)
+    return replace(run, generation=generation)
+
+
 def _frozen_model(
     resolved: ResolvedRun,
     name: str,
@@ -285,11 +297,11 @@ def _frozen_model(
         table = stored_table(decoder.weights(cfg), settings.storage)
         shape = SimpleNamespace(shape=resolved.mesh_shape)
         weights.check_divisible(table, shape, run.sharding.table("train"))
-        total = sum(resolved.lengths)
+        total = sum(lengths_of(read_by(run, settings)))
         if total > cfg.max_positions:
             raise ValueError(
                 f"weights={settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"generation.max_prompt_length + max_new_tokens is {total}"
+                f"max_prompt_length + generation.max_new_tokens is {total}"
             )
         chosen, _ = choose_attention(run, cfg, resolved.rows, platform, is_attached)
     return FrozenModel(cfg, settings.storage, chosen)

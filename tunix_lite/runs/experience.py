@@ -96,15 +96,13 @@ class FreshExperience:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
         task = self._curriculum.begin(step, self._task.at_step(step))
-        examples, dropped = self._examples(task, rollout)
+        examples, found = self._examples(task, rollout)
         batch, metrics, graded = self._algorithm.collect(self._policy, task, params, examples, key)
-        metrics |= self._curriculum.end(self._say)
-        if self._long_prompts == "drop":
-            metrics["prompts/dropped"] = dropped
-        return batch, metrics, graded
+        return batch, metrics | self._curriculum.end(self._say) | found, graded
 
-    def _examples(self, task: Task, rollout: int) -> tuple[list[dict], int]:
-        """The examples of all rounds, and how many were passed over for their length.
+    def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
+        """The examples of all rounds, and how many were passed over for their length, if any may
+        be.
 
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
@@ -116,7 +114,7 @@ class FreshExperience:
             more, too_long = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
             found += more
             dropped += too_long
-        return found, dropped
+        return found, {"prompts/dropped": dropped} if self._long_prompts == "drop" else {}
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""
@@ -124,6 +122,7 @@ class FreshExperience:
         if self._mini_batches > 1:
             batch, graded = self._mini_batch(batch, graded, part)
         laid_out, _ = self._rows.lay_out(batch)
+        # `take` says how many updates are left
         return Experience(laid_out, batch, metrics, graded, updates_left=1)
 
     def _mini_batch(

@@ -162,6 +162,10 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
             )
         for name in learned:
             task.demonstrations(answered_by(first, name))
+    for name, teacher in frozen_models_of(run.algorithm).items():
+        if teacher.prompt is not None:
+            with error_context(f"algorithm.{name}"):
+                task.prompts_with(first, teacher.prompt, teacher.max_prompt_length)
     check_curriculum(run, task)
     return data
 

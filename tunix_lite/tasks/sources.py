@@ -45,6 +45,11 @@ def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) ->
     return [examples[order[step * batch_size + i]] for i in range(batch_size)]
 
 
+def news_of(examples: Sequence[dict]) -> str:
+    """What is new of malformed rows since it was asked last; "" if nothing is."""
+    return examples.news() if isinstance(examples, RowStream) else ""
+
+
 class ReadAhead:
     """The batches of examples that must be read first: threads of grain read those that come next,
     while the run makes a step. Any other batch can be asked for, too."""
@@ -79,12 +84,17 @@ def fitting_batch_at(
     limit: int,
 ) -> tuple[list[dict], int]:
     """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for
-    being longer.
+    being longer. ValueError for a stream, whose rows come in one order.
 
     An example that does not fit gives its place to the next in the order, from the end of this
     batch on, that fits and that the batch does not hold. `length` is example -> tokens. Raises
     ValueError if too few fit, of all examples or of the first that are looked at.
     """
+    if isinstance(examples, RowStream):
+        raise ValueError(
+            "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads them in "
+            "order; set generation.long_prompts=truncate"
+        )
     order = order_of(examples, seed)
     at = (step + 1) * batch_size
     chosen = [order[i] for i in range(at - batch_size, at)]
