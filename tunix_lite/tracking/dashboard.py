@@ -98,7 +98,7 @@ class Dashboard:
         self._began: tuple[float, int] | None = None
 
     def busy(self, text: str, since: float | None = None) -> None:
-        """What is done now: shown with a clock until the next step. since: by the clock; None: now."""
+        """What is done now, with a clock until the next step. since: by the clock; None: now."""
         self._busy = (text, self._clock() if since is None else since)
 
     def log(self, step: int, metrics: Metrics) -> None:
