@@ -4,7 +4,6 @@
 
 import inspect
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -23,8 +22,9 @@ project = "tunix_lite"
 author = "the tunix_lite authors"
 version = release = tunix_lite.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "generated", "Thumbs.db", ".DS_Store"]
 
@@ -52,12 +52,12 @@ def fill(app, page, source):
             source[0] = source[0].replace(made.MARKER, RENDERED[page])
 
 
-def drop_empty_globs(app, page, source):
-    """The log and the decisions come as they are written, and a pattern that matches nothing is a
-    warning."""
-    if page == "index":
-        pattern = re.compile(r"^(\S+\*)\n", re.MULTILINE)
-        source[0] = pattern.sub(lambda m: m[0] if any(HERE.glob(f"{m[1]}.md")) else "", source[0])
+def leave_history_out_of_the_search(app, env):
+    """The log and the decisions say what was true on their day. No search finds them."""
+    for page in env.found_docs:
+        if page == "log" or page.startswith("decisions/"):
+            env.metadata[page]["nosearch"] = "true"
+    return []
 
 
 def skip_defaults(app, what, name, obj, skip, options):
@@ -71,7 +71,7 @@ def skip_defaults(app, what, name, obj, skip, options):
 
 def setup(app):
     app.connect("source-read", fill)
-    app.connect("source-read", drop_empty_globs)
+    app.connect("env-updated", leave_history_out_of_the_search)
     app.connect("autodoc-skip-member", skip_defaults)
     # so read them every time
     app.connect("env-get-outdated", lambda *_: [made.PAGE for made in GENERATED])

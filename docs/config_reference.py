@@ -26,6 +26,7 @@ from tunix_lite.algorithms import (
     weighting,
 )
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor, DoctorOptions
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
@@ -59,6 +60,7 @@ from tunix_lite.rewards import (
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.puzzles import (
     boolean,
     countdown,
@@ -113,6 +115,7 @@ GROUPS = (
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
+    Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),
@@ -125,6 +128,7 @@ GROUPS = (
     Group("Sharding", "sharding.", ShardingConfig, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
+    Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
@@ -135,6 +139,7 @@ GROUPS = (
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
     Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
+    Group("The command check", "", Check, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )

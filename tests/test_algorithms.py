@@ -17,6 +17,7 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
 from tunix_lite.commands.replay import sequence_losses
 from tunix_lite.learner.step import TrainStep
+from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
 from tunix_lite.types import Batch, Rollout, TokenScores
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
@@ -203,9 +204,9 @@ def test_scores_are_never_taken_for_log_probabilities(weights):
 
 def test_a_batch_is_kept_as_arrays_with_its_streams_and_read_again(batch, tmp_path):
     kept = batch.replace(ref_logprobs=None, streams={"share": np.asarray(batch.advantages) * 2})
-    np.savez(tmp_path / "batch.npz", **kept.arrays())
+    np.savez(tmp_path / "batch.npz", **arrays_of_batch(kept))
     with np.load(tmp_path / "batch.npz") as arrays:
-        again = Batch.of_arrays(dict(arrays))
+        again = batch_of_arrays(dict(arrays))
     assert jax.tree.structure(again) == jax.tree.structure(kept)
     jax.tree.map(np.testing.assert_array_equal, again, kept)
     losses, found = sequence_losses(SumOfStreams(), again, scores_of(np.asarray(batch.old_logprobs)))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
     "a wrong type": (["training.max_steps=many"], "training.max_steps: expected int, got 'many'"),
-    "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; [[2,2],"),
+    "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; 'model.mesh_shape=[[2,2],"),
     "tp that does not divide": (["model=random", "model.architecture.num_heads=3", "model.mesh_shape=[[1,4],[fsdp,tp]]"],
                                 "heads=3 is not a multiple of the mesh's tp=4; tp could be 1, 3"),
     "a batch that contradicts itself": (["training.micro_batch_size=5"], "prompts_per_step=16 x num_generations=8 = 128"),

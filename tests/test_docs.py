@@ -23,21 +23,25 @@ from test_sizes import PUBLISHED, REFUSED
 from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
+from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.report import Report
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.planning import report
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.resolved import check_generation, check_model_divides
-from tunix_lite.tasks.task import Reward, Task
+from tunix_lite.tasks import reasoning_gym
+from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
 
@@ -60,6 +64,8 @@ PROGRAMS = {
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,
+    "report": Report,
+    "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
@@ -83,6 +89,7 @@ ALLOWED = {
     "tensorboard --logdir outputs/",
     "tail -f outputs/latest/train.log",
     "cat outputs/latest/status.json",
+    "tail -n 1 outputs/latest/metrics.jsonl",
     'python -c "import jax; print(jax.devices())"',
     "python -m tunix_lite.conformance",  # both are run by test_conformance.py
     "python -m tunix_lite.conformance cispo",
@@ -108,9 +115,18 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+def not_run(page: Path) -> dict[str, str]:
+    """{body: reason} of the shell blocks that stand under `<!-- not run: reason -->`."""
+    marked = r"^<!-- not run: (.*?) -->\n```(?:bash|sh|shell|console)\n(.*?)\n```$"
+    return {body: reason for reason, body in re.findall(marked, page.read_text(), re.MULTILINE | re.DOTALL)}
+
+
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks, and what in its text is a command of ours, `make` or `pip install`."""
-    bodies = [body for language, _, body in blocks(page) if language in SHELL]
+    """The lines of a page's shell blocks, and what in its text is a command of ours, `make` or `pip install`.
+
+    Blocks that are marked as not run are left out.
+    """
+    bodies = [body for language, _, body in blocks(page) if language in SHELL and body not in not_run(page)]
     lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
     prose = re.sub(r"^(```|:::).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -125,6 +141,12 @@ ALL_COMMANDS = [(page, command) for page in LIVING for command in commands(page)
 # ---- commands
 
 
+def of_readme(language: str) -> str:
+    """The README's only block of a language."""
+    [body] = [body for name, _, body in blocks(ROOT / "README.md") if name == language]
+    return body
+
+
 @pytest.fixture
 def with_the_example(monkeypatch, tmp_path):
     """What a reader of docs/extend has: its files next to run_training.py and its YAML in conf/."""
@@ -133,6 +155,7 @@ def with_the_example(monkeypatch, tmp_path):
             copy = tmp_path / file.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(file.read_text())
+    (tmp_path / "model" / "deep.yaml").write_text(of_readme("yaml"))
     monkeypatch.setattr(program, "conf_dir", lambda: tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.chdir(EXAMPLE)
@@ -179,7 +202,9 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
-            return ["python", *rest] if rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
+            if "check" in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
+                return ["tunix-lite", *rest[rest.index("check") :]]
+            return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
         return words
@@ -196,6 +221,9 @@ def of_a_program(words: list[str]) -> tuple[str, list[str] | None] | None:
     name, *rest = words[len(start) :]
     assert name in PROGRAMS, f"there is no command {name}"
     overrides = without_options(rest, OPTIONS)
+    if name == "report":
+        folders = [word for word in overrides if "=" not in word]
+        overrides = [f"folders={json.dumps(folders)}"] * bool(folders) + [w for w in overrides if "=" in w]
     if name in POSITIONAL and overrides and "=" not in overrides[0]:
         overrides[0] = f"{POSITIONAL[name]}={overrides[0]}"
     return name, None if "--help" in rest else overrides
@@ -229,7 +257,8 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    if run.model.weights in ("bundled", "random"):
+    is_made = not isinstance(run.task.source, reasoning_gym.ReasoningGym) or reasoning_gym.reasoning_gym is not None
+    if run.model.weights in ("bundled", "random") and is_made:
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)
@@ -289,6 +318,15 @@ def check_pip(words: list[str]) -> None:
 
 def extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", LIVING, ids=lambda page: page.stem)
+def test_a_block_that_is_not_run_says_why_and_holds_no_command_of_ours(page):
+    reasons = not_run(page)
+    assert page.read_text().count("<!-- not run") == len(reasons), "a mark stands right above its block"
+    for body, reason in reasons.items():
+        assert len(reason.split()) >= 3, f"{page.name}: {reason!r} is no reason"
+        assert not re.search(r"^(?:python|tunix-lite|make) ", body, re.MULTILINE), f"{page.name}: {body}"
 
 
 def test_every_program_can_be_checked():
@@ -379,10 +417,32 @@ def test_pages_are_plain_to_read_and_name_no_machine(page):
 
 
 def test_readme_quotes_its_reward_from_the_example(with_the_example):
-    bodies = {language: body for language, _, body in blocks(ROOT / "README.md")}
-    assert bodies["python"].strip() in (EXAMPLE / "my_rewards.py").read_text()
-    rewards = build(dict[str, Reward], yaml.safe_load(bodies["yaml"])["rewards"], "rewards")
-    assert rewards["few_words"].fn("one two three", {}) == 1.0
+    assert of_readme("python").strip() in (EXAMPLE / "my_rewards.py").read_text()
+    [command] = [c for c in commands(ROOT / "README.md") if "my_rewards" in c]
+    task = program.compose(of_a_run(shlex.split(command))).task
+    assert task.rewards["few_words"].fn("one two three", {}) == 1.0
+    assert task.rewards["few_words"].fn("word " * 31, {}) == 0.0
+
+
+def test_readme_is_one_screen_after_another():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_readme_shows_what_plan_prints(with_the_example):
+    """Every line that README shows is a line of the command above it; `...` stands for what is left out."""
+    [command] = [c for c in commands(ROOT / "README.md") if "tunix-lite plan" in c]
+    [shown] = [body for language, _, body in blocks(ROOT / "README.md") if language == "text"]
+    name, overrides = of_a_program(shlex.split(command))
+    values = program.compose_values(overrides, of=(f"+command={name}",))
+    settings = build(PlanConfig, {f.name: values.pop(f.name) for f in dataclasses.fields(PlanConfig)})
+    printed = [plain(line) for line in report.short_form(make_plans(build(RunConfig, values), settings, overrides))]
+    for line in map(plain, shown.splitlines()):
+        before, _, after = line.partition("... ")
+        assert any(text.startswith(before) and text.endswith(after) for text in printed), line
+
+
+def plain(line: str) -> str:
+    return " ".join(line.split())
 
 
 # ---- the configuration reference
@@ -544,7 +604,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
 
 
-@pytest.mark.parametrize("page, before", [("README.md", "## Say it differently"), ("docs/getting_started/quick_start.md", "or, where"),
+@pytest.mark.parametrize("page, before", [("README.md", "## Train it"), ("docs/getting_started/quick_start.md", "or, where"),
                                           ("docs/getting_started/installation.md", "## With make")])  # fmt: skip
 def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before):
     """Read in order: the first block that calls python or tunix-lite itself begins with the environment."""
@@ -554,7 +614,8 @@ def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before
         for text in re.findall(r"```bash\n(.*?)```", following, re.S)
         if re.search("^(python|tunix-lite) ", text, re.M)
     ]
-    assert called[0].startswith("source .venv/bin/activate\n")
+    before_the_call = re.split("^(?:python|tunix-lite) ", called[0], flags=re.M)[0]
+    assert before_the_call.endswith("source .venv/bin/activate\n")
 
 
 def test_without_the_environment_one_line_says_what_to_activate():

@@ -22,6 +22,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.variants import VARIANTS, apply_variant, objective_of
 from tunix_lite.commands.program import compose
+from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
@@ -629,6 +630,7 @@ def test_duplicated_prompts_are_groups_of_their_own():
         ({"shaping": partial(shaping.overlong, length=0)}, "length=0 must be at least 1 token"),
         ({"old_logprobs": "trainer"}, "old_logprobs='trainer'; it is whole, sampled or rescored"),
         ({"variant": "verll"}, "variant='verll': there is no such definition of grpo; there is paper, trl, verl"),
+        ({"variant": "tunix"}, "variant='tunix': its KL is k1 as a loss, which has no expected gradient; not offered for grpo; there is paper"),
         ({"variant": "verl", "clip_high": 0.3}, "variant=verl sets clip_high=0.2, and clip_high=0.3 is given"),
         ({"surrogate": surrogates.sapo, "variant": "trl"}, "trl defines sapo as it is here"),
     ],
@@ -652,6 +654,8 @@ CHANGES = {
     "advantages.eps": ({}, {"advantages": partial(adv.standardise, eps=0.1)}),
     "advantages: batch_scaled": ({}, {"advantages": adv.batch_scaled}),
     "batch_scaled.eps": ({"advantages": adv.batch_scaled}, {"advantages": partial(adv.batch_scaled, eps=0.1)}),
+    "batch_scaled.mean": ({"advantages": adv.batch_scaled}, {"advantages": partial(adv.batch_scaled, mean="batch")}),
+    "advantages: leave_one_out_std": ({}, {"advantages": adv.leave_one_out_std}),
     "whiten.over": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, over="samples")}),
     "whiten.group_baseline": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, group_baseline=False)}),
     "whiten.eps": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, eps=0.1)}),
@@ -747,7 +751,7 @@ def learned(chosen):
     rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
     logprobs = jnp.asarray(np.where(batch.loss_weight != 0, batch.old_logprobs + moved, 0), jnp.float32)
     loss, slopes = jax.value_and_grad(lambda lp: algorithm.loss(TokenScores(lp, jnp.ones_like(lp)), rows)[0])(logprobs)
-    return batch.arrays(), float(loss), np.asarray(slopes)
+    return arrays_of_batch(batch), float(loss), np.asarray(slopes)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -773,6 +777,19 @@ def test_the_list_of_changes_has_every_setting_of_every_piece():
                 parameters = inspect.signature(function).parameters.values()
                 of_yaml = [p.name for p in parameters if isinstance(p.default, int | float | str)]
                 assert all(name in given for name in of_yaml), f"{function.__name__}: {of_yaml}"
+
+
+def test_advantages_of_nemo_rl_and_areal_by_hand():
+    """A group of 0 1 1 and one of 0 0 0. Others of the 0: 1 1, std 0, undivided: -1. Of a 1: 0 1, mean 1/2, std
+    sqrt(1/2): 1/sqrt(2). AReaL: mean 1/3 of all six, variance (4 (1/3)^2 + 2 (2/3)^2) / 5 = 4/15."""
+    rewards = np.array([[0.0, 1, 1], [0, 0, 0]])
+    found = adv.leave_one_out_std(rewards, eps=0.0)
+    np.testing.assert_allclose(found, [[-1, 0.5**0.5, 0.5**0.5], [0, 0, 0]], atol=1e-12)
+    assert adv.leave_one_out_std(rewards, eps=1.0)[0, 1] == pytest.approx(0.5 / (0.5**0.5 + 1))
+    found = adv.batch_scaled(rewards, mean="batch", eps=0.0)
+    np.testing.assert_allclose(found, (rewards - 1 / 3) / (4 / 15) ** 0.5, atol=1e-12)
+    # equal numbers that have no exact mean
+    np.testing.assert_array_equal(adv.leave_one_out_std(np.full((1, 3), 0.1)), [[0, 0, 0]])
 
 
 # ---- presets and variants

@@ -217,7 +217,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
 
     @jax.jit
     def step(state, grads):
-        params, opt_state, _ = apply_update(optimizer, grads, state, 0)
+        (params, opt_state), _ = apply_update(optimizer, grads, state, 0)
         return TrainState(state.step + 1, params, opt_state)
 
     params = on_mesh(draw(0))

@@ -6,12 +6,12 @@ import pytest
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
-from tunix_lite.tasks.puzzles.boolean import is_truth_value
-from tunix_lite.tasks.puzzles.countdown import reaches_target
-from tunix_lite.tasks.puzzles.modular_arithmetic import is_residue
-from tunix_lite.tasks.puzzles.sorting import is_sorted_right
-from tunix_lite.tasks.puzzles.string_edit import EDITS, is_edited_right
-from tunix_lite.tasks.puzzles.unit_conversion import decimal_of, is_converted
+from tunix_lite.tasks.puzzles.boolean import Boolean, is_truth_value
+from tunix_lite.tasks.puzzles.countdown import Countdown, reaches_target
+from tunix_lite.tasks.puzzles.modular_arithmetic import ModularArithmetic, is_residue
+from tunix_lite.tasks.puzzles.sorting import Sorting, is_sorted_right
+from tunix_lite.tasks.puzzles.string_edit import EDITS, StringEdit, is_edited_right
+from tunix_lite.tasks.puzzles.unit_conversion import UnitConversion, decimal_of, is_converted
 from tunix_lite.tracking.rundir import RunDir
 
 NAMES = ("sorting", "modular_arithmetic", "boolean", "countdown", "unit_conversion", "string_edit")
@@ -191,19 +191,19 @@ def test_edits_by_hand():
 
 
 def test_settings_that_leave_too_little_are_named():
-    for override, says in (
-        ("task=sorting task.source.max_value=5", "max_value=5 leaves too few numbers for max_items=6; use at least 12"),
-        ("task=sorting task.source.min_items=9", "min_items=9, max_items=6: need 2 <= min_items <= max_items"),
-        ("task=sorting task.source.kind=cats", "kind='cats'; it is numbers or words"),
-        ("task=boolean task.source.depth=1", "depth=1 is from 2 to 8"),
-        ("task=countdown task.source.max_numbers=9", "max_numbers=9 must be at most 8"),
-        ("task=unit_conversion task.source.kinds=[luck]", r"kinds=['luck']: choose from length, mass, time, volume"),
-        ("task=string_edit task.source.edits=[]", "edits=[]: choose from reverse, remove"),
-        ("task=modular_arithmetic task.source.operators=['^']", "choose from '+', '-' and '*'"),
-        ("task=string_edit task.source.num_train=0", "both must be at least 1"),
+    for kind, settings, says in (
+        (Sorting, {"max_value": 5}, "max_value=5 leaves too few numbers for max_items=6; use at least 12"),
+        (Sorting, {"min_items": 9}, "min_items=9, max_items=6: need 2 <= min_items <= max_items"),
+        (Sorting, {"kind": "cats"}, "kind='cats'; it is numbers or words"),
+        (Boolean, {"depth": 1}, "depth=1 is from 2 to 8"),
+        (Countdown, {"max_numbers": 9}, "max_numbers=9 must be at most 8"),
+        (UnitConversion, {"kinds": ("luck",)}, r"kinds=['luck']: choose from length, mass, time, volume"),
+        (StringEdit, {"edits": ()}, "edits=[]: choose from reverse, remove"),
+        (ModularArithmetic, {"operators": ("^",)}, "choose from '+', '-' and '*'"),
+        (StringEdit, {"num_train": 0}, "both must be at least 1"),
     ):
-        with pytest.raises(ConfigError) as failed:
-            compose(override.split())
+        with pytest.raises(ValueError) as failed:
+            kind(**settings)
         assert says in str(failed.value)
     one = ["task=modular_arithmetic", "task.source.min_terms=2", "task.source.max_terms=2", "task.source.max_value=3"]
     source = compose([*one, "task.source.min_modulus=3", "task.source.max_modulus=3"]).task.source

@@ -17,9 +17,8 @@ from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.tasks.grading import values_of
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.reward_calls import shared_outcomes
+from tunix_lite.tasks.reward_calls import shared_outcomes, values_of
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
 

@@ -13,7 +13,9 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -121,6 +123,79 @@ def test_a_file_that_stays_on_disk_gives_the_same_batches(tmp_path, tokenizer):
         words(["task=csv", f"task.train={train}", REWARD, "task.in_memory=false"])
 
 
+def stream_of(train: str, held_out: Path, *more: str, tokenizer=None, **settings) -> Task:
+    given = ["task=jsonl", f"task.train='{train}'", f"task.held_out={held_out}", REWARD, *more]
+    return words(given, tokenizer, **settings)
+
+
+def test_files_read_in_order_give_each_row_once_an_epoch_and_go_on_from_any_step(tmp_path, tokenizer):
+    """23 rows in three files, 5 shuffled at a time: by hand, rows 0 to 4 come first, 20 to 22 last."""
+    for i, places in enumerate((range(9), range(9, 10), range(10, 23))):
+        json_lines(tmp_path / f"part{i}.jsonl", [{"prompt": "p", "answer": str(n)} for n in places])
+    held_out = json_lines(tmp_path / "held_out.jsonl", [{"prompt": "q", "answer": "1"}])
+    task = stream_of(str(tmp_path / "part*.jsonl"), held_out, "task.shuffle_buffer=5", tokenizer=tokenizer)
+    batches = [[int(row["answer"]) for row in task.batch(4, 7, step)[0]] for step in range(18)]
+    order = [n for batch in batches for n in batch]
+    epochs = [order[i : i + 23] for i in (0, 23, 46)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 3
+    blocks = [{*epochs[1][i : i + 5]} for i in range(0, 23, 5)]
+    assert blocks == [{*range(i, min(i + 5, 23))} for i in range(0, 23, 5)]
+    assert order != sorted(order)
+    for step in (17, 3, 6, 0, 11):
+        again = RowStream(str(tmp_path / "part*.jsonl"), 5)
+        assert [int(row["answer"]) for row in again.batch(4, 7, step)] == batches[step]
+        assert [int(row["answer"]) for row in task.batch(4, 7, step)[0]] == batches[step], "asked again, too"
+    assert [int(row["answer"]) for row in task.batch(4, 8, 0)[0]] != batches[0]
+    assert check_all_rows(task, False, 1) == "3 files to train on, read in order, 5 rows shuffled at a time, 1 held out"
+    with pytest.raises(
+        ValueError, match="long_prompts=drop takes other rows, and task.shuffle_buffer reads them in order"
+    ):
+        replace(task, long_prompts="drop").batch(4, 7, 0)
+
+
+def test_a_malformed_row_of_a_stream_is_named_or_left_out_and_counted(tmp_path):
+    rows = [{"prompt": str(n)} for n in range(8)]
+    train = json_lines(tmp_path / "train.jsonl", [*rows[:5], "{oops", *rows[5:]])
+    held_out = json_lines(tmp_path / "held_out.jsonl", rows[:1])
+    task = stream_of(train, held_out, "task.shuffle_buffer=2")
+    assert [row["prompt"] for row in task.batch(4, 0, 0)[0]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"train.jsonl, line 6: not JSON"):
+            task.batch(4, 0, 1)
+    said = []
+    skipping = stream_of(train, held_out, "task.shuffle_buffer=2", "task.on_error=skip", say=said.append)
+    found = [row["prompt"] for step in range(4) for row in skipping.batch(4, 0, step)[0]]
+    assert sorted(found[:8]) == sorted(found[8:]) == list("01234567")
+    assert (
+        len(said) == 1 and said[0].startswith("1 malformed rows left out so far, the first: ") and "line 6" in said[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["task.shuffle_buffer=0"], "shuffle_buffer=0 must be at least 1"),
+        (
+            ["task.shuffle_buffer=5", "task.held_out=null"],
+            "shuffle_buffer takes the held-out rows from a file of their own",
+        ),
+        (["task=preferences", "task.shuffle_buffer=5"], "shuffle_buffer is not for preferences"),
+    ],
+)
+def test_a_stream_that_cannot_be_is_named(tmp_path, settings, message):
+    train = json_lines(tmp_path / "train.jsonl", [{"prompt": "1"}])
+    with pytest.raises(ConfigError, match=message):
+        stream_of(train, train, *settings)
+
+
+def test_held_out_prompts_that_a_file_on_disk_has_too_are_counted(tmp_path, tokenizer):
+    train = json_lines(tmp_path / "train.jsonl", [{"prompt": str(n), "n": n} for n in range(9)])
+    held_out = json_lines(tmp_path / "held_out.jsonl", [{"prompt": p} for p in ("8", "x", "0", "0")])
+    given = ["task=jsonl", f"task.train={train}", f"task.held_out={held_out}", "task.in_memory=false", REWARD]
+    said = check_all_rows(words(given, tokenizer), False, 4)
+    assert said.endswith("; 3 of the held-out prompts are training prompts, too")
+
+
 def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
     file = tmp_path / "rows.csv"
     file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
@@ -184,10 +259,10 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
     for bad, says in zip(BAD, ("not JSON", "task.prompt names 'question', but", "not an object", "half of a char")):
         json_lines(train, [good[0], bad])
         with pytest.raises(ValueError, match=rf"train.jsonl, line 2: {says}"):
-            _ = words(given).config.source.train
+            _ = FileRows(str(train), None, "jsonl", "raise", task.config.template).train
     json_lines(train, BAD)
     with pytest.raises(ValueError, match="holds no examples; all 4 rows were left out, the first: .*line 1: not JSON"):
-        _ = words([*given, "task.on_error=skip"]).config.source.train
+        _ = FileRows(str(train), None, "jsonl", "skip", task.config.template).train
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_batch_with_dropped_examples_is_a_function_of_seed_and_step():
 
 def test_no_example_stands_twice_in_a_batch_with_replacements():
     task = numbers_task(long_at({0, 2, 5}, count=8)[0], "drop")  # 5 fit, so 4 often reach into the next epoch
-    for step in range(40):
+    for step in range(16):
         examples, dropped = task.batch(4, 0, step)
         assert len({e["n"] for e in examples}) == 4 and dropped <= 3
         assert all(len(e["words"].split()) == 3 for e in examples)

@@ -3,28 +3,70 @@
 import importlib
 import sys
 
-COMMANDS = {
-    "train": "train a model; takes the same overrides as run_training.py",
-    "launch": "start the processes of a run on this machine, and watch them",
-    "generate": "complete a prompt, or a file of prompts",
-    "chat": "talk to a model",
-    "evaluate": "how good a model is at a task, and how sure that is; or two models",
-    "plan": "what fits on which devices, there or not, and how fast it can be",
-    "doctor": "why a run does not learn, from its files alone",
-    "replay": "why an update was skipped, sequence by sequence",
-    "export": "write a model as a Hugging Face folder or a PEFT adapter",
+from tunix_lite.commands import completion
+from tunix_lite.commands import help as help_pages
+from tunix_lite.commands.help import COMMANDS
+from tunix_lite.hints import near_word
+
+# Commands of other projects, and what they are here.
+ELSEWHERE = {
+    "sft": "tunix-lite train algorithm=sft",
+    "grpo": "tunix-lite train algorithm=grpo",
+    "dpo": "tunix-lite train algorithm=dpo",
+    "rloo": "tunix-lite train algorithm=rloo",
+    "run": "tunix-lite train",
+    "fit": "tunix-lite train",
+    "finetune": "tunix-lite train algorithm=sft",
+    "resume": "tunix-lite train hydra.run.dir=FOLDER",
+    "eval": "tunix-lite evaluate",
+    "test": "tunix-lite evaluate",
+    "validate": "tunix-lite evaluate",
+    "infer": "tunix-lite generate",
+    "inference": "tunix-lite generate",
+    "sample": "tunix-lite generate",
+    "merge": "tunix-lite export kind=merged",
+    "convert": "tunix-lite export",
+    "env": "tunix-lite check",
+    "test_distributed_setup": "tunix-lite check",
+    "gpu-info": "tunix-lite check",
+    "memory-check": "tunix-lite plan",
+    "estimate-memory": "tunix-lite plan",
+    "sweep": "tunix-lite train --multirun seed=0,1",
+    "multirun": "tunix-lite train --multirun seed=0,1",
 }
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        asked_for_help = sys.argv[1:2] in (["--help"], ["-h"])
-        lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
-        text = "\n".join(["usage: tunix-lite COMMAND [key=value ...]", "", *lines])
-        print(text, file=sys.stdout if asked_for_help else sys.stderr)
-        sys.exit(0 if asked_for_help else 2)
-    command = sys.argv.pop(1)
-    importlib.import_module(f"tunix_lite.commands.{command}").main()
+    words = sys.argv[1:]
+    command = words[0] if words else ""
+    # What shows something, and needs nothing that takes long to import.
+    if completion.asked(words):
+        completion.answer(words)
+    elif command == "--version":
+        print(help_pages.versions())
+    elif command == "help" or command.partition("=")[0] in help_pages.HELP:
+        help_pages.show_help(["--help", *words[1:]] if command == "help" else words)
+    elif command == "train" and help_pages.topic(words) is not None:
+        help_pages.show_help(words[1:])
+    elif command in COMMANDS:
+        sys.argv.pop(1)
+        importlib.import_module(f"tunix_lite.commands.{command}").main()
+    else:
+        print(_no_command(command), file=sys.stderr)
+        sys.exit(2)
+
+
+def _no_command(word: str) -> str:
+    """What is wrong with a first word that is no command."""
+    there = f"there is {', '.join(COMMANDS)}"
+    if not word:
+        return f"error: which command? {there}; tunix-lite --help says what they do"
+    if "=" in word or word.startswith("-"):
+        return f"error: {word}: the command comes first: tunix-lite train {word}; {there}"
+    meant = ELSEWHERE.get(word.lower()) or near_word(word, COMMANDS)
+    if meant in COMMANDS:
+        meant = f"tunix-lite {meant}"
+    return f"error: there is no command {word}; {f'did you mean {meant}?' if meant else there}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ SHOWN = 4
 # A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
 ABOUT = "about.json"
 SKIPPED = "skipped_in_a_row"
+# Another one, of runs with a curriculum: its state. And its most bytes, 20 million prompts.
+CURRICULUM = "curriculum.json"
+MOST_CURRICULUM = 2**30
 # Files that orbax writes after the digests are made, so they have none.
 LATER = {
     "_CHECKPOINT_METADATA",
@@ -75,6 +78,8 @@ class Checkpoints:
         self._is_saved = False
         # the content of ABOUT for the step that is being saved
         self._saving: dict = {}
+        # and that of CURRICULUM; None: there is none
+        self._curriculum: dict | None = None
         # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
         self._own = _identity(self.folder) if self.folder.is_dir() else None
@@ -116,6 +121,8 @@ class Checkpoints:
         self._check_there()
         for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
             (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
+            if self._curriculum is not None:
+                (half / CURRICULUM).write_text(json.dumps(self._curriculum) + "\n")
             digests.write_digests(half, LATER)
 
     @contextlib.contextmanager
@@ -197,12 +204,19 @@ class Checkpoints:
             more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
             raise ValueError(self._damaged(step, found[0] + more))
 
-    def save(self, state: TrainState, accuracy: float | None = None, skipped: int = 0) -> None:
+    def save(
+        self,
+        state: TrainState,
+        accuracy: float | None = None,
+        skipped: int = 0,
+        curriculum: dict | None = None,
+    ) -> None:
         """Starts to save the state. Returns when it is copied to the host; a thread writes it.
 
         The state may be donated afterwards. accuracy: its held-out accuracy, if it was measured.
-        skipped: how many updates in a row were skipped up to now. Waits for the save before, and
-        raises OSError if that one has failed, or this one cannot begin.
+        skipped: how many updates in a row were skipped up to now. curriculum: its state as JSON has
+        it. Waits for the save before, and raises OSError if that one has failed, or this one cannot
+        begin.
         """
         step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -214,6 +228,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._check_there()
             self._saving = {"step": step, SKIPPED: skipped}
+            self._curriculum = curriculum
             saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
@@ -250,6 +265,19 @@ class Checkpoints:
         except Exception as error:
             # orbax raises what it likes
             raise ValueError(self._damaged(step, _reason(error))) from error
+
+    def curriculum(self, step: int) -> dict | None:
+        """The state of the curriculum at this step, as `save` was given it; None: there is none.
+
+        Raises ValueError if the checkpoint is damaged.
+        """
+        file = self.folder / str(step) / CURRICULUM
+        if not os.path.lexists(file):
+            return None
+        try:
+            return read_object(file, MOST_CURRICULUM)
+        except ValueError as error:
+            raise ValueError(self._damaged(step, str(error))) from error
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
         """Reads only the parameters of a checkpoint: (its step, params).

@@ -2,7 +2,6 @@
 Hydra nor a device."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -19,17 +18,19 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import TARGET
+from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.parallel.mesh import ShardingConfig
+from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig
 from tunix_lite.plain_text import shown
 from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
+from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
 
 # ---- the settings of a run, one class per folder of conf/
@@ -197,6 +198,9 @@ class EvaluationConfig:
             )
 
 
+CONSOLES = ("auto", "rich", "plain", "quiet")
+
+
 @dataclass(frozen=True)
 class TrackingConfig:
     """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
@@ -204,6 +208,9 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    # the screen: rich: a live region; plain: a line a step; quiet: hints, errors and results only;
+    # auto: rich on a terminal that can show it, else plain
+    console: str = "auto"
     report: bool = True  # report.html and report.md at the end of the run, however it ends
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
@@ -211,6 +218,8 @@ class TrackingConfig:
     def __post_init__(self):
         if self.samples_interval_steps < 0 or self.samples_shown < 0:
             raise ValueError("samples_interval_steps and samples_shown must not be negative")
+        if self.console not in CONSOLES:
+            raise ValueError(f"console={self.console!r} is one of {', '.join(CONSOLES)}")
 
 
 @dataclass(frozen=True)
@@ -226,11 +235,20 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True)
+class RuntimeConfig:
+    """How the program itself behaves."""
+
+    # check everything, show what the run would be and whether it fits, and end: nothing is written
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on."""
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
     task: TaskConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -244,26 +262,11 @@ class RunConfig:
     project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
     seed: int = 0  # of the data order and of all sampling
     resume: ResumeConfig = field(default_factory=ResumeConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self):
         check_together(self)
-
-        self._check_reference()
-
-    def _check_reference(self) -> None:
-        """Raises ValueError if the reference follows the policy where a run could not resume."""
-        follows = reference_every(self.algorithm)
-        saves = self.training.save_interval_steps
-        if follows and saves and follows % saves:
-            raise ValueError(
-                f"algorithm.reference_every={follows} must be a multiple of "
-                f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint"
-            )
-        if follows and self.model.lora.rank:
-            raise ValueError(
-                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
-                "with adapters the reference is their base, which stays; leave out one of the two"
-            )
+        check_reference(self)
 
     @property
     def learning_temperature(self) -> float:
@@ -280,6 +283,12 @@ def check_together(run: RunConfig) -> None:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
     check_loss(run.algorithm)
+    if run.curriculum.is_on and run.algorithm.needs_demonstrations:
+        raise ValueError(
+            "curriculum: pass rates are of completions, and this algorithm learns from "
+            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
+            "'curriculum.levels=[]'"
+        )
     declared = reduction_of(run.algorithm)
     if declared not in (None, *LOSS_REDUCTIONS) or (
         declared is None and run.training.packing != "none"
@@ -304,7 +313,30 @@ def check_together(run: RunConfig) -> None:
             f"training.save_interval_steps={every} and "
             f"training.max_steps={run.training.max_steps} must be "
             f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
-            "between two rollouts"
+            f"between two rollouts: training.save_interval_steps={_multiple(every, updates)} "
+            f"training.max_steps={_multiple(run.training.max_steps, updates)}"
+        )
+
+
+def _multiple(wanted: int, step: int) -> int:
+    """The least multiple of `step` that is `wanted` or more."""
+    return -(-wanted // step) * step
+
+
+def check_reference(run: RunConfig) -> None:
+    """Raises ValueError if the reference follows the policy where a run could not resume."""
+    follows = reference_every(run.algorithm)
+    saves = run.training.save_interval_steps
+    if follows and saves and follows % saves:
+        raise ValueError(
+            f"algorithm.reference_every={follows} must be a multiple of "
+            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint; "
+            f"algorithm.reference_every={_multiple(follows, saves)}"
+        )
+    if follows and run.model.lora.rank:
+        raise ValueError(
+            f"algorithm.reference_every={follows} and model.lora.rank={run.model.lora.rank}: "
+            "with adapters the reference is their base, which stays; leave out one of the two"
         )
 
 
@@ -405,6 +437,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     """
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
+    if kind == MeshShape:
+        _check_mesh_form(value, where)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
 
@@ -466,6 +500,19 @@ def plain(value: Any) -> Any:
 
 def _path(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_mesh_form(value: Any, where: str) -> None:
+    """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    lists = is_pair and all(isinstance(part, list) for part in value)
+    named = lists and all(name in AXES for name in value[1])
+    meant = mesh_setting(str(value))
+    if named or not meant:
+        return
+    wrong = "the axes are fsdp and tp" if lists else f"expected list, got {shown(value)}"
+    form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
+    raise ConfigError(f"{where}: {wrong}; write it as {form}")
 
 
 def _expect_type(kind: type, value: Any, where: str) -> Any:
@@ -546,20 +593,8 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(
-                unknown_key(_join(where, str(key)), [_join(where, name) for name in known])
-            )
-
-
-def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a setting that does not exist, with the nearest one that does."""
-    section, _, name = key.rpartition(".")
-    near = [k for k in known if k.rpartition(".")[2] == name] or difflib.get_close_matches(
-        key, known, 1, cutoff=0.8
-    )
-    here = [k for k in known if k.rpartition(".")[0] == section]
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(here or known)}"
-    return f"{key}: there is no such setting; {hint}"
+            beside = [_join(where, name) for name in known]
+            raise ConfigError(unknown_key(_join(where, str(key)), beside, values[key]))
 
 
 def _join(where: str, name: str) -> str:

@@ -11,7 +11,7 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -61,8 +61,20 @@ class TokenScores(NamedTuple):
     __array_ufunc__ = None
 
 
-# how the name of a stream begins among the arrays of a batch
-STREAM = "streams."
+class ComparedScores(NamedTuple):
+    """TokenScores, and how far the policy is from a teacher at each of these tokens.
+
+    Example: the policy draws from (1/2, 1/2), the teacher from (1/4, 3/4) -> reverse KL 0.144 nats.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array
+    divergence: jax.Array  # in nats, float32, 0 elsewhere; its gradient is that by the policy
+
+    # as TokenScores
+    __array_ufunc__ = None
+
+
 # why a completion ended: no room left; an end-of-sequence token; a stop text or stop token
 FINISH = (
     "length",
@@ -124,34 +136,6 @@ class Graded:
     failures: list[dict[str, str]] = field(default_factory=list)
 
 
-def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
-    """Rows number `rows` of all parts together, without their metrics."""
-    bare = [part.replace(metrics={}) for part in parts]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
-
-
-def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
-    """Completions number `rows` of all parts together. Metrics and weights, which are no values of
-    single completions, are those of the first part."""
-
-    def chosen(values: list[Any]) -> Any:
-        first = values[0]
-        if first is None:
-            return None
-        if isinstance(first, Rollout):
-            return chosen_rows(values, rows)
-        if isinstance(first, dict):
-            return {name: chosen([value[name] for value in values]) for name in first}
-        if isinstance(first, list):
-            together = [item for value in values for item in value]
-            return [together[row] for row in rows] if together else []
-        return np.concatenate(values)[rows]
-
-    names = {field.name for field in fields(Graded)} - {"metrics", "weights"}
-    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
-    return replace(parts[0], **taken)
-
-
 @flax.struct.dataclass
 class Batch:
     """What an algorithm makes to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
@@ -169,28 +153,25 @@ class Batch:
     advantages: Any = None  # float32
     old_logprobs: Any = None  # float32, under the policy that sampled (see GRPO.old_logprobs)
     ref_logprobs: Any = None  # float32, under the reference of the KL term
-    # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name]
+    # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
+    # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+    # by name, arrays on the mesh that are of no token, such as a teacher's output embedding
+    constants: Any = flax.struct.field(pytree_node=False, default=None)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by name, `streams.NAME` for a stream; as a file keeps them."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        streams = named.pop("streams")
-        named |= {f"{STREAM}{name}": value for name, value in streams.items()}
-        return {name: np.asarray(value) for name, value in named.items() if value is not None}
 
-    @staticmethod
-    def of_arrays(arrays: dict[str, np.ndarray]) -> "Batch":
-        """The batch of what `arrays` gives. Raises TypeError for another name."""
-        streams = {
-            name.removeprefix(STREAM): value
-            for name, value in arrays.items()
-            if name.startswith(STREAM)
-        }
-        others = {name: value for name, value in arrays.items() if not name.startswith(STREAM)}
-        if "streams" in others:
-            raise TypeError("a batch has no array named streams")
-        return Batch(**others, streams=streams)
+def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
+    """Values at the tokens that count in `read`, at those that count in `batch`: the n-th of a
+    sequence goes to the n-th. Values may be vectors. Raises ValueError where they are not as
+    many."""
+    there = np.asarray(read.loss_weight) != 0
+    here = np.asarray(batch.loss_weight) != 0
+    if not np.array_equal(there.sum(axis=1), here.sum(axis=1)):
+        raise ValueError("the teacher reads other completions than the policy has sampled")
+    values_BT = np.asarray(values_BT)
+    result = np.zeros((*here.shape, *values_BT.shape[2:]), values_BT.dtype)
+    result[here] = values_BT[there]
+    return result
 
 
 @flax.struct.dataclass
@@ -222,10 +203,20 @@ class RowBatch:
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
+    # by name, arrays that are of no token and are never cut up; None: there are none
+    constants: dict[str, jax.Array] | None = None
     # columns of shared prompts; 0: none is shared (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: there are no lanes
     lane_columns: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def per_row(self) -> "RowBatch":
+        """What is cut into micro-batches: the fields that have rows."""
+        return self.replace(num_parts=None, constants=None)
+
+    def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
+        return self.replace(constants=constants)
 
 
 @flax.struct.dataclass

@@ -22,6 +22,7 @@ from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
+from tunix_lite.runs.batch_files import batch_of_arrays
 from tunix_lite.types import Batch, TrainState
 
 SEQUENCES, PROMPT, NEW = 16, 10, 22
@@ -93,8 +94,10 @@ def rows_of(way: Way) -> RowLayout:
 WITH_KL = GRPO(kl_coef=0.1)
 
 
-def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL) -> Updated:
-    """One step of training with an optimizer that keeps the gradient as its state."""
+def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL, prepare=None) -> Updated:
+    """One step of training with an optimizer that keeps the gradient as its state.
+
+    prepare: (policy, rows, batch) -> policy and batch, once there is a mesh; None: both stay."""
     dtype = jnp.float64 if way.wide else jnp.dtype(way.stored)
     computed = dtype if way.reduce_dtype is None else jnp.bfloat16
     jax.set_mesh(make_mesh(((way.fsdp, way.tp), ("fsdp", "tp")), devices))
@@ -109,6 +112,7 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     rows = rows_of(way)
     reduced = {} if way.reduce_dtype is None else {"reduce_dtype": jnp.dtype(way.reduce_dtype)}
     policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, remat=way.remat, **reduced)
+    policy, batch = (policy, batch) if prepare is None else prepare(policy, rows, batch)
     step = TrainStep(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
     floats = jnp.float64 if way.wide else jnp.float32
     laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(floats) if x.dtype == np.float32 else x, batch))
@@ -133,7 +137,7 @@ def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> 
 
 def update_of(batch_file: str) -> dict:
     """A few numbers of an update of eight devices, and what the reference thinks of its batch."""
-    batch = Batch.of_arrays(dict(np.load(batch_file)))
+    batch = batch_of_arrays(dict(np.load(batch_file)))
     found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
     grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
     return {

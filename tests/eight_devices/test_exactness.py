@@ -17,6 +17,7 @@ from tunix_lite.learner.optim import round_by_chance
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
+from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.types import Batch
 
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
@@ -304,7 +305,7 @@ def test_the_reference_thinks_the_same_however_sequences_are_packed(packing):
 
 def test_two_processes_make_the_same_gradient(tmp_path):
     wanted = expected("plain")
-    np.savez(tmp_path / "batch.npz", **wanted.batch.arrays())
+    np.savez(tmp_path / "batch.npz", **arrays_of_batch(wanted.batch))
     first, second = run_together(exactness_worker.__file__, 2, 8, tmp_path, tmp_path / "batch.npz")
     assert first["devices"] == second["devices"] == [8, 4]
     assert first == second

@@ -53,6 +53,21 @@ def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
     return centred_PG * (centred_PG.shape[1] / (centred_PG.shape[1] - 1))
 
 
+def leave_one_out_std(rewards_PG: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+    """(r - mean of the others) / (std of the others + eps), undivided where that std is 0
+    (NeMo-RL's GRPO).
+
+    The one that differs from equal others is therefore not divided. Their variance is of one pass,
+    this one of two: a std of equal numbers is exactly 0.
+    """
+    gaps_PG = leave_one_out(rewards_PG)
+    spreads_PG = np.zeros_like(gaps_PG)
+    for g in range(gaps_PG.shape[1]):
+        others = centre(np.delete(np.asarray(rewards_PG, np.float64), g, axis=1))
+        spreads_PG[:, g] = np.sqrt((others**2).sum(axis=1) / max(others.shape[1] - 1, 1))
+    return gaps_PG / np.where(spreads_PG > 0, spreads_PG + eps, 1.0)
+
+
 def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
     """(r - mean) / (mean of the group + eps), 0 where the mean is 0 (MaxRL, arXiv:2602.02710).
 
@@ -74,15 +89,28 @@ def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
 
 
 def batch_scaled(
-    rewards_PG: np.ndarray, whole: WholeBatch | None = None, eps: float = 1e-4
+    rewards_PG: np.ndarray,
+    whole: WholeBatch | None = None,
+    eps: float = 1e-4,
+    mean: str = "group",
 ) -> np.ndarray:
     """(r - mean of the group) / (std of all rewards of the batch + eps), so that easy and hard
-    prompts are scaled alike (`scale_rewards=batch` of TRL, arXiv:2508.08221)."""
+    prompts are scaled alike (`scale_rewards=batch` of TRL, arXiv:2508.08221).
+
+    mean: batch: r is less the mean of the batch (AReaL's GRPO); an easy prompt then has advantages
+    for being easy.
+    """
+    if mean not in ("group", "batch"):
+        raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
     all_rewards = rewards_PG[is_kept_PG]
     centred = _centred_all(all_rewards)
     std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
-    return _centred_groups(rewards_PG) / (std + eps)
+    if mean == "group":
+        return _centred_groups(rewards_PG) / (std + eps)
+    result_PG = np.zeros(rewards_PG.shape)
+    result_PG[is_kept_PG] = centred / (std + eps)
+    return result_PG
 
 
 def whiten(

@@ -57,6 +57,32 @@ class Rescorer(Protocol):
 
 
 @dataclass(frozen=True)
+class TeacherComparison:
+    """How an algorithm compares the policy with one of its frozen models, token by token.
+
+    Example: TeacherComparison("teacher", "reverse", top_k=100).
+    """
+
+    model: str  # the name of the frozen model
+    divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
+    mix: float = 0.5  # of jensen_shannon
+    top_k: int = (
+        0  # of the likeliest tokens of the teacher, and one bin; 0: of the whole vocabulary
+    )
+
+
+class Comparer(Protocol):
+    """Adds to a batch what the update needs to compare the policy with a frozen model."""
+
+    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
+        """seen: the same completions as the frozen model reads them, after other prompts; None: as
+        they are."""
+
+    def compiled(self, batch: RowBatch) -> Any:
+        """Returns the compiled program for this batch in rows, or for its shapes."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """All that an algorithm may ask of a model. Tests and other engines supply their own.
 
@@ -73,6 +99,9 @@ class Policy:
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
     # what `scores` gives, for `collect`; an algorithm that calls it says `rescores = True`
     rescore: Rescorer | None = None
+    # for an algorithm with a `comparison`: its batches go through this, and `scores` are
+    # ComparedScores
+    compare: Comparer | None = None
 
 
 class GroupGrader(Protocol):
@@ -92,6 +121,10 @@ class TaskInterface(Protocol):
 
     def prompts(self, examples: list[dict]) -> Prompts:
         """The tokens of each example's prompt."""
+
+    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+        """The tokens of each example's prompt with another message; {names} are its fields.
+        max_length: tokens of it; None: as many as of any prompt."""
 
     def grader(self, examples: list[dict]) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions."""
@@ -129,6 +162,8 @@ class Algorithm(Protocol):
     # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
     # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
     # `reference_every`, `reference_mix`: the reference follows the policy every so many steps.
+    # `comparison`, a TeacherComparison: `collect` calls policy.compare, and the loss gets
+    # ComparedScores.
 
     def collect(
         self,
@@ -217,6 +252,11 @@ def max_rounds(algorithm: Algorithm) -> int:
 def reference_every(algorithm: Algorithm) -> int:
     """After how many steps the reference follows the policy; 0: never."""
     return int(getattr(algorithm, "reference_every", 0))
+
+
+def comparison_of(algorithm: Algorithm) -> TeacherComparison | None:
+    """How the algorithm compares the policy with one of its frozen models; None: it does not."""
+    return getattr(algorithm, "comparison", None)
 
 
 def check_loss(algorithm: Algorithm) -> None:

@@ -9,9 +9,13 @@ denominator of the loss, stay as they are.
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
+from tunix_lite.algorithms.sequences import sequence_mean
+from tunix_lite.algorithms.surrogates import Gain
 from tunix_lite.types import Batch, Metrics
 
 # the stream of a batch that holds the weights
@@ -78,3 +82,29 @@ def corrected(
     }
     streams = {STREAM_NAME: weight_BT.astype(np.float32)}
     return batch.replace(streams=batch.streams | streams), metrics
+
+
+# ---- in the loss
+
+
+def corrected_gain(
+    off_policy_delta: float | None, terms: TokenTerms, gain: Gain
+) -> tuple[Gain, Metrics]:
+    """The gain with the weights of the batch, and without completions that the policy has left; and
+    the share of the latter."""
+    batch = terms.batch
+    metrics: Metrics = {}
+    if STREAM_NAME in batch.streams:
+        gain = gain._replace(gain=gain.gain * batch.streams[STREAM_NAME])
+    if off_policy_delta is not None:
+        is_left_RW = left_behind(terms, off_policy_delta)
+        gain = gain._replace(gain=jnp.where(is_left_RW, 0.0, gain.gain))
+        metrics["train/off_policy_masked"] = jnp.sum(batch.loss_weight * is_left_RW)
+    return gain, metrics
+
+
+def left_behind(terms: TokenTerms, delta: float) -> jax.Array:
+    """[R, W] bool: a completion with A < 0 whose mean of old_logprob - logprob is above `delta`
+    (off-policy sequence mask, DeepSeek-V3.2, arXiv:2512.02556)."""
+    away_RW = sequence_mean(jax.lax.stop_gradient(-terms.gap), terms.batch)
+    return (terms.advantages < 0) & (away_RW > delta)

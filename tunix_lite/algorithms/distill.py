@@ -1,14 +1,20 @@
-"""On-policy distillation: the policy samples, and a frozen teacher says of each token how much
-likelier or less likely it would have made it (arXiv:2306.13649, with the token's k1 as reward).
+"""On-policy distillation: the policy samples, and learns from what a frozen teacher finds of each
+of its tokens (arXiv:2306.13649).
+
+divergence=token: the gap of the sampled token is its advantage,
 
 loss = - sum_t w_t rho_t A_t, A_t = teacher_coef (teacher_logprob_t - old_logprob_t)
 + reward_coef A, where A comes from the rewards of the group.
 
-The gap to the teacher is an advantage, without a gradient of its own: in expectation over what the
-policy samples, the gradient is that of KL(policy || teacher). As a loss, with its own gradient, it
-would have no teacher in it. There is one update per rollout, so that rho_t is 1 where the sampler
-and the trainer agree. The KL over the whole vocabulary is not offered: a loss sees the
-log-probabilities of the sampled tokens alone.
+The gap has no gradient of its own: in expectation over what the policy samples, the gradient is
+that of KL(policy || teacher). As a loss, with its own gradient, it would have no teacher in it.
+There is one update per rollout, so that rho_t is 1 where the sampler and the trainer agree.
+
+Any other divergence compares the two distributions that the token could have been drawn from, over
+the whole vocabulary or the teacher's top_k tokens, and has a gradient of its own
+(models/divergence.py):
+
+loss = sum_t w_t (teacher_coef D_t - rho_t reward_coef A)
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, TeacherComparison
+from tunix_lite.algorithms.demonstration import after_prompts
+from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores, realigned
 
+# what is compared: the sampled token alone, or two distributions
+DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
+# what each is, of the policy p and the teacher q
+FORMULAS = {
+    "reverse": "KL(p || q)",
+    "forward": "KL(q || p)",
+    "jensen_shannon": "{mix:g} KL(q || m) + {rest:g} KL(p || m), m = {mix:g} q + {rest:g} p",
+}
 # beyond it exp would overflow
 MAX_LOG_RATIO = 20.0
 
@@ -39,7 +54,11 @@ class Distill:
     # a tunix_lite.models.source.TeacherConfig, which the run loads
     teacher: Any = None
     num_generations: int = 4  # completions per prompt
-    teacher_coef: float = 1.0  # weight of the teacher's advantage, which is in nats
+    divergence: str = "token"  # token, reverse, forward or jensen_shannon
+    mix: float = 0.5  # of jensen_shannon: share of the teacher in the mixture, and of its KL
+    # 0: the whole vocabulary; k: the teacher's k likeliest tokens, and one bin for all others
+    top_k: int = 0
+    teacher_coef: float = 1.0  # weight of the teacher's part, which is in nats
     reward_coef: float = 0.0  # weight of the advantage of the task's rewards
     advantages: Callable = centre  # rewards [P, G] -> advantages [P, G]
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
@@ -49,6 +68,7 @@ class Distill:
             raise ValueError(
                 "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER"
             )
+        self._check_divergence()
         if self.teacher_coef <= 0:
             raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
         if self.reward_coef < 0:
@@ -58,6 +78,27 @@ class Distill:
             raise ValueError(
                 f"num_generations={self.num_generations} must be at least {least}"
                 + (": rewards are compared within a group" if least == 2 else "")
+            )
+
+    def _check_divergence(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}")
+        if self.divergence != "jensen_shannon" and self.mix != 0.5:
+            raise ValueError(
+                f"mix={self.mix} changes nothing with divergence={self.divergence}; it is of "
+                "divergence=jensen_shannon"
+            )
+        if not 0 < self.mix < 1:
+            raise ValueError(
+                f"mix={self.mix} must be between 0 and 1; 0 would be divergence=forward, and 1 "
+                "divergence=reverse"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must not be negative; 0: all tokens")
+        if self.top_k and self.divergence == "token":
+            raise ValueError(
+                f"top_k={self.top_k} changes nothing with divergence=token, which compares the "
+                "sampled token; give divergence=reverse or forward"
             )
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio
@@ -72,12 +113,33 @@ class Distill:
         return {"teacher": self.teacher}
 
     @property
+    def comparison(self) -> TeacherComparison | None:
+        """How policy and teacher are compared, but for the sampled token."""
+        if self.divergence == "token":
+            return None
+        return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
+
+    @property
     def formula(self) -> list[str]:
         """What is minimised, in lines for the panel of a run."""
+        if self.comparison is not None:
+            return self._formula_of_distributions()
+        # of the sampled token
         parts = [f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"]
         if self.reward_coef:
             parts.append(f"{self.reward_coef:g} A of the rewards")
         return ["loss = - sum_t w_t rho_t A_t", f"A_t = {' + '.join(parts)}"]
+
+    def _formula_of_distributions(self) -> list[str]:
+        rewards = f" - rho_t {self.reward_coef:g} A of the rewards" if self.reward_coef else ""
+        text = FORMULAS[self.divergence].format(mix=self.mix, rest=1 - self.mix)
+        over = "all tokens"
+        if self.top_k:
+            over = f"the {self.top_k} likeliest tokens of the teacher and one bin for all others"
+        return [
+            f"loss = sum_t w_t ({self.teacher_coef:g} D_t{rewards})",
+            f"D_t = {text} over {over}; p: the policy, q: the teacher",
+        ]
 
     def collect(
         self,
@@ -90,10 +152,18 @@ class Distill:
         """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)
         batch = groups.batch(self.advantages if self.reward_coef else zeros, self.weighting)
+        # the update compares the distributions; here the teacher reads the completions
+        if self.comparison is not None:
+            batch = batch.replace(advantages=np.float32(self.reward_coef) * batch.advantages)
+            seen = self._as_seen(batch, groups, task, examples)
+            return policy.compare(batch, seen), groups.metrics, groups.graded
 
         # The teacher's share, in float64; tokens that do not count have none.
         counts_BT = np.asarray(batch.loss_weight) != 0
-        teacher_BT = np.float64(policy.scorers["teacher"](batch))
+        seen = self._as_seen(batch, groups, task, examples)
+        teacher_BT = np.float64(policy.scorers["teacher"](batch if seen is None else seen))
+        if seen is not None:
+            teacher_BT = realigned(teacher_BT, seen, batch)
         gap_BT = np.where(counts_BT, teacher_BT - np.float64(batch.old_logprobs), 0.0)
         advantages_BT = self.teacher_coef * gap_BT + self.reward_coef * batch.advantages
         batch = batch.replace(advantages=advantages_BT.astype(np.float32))
@@ -103,13 +173,31 @@ class Distill:
         }
         return batch, groups.metrics | found, groups.graded
 
+    def _as_seen(
+        self, batch: Batch, groups: Groups, task: TaskInterface, examples: list[dict]
+    ) -> Batch | None:
+        """The completions as the teacher reads them; None: after the prompts of the policy."""
+        if getattr(self.teacher, "prompt", None) is None:
+            return None
+        settings = self.teacher
+        prompts = task.prompts_with(examples, settings.prompt, settings.max_prompt_length)
+        of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
+        return after_prompts(batch, first, of_each)
+
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         counts_RW = batch.loss_weight != 0
         gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         loss = -jnp.sum(batch.loss_weight * ratio_RW * batch.advantages)
-        return loss, {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
+        metrics = {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
+        # of the distributions, with a gradient of its own
+        if self.comparison is not None:
+            apart = jnp.sum(batch.loss_weight * scores.divergence)
+            loss += self.teacher_coef * apart
+            metrics["train/teacher_divergence"] = apart
+        return loss, metrics
 
 
 def zeros(rewards_PG: np.ndarray) -> np.ndarray:

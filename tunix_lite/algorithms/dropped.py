@@ -1,5 +1,5 @@
 """Dropped completions: learning from the others as if those whose reward failed had never been
-there."""
+there. Also functions of advantages that look at the whole batch, and mini-batches."""
 
 import inspect
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def advantages_of_kept(
     Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
     One with a parameter `whole` gets everything at once, nan where dropped.
     """
-    if "whole" in inspect.signature(advantages).parameters:
+    if takes_whole(advantages):
         is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
         found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
         return np.where(is_compared_PG, found_PG, 0.0)
@@ -34,20 +34,25 @@ def advantages_of_kept(
     return result_PG
 
 
-def weights_of_kept(
-    weighting: Callable, completion_mask_BT: np.ndarray, kept_B: np.ndarray, num_parts: int = 1
+def weights_of_learned(
+    weighting: Callable, completion_mask_BT: np.ndarray, learned_B: np.ndarray, num_parts: int = 1
 ) -> np.ndarray:
-    """[B, T] float32; 0 for dropped completions, which `weighting` does not see.
+    """[B, T] float32; 0 for completions that are not learned from, which `weighting` does not see.
 
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
     its own.
     """
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
-    for rows in np.split(np.arange(len(kept_B)), num_parts):
-        learned = rows[kept_B[rows]]
+    for rows in np.split(np.arange(len(learned_B)), num_parts):
+        learned = rows[learned_B[rows]]
         if len(learned):
             weights_BT[learned] = weighting(completion_mask_BT[learned])
     return weights_BT
+
+
+def takes_whole(advantages: Callable) -> bool:
+    """Whether the function looks at the whole batch, as a WholeBatch."""
+    return "whole" in inspect.signature(advantages).parameters
 
 
 def groups_that_agree(rewards_PG: np.ndarray, kept_PG: np.ndarray) -> np.ndarray:

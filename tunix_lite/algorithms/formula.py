@@ -13,8 +13,10 @@ PIECES = {
     adv.standardise: "(r - mean_group) / (std_group + {eps:g})",
     adv.centre: "r - mean_group",
     adv.leave_one_out: "r - mean of the others of the group",
+    adv.leave_one_out_std: "(r - mean of the others) / (std of the others + {eps:g}), "
+    "undivided where that is 0",
     adv.max_likelihood: "(r - mean_group) / (mean_group + {eps:g}), 0 where mean_group = 0",
-    adv.batch_scaled: "(r - mean_group) / (std_batch + {eps:g})",
+    adv.batch_scaled: "(r - mean_{mean}) / (std_batch + {eps:g})",
     adv.whiten: "(a - mean_batch(a)) / sqrt(var_batch(a) + {eps:g}) over {over}, a = {baseline}",
     adv.per_reward: "sum_k weight_k (r_k - mean_group) / (std_group + {eps:g}), standardised over "
     "the batch",

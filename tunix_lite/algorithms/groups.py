@@ -14,7 +14,8 @@ from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
     groups_that_agree,
-    weights_of_kept,
+    takes_whole,
+    weights_of_learned,
 )
 from tunix_lite.types import Batch, Graded, Metrics, Params, Rollout
 
@@ -32,9 +33,9 @@ class Groups:
     graded: Graded
     rewards_PG: np.ndarray  # float64; nan where dropped
     kept_PG: np.ndarray  # bool: False where a reward failed and rewards.on_error=drop
-    # bool: False where nothing is learned from a completion, which is compared all the same; None:
-    # all are learned from
-    learned_PG: np.ndarray | None = None
+    # bool: of those that are kept, False where nothing is learned from one; it is compared all the
+    # same
+    learned_PG: np.ndarray
     # metrics of all that was sampled for them; None: nothing else was
     of_all: Metrics | None = None
     # by name, what is in the rewards beside those of the task, [P, G]
@@ -49,30 +50,35 @@ class Groups:
     ) -> Batch:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
-        advantages: rewards [P, G] -> [P, G]; it gets groups without their dropped completions.
-        weighting: completion mask [B, T] -> weights [B, T], of each mini-batch by itself.
+        advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
+        weights [B, T], of each mini-batch by itself; it gets those that are learned from.
         """
-        rollout = self.rollout
-        counted_PG = self.kept_PG if self.learned_PG is None else self.kept_PG & self.learned_PG
-        completion_mask_BT = np.asarray(rollout.completion_mask)
         return Batch(
-            tokens=rollout.tokens,
-            token_mask=rollout.token_mask,
-            loss_weight=weights_of_kept(
-                weighting, completion_mask_BT, counted_PG.reshape(-1), num_mini_batches
-            ),
+            tokens=self.rollout.tokens,
+            token_mask=self.rollout.token_mask,
+            loss_weight=self.token_weights(weighting, num_mini_batches),
             advantages=self.token_advantages(advantages, advantage_clip),
-            old_logprobs=rollout.full_logprobs,
+            old_logprobs=self.rollout.full_logprobs,
         )
+
+    def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
+        """[B, T] float32: what each token counts in the loss; 0 where nothing is learned."""
+        mask_BT = np.asarray(self.rollout.completion_mask)
+        if self.learned_PG.all() and num_mini_batches == 1:
+            return np.float32(weighting(mask_BT))
+        return weights_of_learned(weighting, mask_BT, self.learned_PG.reshape(-1), num_mini_batches)
 
     def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
-        where dropped. function: as algorithms/advantages.py has them."""
-        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
+        where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
+        if self.kept_PG.all() and not takes_whole(function):
+            advantages_PG = function(self.rewards_PG)
+        else:
+            advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
         if limit is not None:
             advantages_PG = np.clip(advantages_PG, -limit, limit)
-        advantages_B1 = advantages_PG.reshape(-1, 1)
-        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+        shape = self.rollout.tokens.shape
+        return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
 
     def whole(self) -> WholeBatch:
         """What an advantage function may know beside the rewards."""
@@ -93,10 +99,7 @@ class Groups:
 
     def learning_from(self, learned_PG: np.ndarray) -> "Groups":
         """The groups, of which only these completions have weights; [P, 1] or [P, G]."""
-        before_PG = np.ones(self.rewards_PG.shape, bool)
-        if self.learned_PG is not None:
-            before_PG = self.learned_PG
-        return replace(self, learned_PG=before_PG & learned_PG)
+        return replace(self, learned_PG=self.learned_PG & learned_PG)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -138,7 +141,7 @@ def sample_groups(
     graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
-    return Groups(rollout, graded, rewards_PG, kept_PG)
+    return Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
 
 
 def _apart(examples: list[dict]) -> list[dict]:

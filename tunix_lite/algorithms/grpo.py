@@ -14,18 +14,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from tunix_lite.algorithms import corrections, kl
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.checks import check_objective
+from tunix_lite.algorithms.corrections import STREAM_NAME, corrected_gain
 from tunix_lite.algorithms.formula import formula_of
-from tunix_lite.algorithms.gains import corrected_gain, gain_of, ratio_metrics
-from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.kl import with_kl
 from tunix_lite.algorithms.oversampling import sample_mixed_groups
-from tunix_lite.algorithms.ratios import TokenTerms, token_ratio, token_terms
-from tunix_lite.algorithms.surrogates import Bounds, clip
+from tunix_lite.algorithms.ratios import token_ratio, token_terms
+from tunix_lite.algorithms.scoring import scored
+from tunix_lite.algorithms.selection import selected
+from tunix_lite.algorithms.surrogates import Bounds, clip, gain_of, ratio_metrics
 from tunix_lite.algorithms.variants import apply_variant
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
@@ -88,7 +89,7 @@ class GRPO:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        return () if self.correction is None else (corrections.STREAM_NAME,)
+        return () if self.correction is None else (STREAM_NAME,)
 
     @property
     def formula(self) -> list[str]:
@@ -105,14 +106,24 @@ class GRPO:
     ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
-        groups = self._sample(policy, task, params, examples, key, self.num_generations)
+        sample = sample_groups
+        if self.agreeing_groups == "replace":
+            sample = partial(sample_mixed_groups, max_rounds=self.max_rounds)
+        groups = sample(policy, task, params, examples, key, self.num_generations)
         metrics = groups.metrics
-        groups = self._selected(groups)
+
+        # Settings beside the default: what is not learned from, and what is added to the rewards.
+        if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
+            groups = selected(self, groups)
         batch = groups.batch(
             self.advantages, self.weighting, self.mini_batches, self.advantage_clip
         )
-        batch, found = self._scored(batch, groups, policy, params)
-        return batch, metrics | found, groups.graded
+
+        # And log-probabilities that sampling does not give.
+        if self.old_logprobs != "whole" or self.needs_reference:
+            batch, found = scored(self, batch, groups, policy, params)
+            metrics |= found
+        return batch, metrics, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
@@ -121,75 +132,15 @@ class GRPO:
         terms = token_terms(scores, batch, self.ratio)
         bounds = Bounds(self.clip_low, self.clip_high)
         gain = gain_of(self.surrogate, terms, bounds)
-        gain, metrics = corrected_gain(self.off_policy_delta, terms, gain)
-        loss = -jnp.sum(batch.loss_weight * gain.gain)
-        metrics |= ratio_metrics(self.surrogate, terms, bounds, gain)
-        if self.needs_reference or self.entropy_coef:
-            loss, found = self._with_penalties(loss, terms, scores)
+        metrics = ratio_metrics(self.surrogate, terms, bounds, gain)
+        if batch.streams or self.off_policy_delta is not None:
+            gain, found = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= found
-        return loss, metrics
+        loss = -jnp.sum(batch.loss_weight * gain.gain)
 
-    def _with_penalties(
-        self, loss: jax.Array, terms: TokenTerms, scores: TokenScores
-    ) -> tuple[jax.Array, Metrics]:
-        """The loss with its KL term and its entropy bonus, and metrics of them."""
-        metrics: Metrics = {}
-        weight_RW = terms.batch.loss_weight
-        # the KL term, per token
+        # the KL term, and the entropy of what each token is drawn from
         if self.needs_reference:
-            metrics["train/kl"] = jnp.sum(weight_RW * kl.token_kl(self.kl_estimator, terms))
-            if self.kl_estimator != kl.IN_REWARD:
-                loss += self.kl_coef * metrics["train/kl"]
-
-        # the entropy of what each token is drawn from
+            loss, metrics["train/kl"] = with_kl(loss, terms, self.kl_estimator, self.kl_coef)
         if self.entropy_coef:
-            loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
+            loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
         return loss, metrics
-
-    @property
-    def _sample(self) -> Callable:
-        """How groups are sampled: prompts once, or in rounds."""
-        if self.agreeing_groups == "replace":
-            return partial(sample_mixed_groups, max_rounds=self.max_rounds)
-        return sample_groups
-
-    def _selected(self, groups: Groups) -> Groups:
-        """The groups with rewards as they are compared, and without what is not learned from."""
-        if self.agreeing_groups == "drop":
-            groups = groups.learning_from(~groups.agree[:, None])
-        if self.shaping is not None:
-            groups = groups.with_reward("shaping", self.shaping(groups.lengths))
-        if self.mask_truncated:
-            finished_PG = np.asarray(groups.rollout.finished).reshape(groups.rewards_PG.shape)
-            groups = groups.learning_from(finished_PG)
-        return groups
-
-    def _scored(
-        self, batch: Batch, groups: Groups, policy: Policy, params: Params
-    ) -> tuple[Batch, Metrics]:
-        """The batch with the log-probabilities that the settings ask for, and metrics of them."""
-        metrics: Metrics = {}
-        if self.old_logprobs == "sampled":
-            batch = batch.replace(old_logprobs=groups.rollout.logprobs)
-        if self.rescores:
-            sampler_BT = batch.old_logprobs
-            rescored_BT = self._in_parts(partial(policy.rescore, params), batch)
-            batch = batch.replace(old_logprobs=rescored_BT)
-            batch, metrics = corrections.corrected(self.correction, batch, sampler_BT)
-        if self.needs_reference:
-            ref_BT = self._in_parts(policy.scorers["reference"], batch)
-            batch = batch.replace(ref_logprobs=ref_BT)
-        if self.needs_reference and self.kl_estimator == kl.IN_REWARD:
-            penalty_B = -self.kl_coef * kl.k1_of_completions(batch)
-            groups = groups.with_reward("kl", penalty_B)
-            advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
-            batch = batch.replace(advantages=advantages_BT)
-        return batch, metrics
-
-    def _in_parts(self, score: Callable, batch: Batch) -> np.ndarray:
-        """[B, T]: what `score` gives, mini-batch by mini-batch, as large as updates are."""
-        if self.mini_batches == 1:
-            return score(batch)
-        rows = np.split(np.arange(len(batch.tokens)), self.mini_batches)
-        parts = [score(jax.tree.map(lambda x, part=part: x[part], batch)) for part in rows]
-        return np.concatenate(parts)

@@ -13,7 +13,8 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Metrics, Params, chosen_completions, chosen_rows
+from tunix_lite.algorithms.selection import chosen_completions, chosen_rows
+from tunix_lite.types import Metrics, Params
 
 # the keys of further rounds; sampling folds the number of a prompt into the key that it gets
 ROUNDS = 0xD4A90
@@ -89,9 +90,11 @@ def _chosen_groups(rounds: list[Groups], chosen: np.ndarray) -> Groups:
     """Groups number `chosen` of all rounds, as if they had been sampled together."""
     G = rounds[0].rewards_PG.shape[1]
     rows = (chosen[:, None] * G + np.arange(G)).reshape(-1)
+    kept_PG = np.concatenate([groups.kept_PG for groups in rounds])[chosen]
     return Groups(
         rollout=chosen_rows([groups.rollout for groups in rounds], rows),
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=np.concatenate([groups.rewards_PG for groups in rounds])[chosen],
-        kept_PG=np.concatenate([groups.kept_PG for groups in rounds])[chosen],
+        kept_PG=kept_PG,
+        learned_PG=kept_PG,
     )

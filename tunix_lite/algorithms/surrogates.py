@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.sequences import sequence_mean
+from tunix_lite.types import Max, Metrics, smallest
 
 
 class Bounds(NamedTuple):
@@ -136,3 +137,47 @@ def policy_gradient(terms: TokenTerms) -> Gain:
 def takes_bounds(surrogate: Callable) -> bool:
     """Whether clip_low and clip_high mean anything to it."""
     return "bounds" in inspect.signature(surrogate).parameters
+
+
+def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
+    """What the surrogate gives."""
+    return surrogate(terms, bounds) if takes_bounds(surrogate) else surrogate(terms)
+
+
+# ---- what is logged of a surrogate
+
+
+def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: Gain) -> Metrics:
+    """How far the policy is from the one that sampled, and what the surrogate made of it."""
+    weight_RW = terms.batch.loss_weight
+    gap_RW = jnp.abs(terms.gap)
+    metrics = {
+        "train/sampler_gap": jnp.sum(weight_RW * gap_RW),
+        "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(gap_RW))),
+    }
+    metrics |= distance_metrics(terms)
+    if takes_bounds(surrogate):
+        is_outside_RW = terms.ratio != bounds.clip(terms.ratio)
+        metrics["train/ratio_outside_clip"] = jnp.sum(weight_RW * is_outside_RW)
+    if gain.limited is not None:
+        is_low_RW = gain.limited & (terms.ratio < 1)
+        is_high_RW = gain.limited & (terms.ratio > 1)
+        metrics["train/clipped_low"] = jnp.sum(weight_RW * is_low_RW)
+        metrics["train/clipped_high"] = jnp.sum(weight_RW * is_high_RW)
+    return metrics
+
+
+def distance_metrics(terms: TokenTerms) -> Metrics:
+    """The ratio of the tokens that count, and the gap as NeMo-RL and prime-rl measure it."""
+    weight_RW = terms.batch.loss_weight
+    counts_RW = weight_RW != 0
+    ratio_RW = jax.lax.stop_gradient(terms.ratio)
+    gap_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3_RW = jnp.expm1(gap_RW) - gap_RW
+    return {
+        "train/ratio_mean": jnp.sum(weight_RW * ratio_RW),
+        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
+        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
+        "train/sampler_mult_prob_error": jnp.sum(weight_RW * jnp.exp(jnp.abs(gap_RW))),
+        "train/sampler_k3": jnp.sum(weight_RW * k3_RW),
+    }

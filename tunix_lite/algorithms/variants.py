@@ -15,6 +15,12 @@ from tunix_lite.algorithms.pieces import function_of, name_of, same
 Changes = dict[str, tuple[Any, Any]]
 
 EPS_OF_VERL = {"advantages": (adv.standardise, partial(adv.standardise, eps=1e-6))}
+OF_NEMO_RL = {"advantages": (adv.standardise, adv.leave_one_out_std)}
+EPS_OF_OPENRLHF = {"advantages": (adv.standardise, partial(adv.standardise, eps=1e-9))}
+OF_AREAL = {
+    "advantages": (adv.standardise, partial(adv.batch_scaled, mean="batch", eps=1e-9)),
+}
+AROUND_ONE = {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)}
 DUAL_OF_VERL = {"surrogate": (surrogates.clip, partial(surrogates.clip, dual=3.0))}
 SYMMETRIC = {"clip_high": (0.28, 0.2)}
 # objective -> framework -> what changes
@@ -23,6 +29,9 @@ VARIANTS: dict[str, dict[str, Changes]] = {
         "paper": SYMMETRIC | {"weighting": (weighting.per_token, weighting.per_sequence)},
         "trl": SYMMETRIC,
         "verl": SYMMETRIC | EPS_OF_VERL | DUAL_OF_VERL,
+        "nemo_rl": SYMMETRIC | OF_NEMO_RL,
+        "openrlhf": SYMMETRIC | EPS_OF_OPENRLHF,
+        "areal": SYMMETRIC | OF_AREAL,
         "prime_rl": {
             "advantages": (adv.standardise, adv.centre),
             "surrogate": (surrogates.clip, partial(surrogates.binary_tv, log_square=1e-3)),
@@ -34,11 +43,14 @@ VARIANTS: dict[str, dict[str, Changes]] = {
     "gspo": {
         "trl": {"weighting": (weighting.per_sequence, weighting.per_token)},
         "verl": EPS_OF_VERL,
+        "nemo_rl": OF_NEMO_RL,
     },
     "cispo": {
         "trl": {},
-        "verl": EPS_OF_VERL | {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)},
-        "skyrl": {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)},
+        "verl": EPS_OF_VERL | AROUND_ONE,
+        "slime": EPS_OF_VERL | AROUND_ONE,
+        "nemo_rl": OF_NEMO_RL | AROUND_ONE,
+        "skyrl": EPS_OF_VERL | AROUND_ONE,
     },
     "dppo": {
         "prime_rl": {
@@ -67,6 +79,25 @@ VARIANTS: dict[str, dict[str, Changes]] = {
         "skyrl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-6))},
         "trl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-4))},
     },
+}
+# what is known of a framework and not offered, and why
+REFUSED: dict[str, dict[str, str]] = {
+    "grpo": {
+        "tunix": "its KL is k1 as a loss, which has no expected gradient",
+        "tinker": "its ratio is to the sampler, and its loss a sum",
+    },
+    "dr_grpo": {
+        "verl": "it divides by the padded width, which changes with the batch",
+        "tunix": "it divides by the padded width, which changes with the batch",
+    },
+    "gspo": {
+        "tunix": "it is the paper's but for empty completions",
+        "openrlhf": "its ratio is to the sampler",
+    },
+    "cispo": {"tinker": "its ratio is to the sampler, and its loss a sum"},
+    "rloo": {"tunix": "it is clipped and averages over completions that are not empty"},
+    "reinforce_pp": {"nemo_rl": "its variance is that of a population"},
+    "scalerl": {"paper": "it is the preset as it is"},
 }
 # of every objective, where there is a KL term
 KL = {"trl": {"kl_estimator": ("k3_exact", "k3")}, "verl": {"kl_estimator": ("k3_exact", "k3")}}
@@ -143,6 +174,6 @@ def _changes(algorithm: Any) -> tuple[str, Changes]:
         if changes and all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
             return other, changes
     listed = ", ".join(known) or "none"
-    raise ValueError(
-        f"variant={algorithm.variant!r}: there is no such definition of {name}; there is {listed}"
-    )
+    reason = REFUSED.get(name, {}).get(algorithm.variant)
+    why = "there is no such definition of" if reason is None else f"{reason}; not offered for"
+    raise ValueError(f"variant={algorithm.variant!r}: {why} {name}; there is {listed}")

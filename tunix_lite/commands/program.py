@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
@@ -25,7 +29,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunix_lite.config import RunConfig, build, unknown_key
+from tunix_lite.commands import help as help_pages
+from tunix_lite.commands.flags import (
+    HYDRA,
+    OF_COMMANDS,
+    check_values,
+    refuse_foreign,
+    wrong_override,
+)
+from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.distributed.launcher import (
@@ -37,6 +49,7 @@ from tunix_lite.distributed.launcher import (
 )
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.hints import unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
@@ -58,24 +71,39 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
 
 
 def compose_values(
-    overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()
+    overrides: list[str],
+    more_conf: str | None = None,
+    of: tuple[str, ...] = (),
+    config_name: str = "config",
 ) -> dict:
     """The settings as nested plain values, not built yet.
 
-    of: overrides that a command adds before those of the user, `("+command=generate",)`. Raises
-    ConfigError.
+    of: overrides that a command adds before those of the user, `("+command=generate",)`.
+    config_name: of the file that everything begins with. Raises ConfigError.
     """
     overrides = expand_short_forms(overrides)
     with error_context(""):
         check_config_dir(more_conf)
-    search = []
-    if more_conf is not None:
-        search = [f"hydra.searchpath=[file://{Path(more_conf).absolute()}]"]
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    check_values(overrides)
+    with _options_in(more_conf):
         try:
-            return _plain_values(hydra.compose("config", [*search, *of, *overrides]))
+            return _plain_values(hydra.compose(config_name, [*of, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(explain(error, overrides, more_conf, of)) from error
+            raise ConfigError(explain(error, overrides, more_conf, of, config_name)) from error
+
+
+@contextlib.contextmanager
+def _options_in(more_conf: str | None) -> Iterator[None]:
+    """Inside, Hydra composes from conf/ and from this folder, as with --config-dir."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        if more_conf is not None:
+            search_path = create_config_search_path(str(conf_dir()))
+            # where --config-dir puts it: before Hydra's own entry, which must be the last
+            place = f"file://{Path(more_conf).absolute()}"
+            search_path.prepend("command-line", place, SearchPathQuery(provider="schema"))
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("app", search_path)
+        yield
 
 
 def expand_short_forms(words: list[str]) -> list[str]:
@@ -113,7 +141,11 @@ def _plain_values(settings: DictConfig) -> dict:
 
 
 def explain(
-    error: Exception, overrides: list[str], more_conf: str | None = None, of: tuple[str, ...] = ()
+    error: Exception,
+    overrides: list[str],
+    more_conf: str | None = None,
+    of: tuple[str, ...] = (),
+    config_name: str = "config",
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
 
@@ -135,38 +167,48 @@ def explain(
 
     # The first override whose option or key does not exist.
     chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
-    known = _known_settings([*of, *chosen], of)
-    sections = {key[:i] for key in known for i, char in enumerate(key) if char == "."}
-    folders = [conf_dir()]
-    if more_conf:
-        folders.append(Path(more_conf))
+    known = _known_settings([*of, *chosen], of, config_name)
+    if not known:
+        return _unknown_config(config_name, more_conf) or str(error).replace("\n", " ")
+    folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
-        if key.startswith("hydra."):
+        is_added = text.startswith("+") and key not in groups
+        if key.startswith("hydra.") or is_added:
             continue
-        options = []
-        if key in groups:
-            options = sorted({file.stem for d in folders for file in (d / key).glob("*.yaml")})
-        if options and override.value() not in options:
-            return (
-                f"{key}={override.value()}: there is no such {key}; there is {', '.join(options)}"
-            )
-        exists = key in known or key in groups or key in sections
-        if not exists and not text.startswith("+"):
-            return unknown_key(key, known)
+        value = override.value() if key in groups else text.partition("=")[2]
+        message = wrong_override(key, value, known, groups, folders)
+        if message is not None:
+            return message
     return str(error).replace("\n", " ")
 
 
-def _known_settings(options: list[str], of: tuple[str, ...]) -> list[str]:
+def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
     """The dotted names of all settings, with these options chosen; model=random has more of them.
 
-    If the options cannot be composed, those of the default options.
+    If the options cannot be composed, those of the default options; [] if the file of this name
+    cannot be composed at all.
     """
-    try:
-        values = _plain_values(hydra.compose("config", options))
-    except (HydraException, OmegaConfBaseException):
-        values = _plain_values(hydra.compose("config", list(of)))
-    return list(_leaves(values))
+    for chosen in (options, list(of)):
+        with contextlib.suppress(HydraException, OmegaConfBaseException):
+            return list(_leaves(_plain_values(hydra.compose(config_name, chosen))))
+    return []
+
+
+def _unknown_config(config_name: str, more_conf: str | None) -> str:
+    """The message for a --config-name that names no file; "" if there is one."""
+    folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
+    name = config_name.removesuffix(".yaml")
+    if any((folder / f"{name}.yaml").is_file() for folder in folders):
+        return ""
+    places = " or ".join(str(folder) for folder in folders)
+    return f"--config-name={config_name}: there is no {name}.yaml in {places}; --config-dir=FOLDER"
+
+
+def _all_settings(of: tuple[str, ...] = ()) -> Iterator[str]:
+    """The dotted names of all settings of the default options, composed when they are asked for."""
+    with _options_in(None):
+        yield from _known_settings(list(of), of, "config")
 
 
 def _leaves(values: dict, prefix: str = "") -> Iterator[str]:
@@ -205,10 +247,16 @@ def main(
     the process with a message and an exit code.
     """
     keep_freed_memory()
+    if _only_shows(sys.argv[1:]):
+        return
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
+    _or_exit(lambda: refuse_foreign(sys.argv[1:], _all_settings(), HYDRA))
     _or_exit(lambda: _check_folders(sys.argv[1:]))
     _or_exit(lambda: checked.extend(_check_runs(check, sys.argv[1:])))
+    # The check has shown what the run would be, and Hydra would make its folder.
+    if checked and all(run.runtime.dry_run for _, run in checked):
+        return
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(settings: DictConfig) -> None:
@@ -216,6 +264,17 @@ def main(
         _or_exit(lambda: task(_run_of(settings, checked), folder), made_by_hydra=folder)
 
     job()
+
+
+def _only_shows(words: list[str]) -> bool:
+    """Shows our help or our version, if a command line asks for it; Hydra would show its own."""
+    if help_pages.topic(words) is not None:
+        help_pages.show_help(words)
+        return True
+    if "--version" in words:
+        print(help_pages.versions())
+        return True
+    return False
 
 
 def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunConfig:
@@ -236,7 +295,9 @@ def run_command(
     action: Callable[..., None],
     composes_again: bool = False,
     positional: str | None = None,
+    is_list: bool = False,
     change_settings: Callable[[dict, list[str]], dict] | None = None,
+    without_run: Callable[..., None] | None = None,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with what its command line says.
 
@@ -246,24 +307,25 @@ def run_command(
 
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word without `=` is short for. change_settings: (values, keys that the command line
-    gives) -> the values to build from, all plain. Errors end the process with a message and an exit
-    code.
+    that a first word without `=` is short for; is_list: all such words are, as a list.
+    change_settings: (values, keys that the command line gives) -> the values to build from, all
+    plain. without_run: (settings, error) is called where the settings of a run are wrong, in place
+    of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
     if known.help:
-        _print_help(name, positional)
+        _print_help(name, f"{positional} ..." if is_list else positional)
         return
-    folder = _without_equals(known.overrides) if positional else ""
+    folders = _without_equals(known.overrides, is_list) if positional else []
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
         overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         _take_literals(values, known.overrides)
-        if folder:
-            values[positional] = folder
+        if folders:
+            values[positional] = folders if is_list else folders[0]
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
@@ -285,11 +347,39 @@ def run_command(
         else:
             action(run, settings)
 
-    _or_exit(lambda: _as_long_as_read(act), interrupted="")
+    guarded = _wrong_settings_to(without_run, name, kind, known.overrides)
+    _or_exit(lambda: _as_long_as_read(guarded(act)), interrupted="")
+
+
+@contextlib.contextmanager
+def _wrong_settings_to(
+    without_run: Callable[..., None] | None, name: str, kind: type, overrides: list[str]
+) -> Iterator[None]:
+    """Calls `without_run`, if there is one, where the settings are wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        if without_run is None:
+            raise
+        without_run(_own_settings(name, kind, overrides), error)
+
+
+def _own_settings(name: str, kind: type, overrides: list[str]) -> object:
+    """The settings of a command alone, whatever the command line says of a run. Raises
+    ConfigError."""
+    names = [f.name for f in dataclasses.fields(kind)]
+    words = [text for text in overrides if text.partition("=")[0] in names]
+    values = compose_values(words, None, (f"+command={name}",))
+    return build(kind, {key: values[key] for key in names})
 
 
 def _words_of(name: str) -> argparse.Namespace:
-    """The command line of a command: its flags, and `overrides`, the other words."""
+    """The command line of a command: its flags, and `overrides`, the other words.
+
+    Flags that it does not have end the process, with what to write instead.
+    """
+    known = _all_settings((f"+command={name}",))
+    _or_exit(lambda: refuse_foreign(sys.argv[1:], known, OF_COMMANDS))
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -314,9 +404,14 @@ def _print_help(name: str, positional: str | None) -> None:
     print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
 
 
-def _without_equals(words: list[str]) -> str:
-    """Takes the first word out if it has no `=`, and returns it; "" if it has."""
-    return words.pop(0) if words and "=" not in words[0] else ""
+def _without_equals(words: list[str], is_list: bool) -> list[str]:
+    """Takes the first word out if it has no `=`, and with is_list all such words; returns them."""
+    taken = [word for word in words if "=" not in word] if is_list else words[:1]
+    if not is_list and taken and "=" in taken[0]:
+        return []
+    for word in taken:
+        words.remove(word)
+    return taken
 
 
 def _composer(
@@ -408,13 +503,14 @@ def _check_runs(
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn", default="config")
     parser.add_argument("overrides", nargs="*")
     known, others = parser.parse_known_intermixed_args(arguments)
     if others:
         return []
     checked = []
     for overrides in _runs_of(known.overrides) if known.multirun else [known.overrides]:
-        values = compose_values(overrides, known.config_dir)
+        values = compose_values(overrides, known.config_dir, config_name=known.config_name)
         run = build(RunConfig, values)
         check(run, _run_dir(overrides))
         checked.append((values, run))

@@ -26,9 +26,10 @@ from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped
+from tunix_lite.runs.batch_files import STREAM, arrays_of_batch, batch_of_arrays
 from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import STREAM, Batch, RowBatch, TokenScores
+from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
@@ -346,7 +347,7 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
         unknown = sorted(name for name in found.keys() - ARRAYS if not name.startswith(STREAM))
         if unknown:
             raise ValueError(f"a batch has no {unknown[0]}")
-        batch = Batch.of_arrays(found)
+        batch = batch_of_arrays(found)
         _check_arrays(batch)
         return batch
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
@@ -365,7 +366,7 @@ def _in_words(error: Exception) -> str:
 
 def _check_arrays(batch: Batch) -> None:
     """Raises ValueError unless all arrays are numbers and of one shape, [B, T]."""
-    for name, value in batch.arrays().items():
+    for name, value in arrays_of_batch(batch).items():
         if value.ndim != 2 or value.shape != batch.tokens.shape or value.dtype.kind not in "biuf":
             raise ValueError(
                 f"{name} is {value.dtype} {list(value.shape)}; it is numbers, [B, T] as tokens are"
@@ -434,7 +435,7 @@ def sequence_losses(
     inputs = {"logprobs": scores.logprobs}
     # where log-probabilities are not finite, it is no news that entropies are not
     inputs["entropy"] = np.where(np.isfinite(scores.logprobs), scores.entropy, 0.0)
-    inputs |= batch.arrays()
+    inputs |= arrays_of_batch(batch)
     losses = []
     found = {}
     for b in range(len(batch.tokens)):

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from tunix_lite.commands import program
+from tunix_lite.commands.dry_run import look_at
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
@@ -19,12 +21,14 @@ from tunix_lite.distributed.join import (
     hosts,
     initialise,
     is_alone,
+    is_first,
 )
 from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.models.source import weights_digest
+from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.tracking.rundir import RunDir
@@ -35,10 +39,19 @@ from tunix_lite.train import train
 FOUND: list[tuple[RunConfig, Parts]] = []
 
 
+# The folder of the sweep whose runs are made here, if a report of it is asked for.
+SWEEPS: list[Path] = []
+
+
 def main() -> None:
     take_gpu_memory()
     with exit_at_once_on_failure():
-        program.main(start, check)
+        try:
+            program.main(start, check)
+        finally:
+            # also of a sweep that a run has ended by its failure
+            for folder in SWEEPS:
+                report_of_sweep(folder, partial(print, flush=True))
 
 
 def check(run: RunConfig, folder: Path) -> None:
@@ -52,8 +65,11 @@ def check(run: RunConfig, folder: Path) -> None:
     with exit_when_a_peer_is_lost():
         # A problem may be of this machine alone, and the others must hear of it.
         try:
-            parts = prepare(run, RunDir(folder))
-            FOUND[:] = [(run, parts)]
+            if run.runtime.dry_run:
+                parts = look_at(run, folder)
+            else:
+                parts = prepare(run, RunDir(folder))
+                FOUND[:] = [(run, parts)]
             seen = seen_of(run, parts) if len(hosts()) > 1 else {}
         except ConfigError as problem:
             error = str(problem)
@@ -92,6 +108,8 @@ def start(run: RunConfig, folder: Path) -> None:
         if sweep is None and FOUND and FOUND[0][0] is run:
             found = FOUND[0][1]
         FOUND.clear()
+        if sweep is not None and run.tracking.report and is_first():
+            SWEEPS[:] = [sweep]
         job = Job(job_start_time(os.environ), resume_hint, found)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.

@@ -18,6 +18,7 @@ from tunix_lite.conformance.rows import (
 # settings of ours that several rows have
 STD = advantage("standardise", eps=1e-4)
 STD_VERL = advantage("standardise", eps=1e-6)
+STD_NEMO = advantage("leave_one_out_std", eps=1e-6)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 CONSTANT = weighting("constant_length", length=LONGEST)
 SEQUENCES = weighting("per_sequence")
@@ -73,7 +74,7 @@ _GROUPS = [
         "A = (r - mean of the others) / (std of the others + 1e-6), undivided where that std "
         "is 0; token mean",
         objective(A_NEMO, CLIPPED),
-        None,
+        grpo(advantages=STD_NEMO, **CLIP),
         "in a group of 0 and seven of 0.95 the one is not divided and the seven are; rounding "
         "in their one-pass variance gives -2000",
     ),
@@ -90,7 +91,7 @@ _GROUPS = [
         "areal",
         "A = (r - mean) / (std + 1e-9), both of the batch; token mean",
         objective(f.batch_std(1e-9, mean="batch"), CLIPPED),
-        None,
+        grpo(advantages=advantage("batch_scaled", mean="batch", eps=1e-9), **CLIP),
         "the page's formula has the group's statistics; a batch of easy and hard prompts gets "
         "advantages for being easy",
     ),
@@ -246,7 +247,7 @@ _COMPLETION_RATIOS = [
         "nemo_rl",
         "sequence_level_importance_ratios, with their advantages",
         objective(f.peers_std(1e-6), GSPO, f.mean_of_completions),
-        None,
+        GSPO_OURS | {"advantages": STD_NEMO},
         "the advantages are those of grpo@nemo_rl",
     ),
     Variant(
@@ -356,7 +357,7 @@ _TOKEN_RATIOS = [
         "nemo_rl",
         "as verl, with their advantages",
         objective(f.peers_std(1e-6), f.bounded_weight(0.8, 1.2)),
-        None,
+        grpo(advantages=STD_NEMO, **WEIGHTED_AROUND_ONE),
         "the advantages are those of grpo@nemo_rl",
     ),
     Variant(
@@ -614,8 +615,9 @@ _BASELINES = [
         "nemo_rl",
         "disable_ppo_ratio: - A lp, with their advantages",
         objective(f.peers_std(1e-6), f.plain_logprob),
-        None,
+        grpo(advantages=STD_NEMO, ratio=ratio("no_ratio"), **PLAIN),
         "the advantages are those of grpo@nemo_rl",
+        gradient_only=True,
     ),
 ]
 

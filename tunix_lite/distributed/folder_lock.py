@@ -116,6 +116,20 @@ def lock_owner(folder: Path) -> str | None:
     return None
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
+    seen from here."""
+    try:
+        with (folder / LOCK).open() as file:
+            # A shared lock is refused while a run has its own, and is gone with the file.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+
+
 def _owner(folder: Path) -> str:
     return (lock_owner(folder) or "another process").partition(",")[0]
 

@@ -105,7 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    if group.first == 0 and not SHOWS_ONLY & set(program) and folder_given(program) is None:
+    writes = not is_check(program) and not SHOWS_ONLY & set(program)
+    if group.first == 0 and writes and folder_given(program) is None:
         program = program + in_folder(fresh_folder(project_name(program), program), program)
 
     try:
@@ -141,7 +142,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="between asking a process to end and ending it; 5",
     )
-    what = "what each runs: FILE.py key=value ...; without a file it is tunix-lite train"
+    what = "what each runs: FILE.py key=value ..., or check; without them it is tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     return parser.parse_args(arguments)
 
@@ -386,10 +387,16 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
+def is_check(program: list[str]) -> bool:
+    """Whether the processes look at their machines and train nothing."""
+    return program[:1] == ["check"]
+
+
 def training_command(program: list[str]) -> list[str]:
-    """The command that each process runs; without a file it is `tunix-lite train`."""
+    """The command that each process runs: a file, `check`, or else `tunix-lite train`."""
     is_file = bool(program) and program[0].endswith(".py")
-    module = [] if is_file else ["-m", "tunix_lite", "train"]
+    command = ["-m", "tunix_lite"] if is_check(program) else ["-m", "tunix_lite", "train"]
+    module = [] if is_file else command
     return [sys.executable, *module, *program]
 
 
@@ -454,6 +461,8 @@ def project_name(words: list[str]) -> str:
 
 def logs_of(program: list[str]) -> Path:
     """The folder for the output of the processes: in the run's folder, if that is known."""
+    if is_check(program):
+        return Path("outputs") / "check"
     folder = folder_given(program)
     return Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
 

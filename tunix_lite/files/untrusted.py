@@ -196,7 +196,7 @@ def _reason(error: Exception) -> str:
 
 def _is_deeper(value: Any, most: int) -> bool:
     """Whether lists and objects are nested deeper than `most`. Goes down level by level."""
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []
         for outer in level:

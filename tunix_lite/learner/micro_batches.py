@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
-from tunix_lite.types import Max, Metrics, RowBatch
+from tunix_lite.types import Max, Metrics
 
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Any, Metrics]
@@ -39,34 +39,6 @@ def cut(batch: Any, parts: int) -> Any:
     return jax.tree.map(divide, batch)
 
 
-def map_micro_batches(
-    fn: Callable[[RowBatch], jax.Array], batch: RowBatch, parts: int
-) -> jax.Array:
-    """fn(part) -> [rows, ...] of every micro-batch, as one array of all rows; zeros for parts that
-    hold nothing."""
-    num_used = batch.num_parts
-    batch = batch.replace(num_parts=None)
-    if parts == 1:
-        return fn(batch)
-    divided = cut(batch, parts)
-    shards = axis_size("fsdp")
-    like = jax.eval_shape(fn, part_of(divided, 0))
-
-    def fill(i: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[i].set(fn(part_of(divided, i)))
-
-    # the number of parts that run is traced, so this is a loop of XLA and not a scan
-    start = jnp.zeros((parts, *like.shape), like.dtype)
-    start = constrain(start, "layers", "batch", *["seq"] * (like.ndim - 1))
-    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
-
-    # back from parts of shards to rows
-    out = out.reshape(parts, shards, -1, *like.shape[1:])
-    out = out.swapaxes(0, 1)
-    out = out.reshape(-1, *like.shape[1:])
-    return constrain(out, "batch", *["seq"] * (like.ndim - 1))
-
-
 def accumulate(
     fn: Callable[[Any], Sums],
     batch: Any,
@@ -82,16 +54,16 @@ def accumulate(
     all. grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients
     cross the mesh once in `sync_every` parts.
     """
-    lie = partial(_constrain_grads, grad_shardings=grad_shardings)
+    place = partial(_constrain_grads, grad_shardings=grad_shardings)
     if sync_every > 1 and axis_size("fsdp") > 1:
         fn, batch, parts, num_used = _by_shard(
             fn, batch, parts, num_used, grad_shardings, sync_every
         )
     elif parts == 1:
-        return _values_of(lie(fn(batch)))
+        return _values_of(place(fn(batch)))
     else:
         batch = cut(batch, parts)
-    return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, lie))
+    return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, place))
 
 
 def _by_shard(
@@ -111,17 +83,17 @@ def _by_shard(
 
 
 def _sum_parts(
-    fn: Callable[[Any], Sums], batch: Any, num_parts: int | jax.Array, lie: Callable[[Sums], Sums]
+    fn: Callable[[Any], Sums], batch: Any, num_parts: int | jax.Array, place: Callable[[Sums], Sums]
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
-    `lie` keeps them where they are to lie."""
+    `place` keeps gradients on the devices where they belong."""
     like = jax.eval_shape(fn, part_of(batch, 0))
 
     def add(i: jax.Array, total: Sums) -> Sums:
-        return _add_up(total, lie(fn(part_of(batch, i))))
+        return _add_up(total, place(fn(part_of(batch, i))))
 
     # a traced number of parts: a loop of XLA, and not a scan
-    return jax.lax.fori_loop(0, num_parts, add, lie(_empty_sums(like)))
+    return jax.lax.fori_loop(0, num_parts, add, place(_empty_sums(like)))
 
 
 def part_of(batch: Any, i: int | jax.Array) -> Any:

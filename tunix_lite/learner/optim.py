@@ -469,27 +469,36 @@ def _names(path: tuple) -> tuple[str, ...]:
 
 def apply_update(
     optimizer: optax.GradientTransformation, grads: Params, state: TrainState, seed: int
-) -> tuple[Params, Any, jax.Array]:
-    """The new params, the new state of the optimizer, and the norm of what was added.
-
-    What is kept in bfloat16 (training.mixed_precision=bf16_params) is computed in float32 and
-    rounded stochastically (stochastic rounding): up or down at random, to the nearer with the
-    higher probability. Rounded to the nearest, an update of less than half a last digit would never
-    arrive. The random numbers come from (seed, step), so that they are the same on every mesh.
-    """
-    # the update, in float32
+) -> tuple[tuple[Params, Any], jax.Array]:
+    """(the new params, the new state of the optimizer), and the norm of what was added. It is
+    computed in float32; `seed` is that of rounding to what is kept."""
     params = widen(state.params)
     updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
+    if dtypes(new) != dtypes((state.params, state.opt_state)):
+        new = round_to_kept(new, state, seed)
+    return new, optax.tree.norm(updates)
 
-    # and back to what is kept
+
+def dtypes(tree: Any) -> list[np.dtype]:
+    """The type of each array of a tree."""
+    return [x.dtype for x in jax.tree.leaves(tree)]
+
+
+def round_to_kept(new: tuple[Params, Any], state: TrainState, seed: int) -> tuple[Params, Any]:
+    """New params and a new state of the optimizer in the types of the old ones.
+
+    What is kept in bfloat16 (training.mixed_precision=bf16_params) is rounded stochastically: up or
+    down at random, to the nearer with the higher probability. Rounded to the nearest, an update of
+    less than half a last digit would never arrive. The random numbers come from (seed, step), so
+    that they are the same on every mesh.
+    """
     key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
     kept = jax.tree.leaves((state.params, state.opt_state))
     leaves, form = jax.tree.flatten(new)
     keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
     rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, kept, keys)]
-    new_params, new_opt_state = form.unflatten(rounded)
-    return new_params, new_opt_state, optax.tree.norm(updates)
+    return form.unflatten(rounded)
 
 
 def widen(tree: Any) -> Any:

@@ -73,18 +73,21 @@ class Packed:
 
     def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
         """[B, T] -> [R, W], `fill` where nothing stands. A shared prompt has the values of its
-        first sequence."""
-        x_RW = np.asarray(x_BT).reshape(-1)[self.source]
+        first sequence. Values may be vectors, [B, T, K]."""
+        x_BT = np.asarray(x_BT)
+        x_RW = x_BT.reshape(-1, *x_BT.shape[2:])[self.source]
         x_RW[self.source < 0] = fill
         return x_RW
 
     def back(self, x_RW: np.ndarray) -> np.ndarray:
-        """[R, W] -> [B, T]: the values at the scored tokens, 0 elsewhere."""
+        """[R, W] -> [B, T]: the values at the scored tokens, 0 elsewhere. Values may be vectors,
+        [R, W, K]."""
         x_RW = np.asarray(x_RW)
-        x_BT = np.zeros(self.shape, x_RW.dtype)
+        x_BT = np.zeros((*self.shape, *x_RW.shape[2:]), x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)
         columns = self.scored[rows, nth]
-        x_BT.reshape(-1)[self.source[rows, columns]] = x_RW[rows, columns]
+        flat = x_BT.reshape(-1, *x_RW.shape[2:])
+        flat[self.source[rows, columns]] = x_RW[rows, columns]
         return x_BT
 
 

@@ -1,25 +1,21 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
-from tunix_lite.learner.micro_batches import map_micro_batches
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.scoring import FrozenScorer, Rescore, scoring_program
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import constrain
-from tunix_lite.types import Batch, Params, RowBatch, TokenScores
+from tunix_lite.types import Params, RowBatch, TokenScores
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {
@@ -30,51 +26,6 @@ DTYPES = {
 # training.mixed_precision -> the dtype in which trained weights are kept
 STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
 ROWS = RowLayout()
-
-
-@dataclass(frozen=True)
-class Rescore:
-    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer.
-
-    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
-    """
-
-    rows: RowLayout  # how a batch is laid out for it
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
-
-    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        # what else a batch holds would only make another program
-        read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
-        laid_out, layout = self.rows.lay_out(read)
-        return layout.back(self.compiled(params, laid_out)(params, laid_out))
-
-    def compiled(self, params: Params, batch: RowBatch) -> Callable:
-        """Returns the compiled program for these weights and this batch in rows, or for their
-        shapes."""
-        return self.program(params, batch)
-
-
-@dataclass(frozen=True)
-class FrozenScorer:
-    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
-
-    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
-    """
-
-    params: Params  # on the mesh, never donated
-    rows: RowLayout  # how a batch is laid out for it
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
-
-    def __call__(self, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        return Rescore(self.rows, self.program)(self.params, batch)
-
-    def compiled(self, batch: RowBatch) -> Callable:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
-        return self.program(self.params, batch)
 
 
 def make_policy(
@@ -100,24 +51,6 @@ def make_policy(
     return Policy(generate, scores, frozen, Rescore(rows, program))
 
 
-def scoring_program(
-    scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
-) -> jax.stages.Wrapped:
-    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
-    the update is.
-
-    Every device has all of them, so that every process can read them.
-    """
-
-    def score(params: Params, batch: RowBatch) -> jax.Array:
-        logprobs_RW = map_micro_batches(
-            lambda part: scores(params, part).logprobs, batch, rows.num_parts
-        )
-        return constrain(logprobs_RW, "seq", "seq")
-
-    return jax.jit(score)
-
-
 def batch_scores(
     params: Params,
     batch: RowBatch,
@@ -125,28 +58,21 @@ def batch_scores(
     cfg: Architecture,
     temperature: float,
     dtype: DTypeLike,
+    head: Callable = token_scores,
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere.
 
-    Only they get logits over the vocabulary, and of those [R, W, V] never exist. forward: settings
-    of decoder.forward.
+    Only they get logits over the vocabulary, and of those [R, W, V] never exist. head: another
+    function of hidden states in place of vocabulary.token_scores; what it gives, a tree of [R, M]
+    or [R, M, K], comes back in rows. forward: settings of decoder.forward.
     """
-    meta = AttentionMeta(
-        batch.positions,
-        batch.segment_ids,
-        batch.completion_ids,
-        batch.prefix_columns,
-        batch.lane_columns,
-    )
+    meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
     table_VD = decoder.output_table(params, cfg)
-    found_RM = token_scores(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    counted = (jnp.where(batch.is_scored, x_RM, 0.0) for x_RM in found_RM)
-    return TokenScores(*(scatter_to_rows(x_RM, batch) for x_RM in counted))
+    found_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    return jax.tree.map(partial(scatter_to_rows, batch=batch), found_RM)
 
 
 def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
@@ -165,11 +91,17 @@ def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Ar
 
 
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere."""
+    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere. Values may be
+    vectors, [R, M, K]."""
     R, W = batch.tokens.shape
+    inner = x_RM.ndim - 2
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    is_scored = batch.is_scored.reshape(*batch.is_scored.shape, *[1] * inner)
+    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
     if batch.scored is None:
-        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0)))
-    return jnp.zeros((R, W), x_RM.dtype).at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0), *[(0, 0)] * inner))
+    rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
+    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
 
 def token_logprobs(

@@ -59,13 +59,13 @@ class RowLayout:
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
         pack = self._unpacked if self.packing == "none" else self._packed
-        packed, scored = pack(batch, counts_BT)
+        packed, scored_columns = pack(batch, counts_BT)
 
         # every value about a token goes where its token goes
         placed = jax.tree.map(packed.place, batch)
         rows = RowBatch(
             **vars(placed),
-            **scored,
+            **scored_columns,
             **self.lanes,
             segment_ids=packed.segment_ids,
             positions=packed.positions,
@@ -155,16 +155,21 @@ def _most_scored(shape: RowShape) -> int:
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:
     """An array of a batch on the mesh: its rows divided over fsdp, or whole on every device where
-    fsdp does not divide their number; a number is on every device."""
-    return put(x, *("batch", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
+    fsdp does not divide their number; a number is on every device. One of jax, which a batch has
+    among its constants, is there already."""
+    if isinstance(x, jax.Array):
+        return x
+    return put(x, *("batch", "seq", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
 
 
 def _check_shapes(batch: Batch) -> None:
     """Raises ValueError unless every field and every stream has a value per token."""
     shape = np.shape(batch.tokens)
     arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    del arrays["streams"]
-    arrays |= {f"streams[{name!r}]": value for name, value in batch.streams.items()}
+    del arrays["streams"], arrays["constants"]
+    # a stream may have a vector per token
+    for name, value in batch.streams.items():
+        arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
     for name, value in arrays.items():
         if value is not None and np.shape(value) != shape:
             raise ValueError(

@@ -78,21 +78,20 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
         # Gradient: micro-batches are summed. Nothing is divided, because loss_weight is normalised
-        # over the whole batch.
-        rows = batch.replace(num_parts=None), self._dropout_keys(state, batch)
-        gradient = partial(self.gradient, state.params, frozen)
+        # over the whole batch. The pair is what `gradient` takes: rows and their dropout keys.
+        pair = batch.per_row, self._dropout_keys(state, batch)
+        gradient = partial(self.gradient, state.params, frozen, constants=batch.constants)
         grads, metrics = accumulate(
-            gradient, rows, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
+            gradient, pair, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
         )
         norm = optax.tree.norm(widen(grads))
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
 
         # Where a number is not finite nothing moves, not even the optimizer's moments; only the
         # step is counted.
-        params, opt_state, size = apply_update(self.optimizer, grads, state, self.seed)
-        keep = partial(jnp.where, is_finite)
+        new, size = apply_update(self.optimizer, grads, state, self.seed)
         old = state.params, state.opt_state
-        params, opt_state = jax.tree.map(keep, (params, opt_state), old)
+        params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
         metrics["train/grad_norm"] = norm
         metrics["train/update_norm"] = jnp.where(is_finite, size, 0.0)
         metrics["train/skipped"] = 1.0 - is_finite
@@ -105,14 +104,19 @@ class TrainStep:
         return dropout_keys(self.seed, state.step, len(batch.tokens))
 
     def gradient(
-        self, params: Params, frozen: Params | None, part: tuple[RowBatch, jax.Array | None]
+        self,
+        params: Params,
+        frozen: Params | None,
+        part: tuple[RowBatch, jax.Array | None],
+        constants: dict | None = None,
     ) -> tuple[Params, Metrics]:
-        """The gradient of the loss of a micro-batch; part: (its rows, their dropout keys)."""
+        """The gradient of the loss of a micro-batch; part: (its rows, their dropout keys).
+        constants: of the whole batch."""
         batch, keys_R = part
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:
             acting = acting_params(frozen, params, self.lora, keys_R)
-            scores = self.policy.scores(acting, batch)
+            scores = self.policy.scores(acting, batch.with_constants(constants))
             loss, metrics = self.algorithm.loss(scores, batch)
             entropy = jax.lax.stop_gradient(jnp.sum(batch.loss_weight * scores.entropy))
             return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}

@@ -29,6 +29,7 @@ from tunix_lite.models.rounding import (
     wide,
 )
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
+from tunix_lite.types import RowBatch
 
 if TYPE_CHECKING:
     from tunix_lite.models.decoder import Architecture
@@ -63,6 +64,17 @@ class AttentionMeta:
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: the row has no lanes
     lane_columns: int = flax.struct.field(pytree_node=False, default=0)
+
+
+def meta_of_rows(batch: RowBatch) -> AttentionMeta:
+    """Where the tokens of a batch in rows stand, and what each sees."""
+    return AttentionMeta(
+        batch.positions,
+        batch.segment_ids,
+        batch.completion_ids,
+        batch.prefix_columns,
+        batch.lane_columns,
+    )
 
 
 def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:

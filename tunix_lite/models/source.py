@@ -81,8 +81,20 @@ class TeacherConfig:
     # of a hub name that a plan is made for; null: config.json
     architecture: Architecture | None = None
     storage: str = "bf16"  # fp32, bf16, int8 or nf4, divided over the devices as any weights
+    # the user's message that it reads before a completion; {names} are fields of the example, such
+    # as the expected answer; None: the prompt of the policy
+    prompt: str | None = None
+    # tokens of that prompt, at most; None: generation.max_prompt_length
+    max_prompt_length: int | None = None
 
     def __post_init__(self):
+        if self.max_prompt_length is not None and self.prompt is None:
+            raise ValueError(
+                f"max_prompt_length={self.max_prompt_length} changes nothing without prompt=...: "
+                "the teacher reads the prompts of the policy"
+            )
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1")
         if self.weights == "random":
             raise ValueError("weights=random: a teacher has learned something; name its folder")
         if self.storage not in STORAGES:

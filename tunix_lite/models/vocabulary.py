@@ -61,19 +61,29 @@ def token_scores(
     hidden: at the position that predicts the target, in the type of the computation, divided over
     the batch. table: the output embedding, as it is stored. softcap: of the logits, None: none.
     """
-    V, D = table_VD.shape
     B, M, _ = hidden_BMD.shape
+    spec = head_spec(len(table_VD), softcap, temperature)
+    table_NPSD = table_in_blocks(table_VD, B * M)
+    return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
+
+
+def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> HeadSpec:
+    """What the blocks of a head depend on, for a vocabulary of this size on the current mesh."""
+    return HeadSpec(softcap, temperature, vocabulary // parts_of("vocab"))
+
+
+def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
+    """The output embedding cut into blocks [N, P, S, D], for so many tokens of the whole batch."""
+    V, D = table_VD.shape
     parts = parts_of("vocab")
     share = V // parts
 
     # Pad each part to whole blocks, and put the blocks first, to scan over them.
-    blocks = num_blocks(share, B * M // parts_of("batch"))
+    blocks = num_blocks(share, tokens // parts_of("batch"))
     size = -(-V // (parts * blocks))
     padding = ((0, 0), (0, blocks * size - share), (0, 0))
     table_PXD = jnp.pad(table_VD.reshape(parts, share, D), padding)
-    table_NPSD = table_PXD.reshape(parts, blocks, size, D).swapaxes(0, 1)
-    spec = HeadSpec(softcap, temperature, share)
-    return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
+    return table_PXD.reshape(parts, blocks, size, D).swapaxes(0, 1)
 
 
 def num_blocks(vocabulary: int, tokens: int) -> int:

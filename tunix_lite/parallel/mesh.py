@@ -152,8 +152,8 @@ def current_rules() -> dict[str, str | None]:
 def check_mesh_shape(mesh_shape: MeshShape) -> None:
     """Raises ValueError unless `mesh_shape` reads as [[sizes], [axis names]]."""
     right = (
-        "write it as [[fsdp, tp], [fsdp, tp]], for example [[4,1],[fsdp,tp]]; one size may be -1, "
-        "'the rest'"
+        f"write sizes, then names: 'model.mesh_shape=[{_two_sizes(mesh_shape)},[fsdp,tp]]'; one "
+        "size may be -1, 'the rest'"
     )
     if len(mesh_shape) != 2 or len(mesh_shape[0]) != len(mesh_shape[1]):
         raise ValueError(
@@ -171,6 +171,13 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
     if any(size < 1 and size != -1 for size in sizes) or list(sizes).count(-1) > 1:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
+
+
+def _two_sizes(mesh_shape: MeshShape) -> str:
+    """The sizes that were given, if they are two, else an example: [4,1]."""
+    sizes = mesh_shape[0] if mesh_shape else ()
+    is_pair = len(sizes) == 2 and all(type(size) is int for size in sizes)
+    return str(list(sizes) if is_pair else [4, 1]).replace(" ", "")
 
 
 def resolve_mesh_shape(
@@ -205,8 +212,8 @@ def resolve_mesh_shape(
         pretend = f"; {PRETEND}={known} before the command pretends that many"
     raise ValueError(
         f"{as_text(mesh_shape)} needs {needed} devices, but jax sees {num_devices}; "
-        f"[[{num_devices // tp},{tp}],[fsdp,tp]] would fit, and [[-1,1],[fsdp,tp]] always does"
-        f"{pretend}"
+        f"'model.mesh_shape=[[{num_devices // tp},{tp}],[fsdp,tp]]' would fit, and "
+        f"[[-1,1],[fsdp,tp]] always does{pretend}"
     )
 
 
@@ -280,7 +287,7 @@ def spec(
             fits = ", ".join(str(n) for n in range(1, 2 * parts) if size % n == 0)
             raise ValueError(
                 f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be "
-                f"{fits}"
+                f"{fits}{_mesh_that_divides(axis, size, mesh)}"
             )
         entries.append(axis if parts > 1 and size % parts == 0 else None)
         if entries[-1] is not None and entries.count(axis) > 1:
@@ -289,6 +296,16 @@ def spec(
                 "sharding.rollout.NAME to null for one of them"
             )
     return P(*entries)
+
+
+def _mesh_that_divides(axis: str, size: int, mesh: MeshSizes) -> str:
+    """The override with the mesh of as many devices whose `axis` divides `size`; the other axis
+    takes the rest."""
+    total = math.prod(mesh.shape.values())
+    most = min(mesh.shape[axis], size)
+    part = next(n for n in range(most, 0, -1) if size % n == 0 and total % n == 0)
+    sizes = [part if name == axis else total // part for name in AXES]
+    return f": 'model.mesh_shape=[[{sizes[0]},{sizes[1]}],[fsdp,tp]]'"
 
 
 def elements_on_device(

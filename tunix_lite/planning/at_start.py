@@ -84,8 +84,9 @@ def training_programs(
         rescore = policy.rescore.compiled
         programs["scoring"] = partial(rescore, acting, scored_batch_shapes(resolved))
     for name in resolved.frozen_models:
-        compile_it = policy.scorers[name].compiled
-        programs[name] = partial(compile_it, scored_batch_shapes(resolved))
+        compares = resolved.compares(name)
+        compile_it = policy.compare.compiled if compares else policy.scorers[name].compiled
+        programs[name] = partial(compile_it, scored_batch_shapes(resolved.as_scorer(name)))
     return programs
 
 

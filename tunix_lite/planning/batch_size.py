@@ -94,14 +94,16 @@ def _check_given(settings: TrainingConfig) -> None:
     is_auto = settings.micro_batch_size == "auto"
     if settings.prompts_per_step is None and (is_packed or is_auto):
         asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {asked} needs prompts_per_step")
+        raise ConfigError(f"training: {asked} needs prompts_per_step: training.prompts_per_step=16")
     if is_auto and not is_packed and settings.gradient_accumulation_steps:
         raise ConfigError(
-            "training: micro_batch_size=auto derives gradient_accumulation_steps; leave it null"
+            "training: micro_batch_size=auto derives gradient_accumulation_steps: "
+            "training.gradient_accumulation_steps=null"
         )
     if settings.prompts_per_step is None and settings.micro_batch_size is None:
         raise ConfigError(
-            "training: give prompts_per_step or micro_batch_size; the rest is derived"
+            "training: give prompts_per_step or micro_batch_size; the rest is derived: "
+            "training.prompts_per_step=16"
         )
 
 
@@ -115,7 +117,8 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
         raise ConfigError(
             f"training: micro_batch_size={batch.micro_batch_size} x fsdp={fsdp} x "
             f"gradient_accumulation_steps={accumulation} = "
-            f"{made} sequences, not a multiple of algorithm.num_generations={G}"
+            f"{made} sequences, not a multiple of algorithm.num_generations={G}; "
+            f"{_nearest_micro_batch(G, fsdp, accumulation, batch.micro_batch_size)} would do"
         )
     total = (
         f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
@@ -124,7 +127,8 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
     if batch.sequences % fsdp:
         raise ConfigError(
             f"training: {total} do not divide over fsdp={fsdp}; use a multiple of "
-            f"{_least_prompts(G, fsdp)} prompts"
+            f"{_least_prompts(G, fsdp)} prompts: training.prompts_per_step="
+            f"{_nearest_multiple(batch.prompts, _least_prompts(G, fsdp))}"
         )
     if made != batch.sequences:
         raise ConfigError(
@@ -132,14 +136,52 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
             f"fsdp={fsdp} x "
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
             f"cannot make {batch.sequences}: each of the {fsdp} shards has "
-            f"{batch.sequences // fsdp} sequences. Set one of the three to null to have it derived"
+            f"{batch.sequences // fsdp} sequences. Set one of the three to null to have it "
+            f"derived: {_derived(settings, batch)}"
         )
     if accumulation % settings.sync_gradients_every:
         raise ConfigError(
             f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the "
             f"{accumulation} "
-            f"micro-batches of an update ({total})"
+            f"micro-batches of an update ({total}); training.sync_gradients_every="
+            f"{_largest_divisor(accumulation, settings.sync_gradients_every)} does"
         )
+
+
+def _derived(settings: TrainingConfig, batch: BatchPlan) -> str:
+    """The override that leaves one of three numbers to be derived from the others, the one that
+    changes least first; of the micro-batch alone if none of them can be."""
+    micro = settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
+    per_shard = batch.sequences // batch.fsdp
+    if micro not in (None, "auto") and per_shard % micro == 0:
+        return f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
+    if accumulation and per_shard % accumulation == 0:
+        return f"training.micro_batch_size=null makes it {per_shard // accumulation}"
+    size = _largest_divisor(per_shard, micro if isinstance(micro, int) else per_shard)
+    rest = " training.gradient_accumulation_steps=null" if accumulation else ""
+    return f"training.micro_batch_size={size}{rest} does"
+
+
+def _nearest_micro_batch(
+    num_generations: int,
+    fsdp: int,
+    accumulation: int,
+    wanted: int,
+) -> str:
+    """The override with the size of a micro-batch nearest to the one that is wanted, with which an
+    update is whole groups."""
+    step = num_generations // math.gcd(num_generations, fsdp * accumulation)
+    return f"training.micro_batch_size={_nearest_multiple(wanted, step)}"
+
+
+def _nearest_multiple(wanted: int, step: int) -> int:
+    """The multiple of `step` nearest to `wanted`, and at least one."""
+    return max(1, round(wanted / step)) * step
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 def _least_prompts(G: int, fsdp: int) -> int:
@@ -149,9 +191,13 @@ def _least_prompts(G: int, fsdp: int) -> int:
 def plan_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
     """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit
     into a micro-batch."""
-    settings = run.training
-    if settings.packing == "none":
+    if run.training.packing == "none":
         return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    return _plan_packed_rows(run, batch)
+
+
+def _plan_packed_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
+    settings = run.training
     longest = sum(lengths_of(run))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
@@ -159,7 +205,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
             "sequence: "
             f"max_prompt_length={run.generation.max_prompt_length} + "
             f"max_new_tokens={run.generation.max_new_tokens} = "
-            f"{longest}"
+            f"{longest}; training.micro_batch_tokens={longest} is the least that does"
         )
     if settings.packing == "sequences":
         shape = RowShape(longest + longest % 2)

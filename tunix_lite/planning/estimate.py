@@ -172,6 +172,14 @@ def scoring(resolved: ResolvedRun) -> dict[str, int]:
     }
 
 
+def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
+    """What the pass of a teacher adds that the policy is compared with: what scoring does, and what
+    is kept of it, of all rows on every device, and of its own rows while it is made."""
+    found = scoring(resolved.as_scorer(name))
+    of_a_shard = kept_of_teacher(resolved)
+    return found | {"kept": of_a_shard * (1 + resolved.mesh_shape["fsdp"])}
+
+
 def update(resolved: ResolvedRun) -> dict[str, int]:
     """What the update adds: its batch, gradients, and activations with all else that is temporary.
 
@@ -185,22 +193,56 @@ def update(resolved: ResolvedRun) -> dict[str, int]:
     layer += gathered_layers(resolved, 2)
     layer += widened_gradient(resolved)
     activations = kept_layers(resolved, rows, width) + max(layer, head_at_work(resolved, rows))
+    if resolved.teacher is not None:
+        name = resolved.teacher.comparison.model
+        activations += comparison_at_work(resolved, head_at_work(resolved.as_scorer(name), rows))
     return {
-        "batch": batch_bytes(resolved),
+        "batch": batch_bytes(resolved) + kept_of_teacher(resolved),
         "gradients": gradient_bytes(resolved),
         "activations": activations,
     }
 
 
+def comparison_at_work(resolved: ResolvedRun, head: int) -> int:
+    """What comparing adds to the head; head: what the teacher's takes. Over the whole vocabulary it
+    is its blocks of scores and its table in blocks, without a gradient."""
+    return 0 if resolved.teacher.comparison.top_k else head
+
+
+def kept_of_teacher(resolved: ResolvedRun) -> int:
+    """What is kept of the teacher's distribution of each token of a shard, prompts included; 0
+    without a comparison."""
+    if resolved.teacher is None:
+        return 0
+    streams = resolved.teacher.streams(resolved.dtype).values()
+    of_a_token = sum(length * jnp.dtype(dtype).itemsize for length, dtype in streams)
+    return of_a_token * tokens_of_batch(resolved)
+
+
+def teacher_table(resolved: ResolvedRun) -> int:
+    """The teacher's output embedding on a device, which the update is given; 0 where it is not."""
+    teacher = resolved.teacher
+    if teacher is None or teacher.comparison.top_k:
+        return 0
+    model = resolved.frozen_models[teacher.comparison.model]
+    table = decoder.output_table(stored_table(decoder.weights(model.cfg), model.storage), model.cfg)
+    return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
+
+
 def batch_bytes(resolved: ResolvedRun) -> int:
     """Rows of a batch: some eight numbers of four bytes a token."""
+    return 4 * 8 * tokens_of_batch(resolved)
+
+
+def tokens_of_batch(resolved: ResolvedRun) -> int:
+    """Columns of all rows of a batch on a device."""
     if resolved.rows.packing == "none":
         rows = resolved.batch.sequences // resolved.mesh_shape["fsdp"]
         width = sum(resolved.lengths)
     else:
         rows = resolved.rows.rows_per_part * resolved.rows.num_parts
         width = resolved.rows.width
-    return 4 * 8 * width * rows
+    return width * rows
 
 
 def gradient_bytes(resolved: ResolvedRun) -> int:

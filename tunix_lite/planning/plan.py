@@ -172,6 +172,7 @@ def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict
     gradients = min(estimate.gradient_bytes(resolved), program.temp_bytes)
     others = {"reference", *resolved.frozen_models}
     arguments = sum(size for name, size in resident.items() if name not in others)
+    arguments += estimate.teacher_table(resolved)
     return COMPILED, {
         "batch": max(0, program.argument_bytes - arguments),
         "gradients": gradients,
@@ -203,6 +204,8 @@ def _scoring_by(
     """Scoring by a frozen model of the algorithm."""
     program = done.get(name)
     if program is None:
+        if resolved.compares(name):
+            return ESTIMATE, estimate.describing(resolved, name)
         return ESTIMATE, estimate.scoring(resolved.as_scorer(name))
     return COMPILED, {
         "batch": max(0, program.argument_bytes - estimate.resident(resolved)[name]),

@@ -19,14 +19,17 @@ import numpy as np
 import optax
 
 from tunix_lite.algorithms.algorithm import Generate, batch_fields, stream_names
+from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
-from tunix_lite.learner.policy import STORED, Policy, make_policy, scoring_program
+from tunix_lite.learner.policy import STORED, Policy, make_policy
 from tunix_lite.learner.rows import row_shapes
+from tunix_lite.learner.scoring import on_every_device, scoring_program
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
+from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import tables
@@ -222,7 +225,14 @@ def batch_shapes(resolved: ResolvedRun) -> RowBatch:
     """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
     algorithm = resolved.run.algorithm
     values = ["loss_weight", *batch_fields(algorithm)]
-    return _row_shapes(resolved, values, stream_names(algorithm))
+    rows = _row_shapes(resolved, values, stream_names(algorithm))
+    # what comparing adds to it
+    teacher = resolved.teacher
+    if teacher is None:
+        return rows
+    theirs = resolved.frozen_models[teacher.comparison.model]
+    table = stored_table(decoder.weights(theirs.cfg), theirs.storage)
+    return teacher.shapes(rows, decoder.output_table(table, theirs.cfg), resolved.dtype)
 
 
 def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
@@ -270,7 +280,39 @@ def policy_of(
         name: policy_of(resolved.as_scorer(name), reference=params).scorers["reference"]
         for name, params in (frozen_models or {}).items()
     }
-    return replace(policy, scorers={**policy.scorers, **others})
+    policy = replace(policy, scorers={**policy.scorers, **others})
+    return policy if resolved.teacher is None else _comparing(policy, resolved, frozen_models)
+
+
+def _comparing(
+    policy: Policy, resolved: ResolvedRun, frozen_models: dict[str, Params] | None
+) -> Policy:
+    """The policy that is compared with its teacher: by `scores`, and by `compare` if the teacher is
+    loaded."""
+    # the update needs no more than what travels with the batch
+    teacher = resolved.teacher
+    name = teacher.comparison.model
+    policy = replace(policy, scores=with_divergence(policy.scores, teacher))
+    if frozen_models is None:
+        return policy
+    # the table stays where it is, on the mesh
+    params = frozen_models[name]
+    table = None
+    if not teacher.comparison.top_k:
+        cfg = resolved.frozen_models[name].cfg
+        table = teacher.vocabulary_of(decoder.output_table(params, cfg))
+    describe = _description(resolved, name)
+    comparer = FrozenComparer(
+        params, table, policy.scorers[name].rows, compiled_once(describe.lower)
+    )
+    return replace(policy, compare=comparer)
+
+
+def _description(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
+    """What is kept of the teacher's distributions, of a batch in rows."""
+    theirs = resolved.as_scorer(name)
+    describe = description_program(policy_of(theirs).scores, resolved.teacher)
+    return on_every_device(describe, theirs.rows)
 
 
 def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
@@ -306,8 +348,12 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
 
 
 def _frozen_scoring(resolved: ResolvedRun, name: str, params: Params) -> Any:
-    score = scoring_program(policy_of(resolved.as_scorer(name)).scores, resolved.rows)
-    return score.lower(params, scored_batch_shapes(resolved))
+    if resolved.compares(name):
+        shapes = scored_batch_shapes(resolved.as_scorer(name))
+        return _description(resolved, name).lower(params, shapes)
+    theirs = resolved.as_scorer(name)
+    score = scoring_program(policy_of(theirs).scores, theirs.rows)
+    return score.lower(params, scored_batch_shapes(theirs))
 
 
 def update_arguments(

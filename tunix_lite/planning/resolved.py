@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from tunix_lite.algorithms.algorithm import frozen_models, num_mini_batches, rescores
+from tunix_lite.algorithms.algorithm import (
+    comparison_of,
+    frozen_models,
+    num_mini_batches,
+    rescores,
+)
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
@@ -136,11 +142,28 @@ class ResolvedRun:
         """Whether collecting scores the batch: under the reference, or under today's weights."""
         return self.run.algorithm.needs_reference or rescores(self.run.algorithm)
 
+    @property
+    def teacher(self) -> Teacher | None:
+        """What the policy is compared with at each token; None: it is not compared."""
+        comparison = comparison_of(self.run.algorithm)
+        if comparison is None or comparison.model not in self.frozen_models:
+            return None
+        cfg = self.frozen_models[comparison.model].cfg
+        return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
+
+    def compares(self, name: str) -> bool:
+        """Whether the policy is compared with this frozen model, which does not score then."""
+        return self.teacher is not None and self.teacher.comparison.model == name
+
     def as_scorer(self, name: str) -> "ResolvedRun":
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
-        return replace(self, cfg=model.cfg, lora=None, attention=model.attention, frozen_models={})
+        run = read_by(self.run, frozen_models(self.run.algorithm)[name])
+        # a longer prompt needs longer rows
+        rows = self.rows if run is self.run else plan_rows(run, self.batch)
+        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
+        return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
     @property
     def copies_reference(self) -> bool:
@@ -251,6 +274,14 @@ def resolve_run(
     return replace(resolved, frozen_models=frozen)
 
 
+def read_by(run: RunConfig, teacher: TeacherConfig) -> RunConfig:
+    """The run with prompts as long as those that a teacher reads."""
+    if teacher.max_prompt_length is None:
+        return run
+    generation = replace(run.generation, max_prompt_length=teacher.max_prompt_length)
+    return replace(run, generation=generation)
+
+
 def _frozen_model(
     resolved: ResolvedRun,
     name: str,
@@ -266,11 +297,11 @@ def _frozen_model(
         table = stored_table(decoder.weights(cfg), settings.storage)
         shape = SimpleNamespace(shape=resolved.mesh_shape)
         weights.check_divisible(table, shape, run.sharding.table("train"))
-        total = sum(resolved.lengths)
+        total = sum(lengths_of(read_by(run, settings)))
         if total > cfg.max_positions:
             raise ValueError(
                 f"weights={settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"generation.max_prompt_length + max_new_tokens is {total}"
+                f"max_prompt_length + generation.max_new_tokens is {total}"
             )
         chosen, _ = choose_attention(run, cfg, resolved.rows, platform, is_attached)
     return FrozenModel(cfg, settings.storage, chosen)

@@ -131,12 +131,20 @@ def scores(run: Evidence, measured: list[Measured]) -> list[ScoreChange]:
         found.append(
             ScoreChange(
                 name,
-                estimate(first_E, LEVEL, RESAMPLES),
-                estimate(last_E, LEVEL, RESAMPLES),
+                _estimated(name, first_E),
+                _estimated(name, last_E),
                 compare(last_E, first_E, LEVEL, RESAMPLES),
             )
         )
     return found
+
+
+def _estimated(name: str, values_E: np.ndarray) -> Estimate:
+    """The mean and its bootstrap interval; of an accuracy of 0 or 1, which a bootstrap takes for
+    certain, Wilson's."""
+    if name == "accuracy" and values_E.min() == values_E.max():
+        return wilson(float(values_E[0]), len(values_E))
+    return estimate(values_E, LEVEL, RESAMPLES)
 
 
 def scores_without_samples(run: Evidence) -> list[ScoreChange]:
@@ -180,7 +188,7 @@ def moved(before: Measured, after: Measured) -> Moved:
     return found
 
 
-def pairs_of(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
+def shown_examples(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
     """Some of these examples, evenly from the first to the last, with both completions."""
     count = min(SHOWN, len(groups))
     chosen = [groups[i * len(groups) // count] for i in range(count)]

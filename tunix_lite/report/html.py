@@ -39,15 +39,14 @@ STYLE = Path(__file__).with_name("report.css").read_text()
 def page_as_html(page: Page) -> str:
     """The page as HTML of at most MOST_BYTES."""
     text = _page(page, page.sections)
-    if len(text.encode()) <= MOST_BYTES:
-        return text
-    cut = Text("This page would be too large: what was folded is left out.", is_warning=True)
-    sections = [Section("Cut", [cut])]
-    sections += [_without(section, Folded) for section in page.sections]
-    text = _page(page, sections)
-    if len(text.encode()) <= MOST_BYTES:
-        return text
-    return _page(page, [_without(section, Examples | Table) for section in sections])
+    cut = Text("This page would be too large: a part of it is left out.", is_warning=True)
+    sections = [Section("Cut", [cut]), *page.sections]
+    for kinds in (Folded, Examples | Table, Charts | Bar | Finding | Commands):
+        if len(text.encode()) <= MOST_BYTES:
+            return text
+        sections = [_without(section, kinds) for section in sections]
+        text = _page(page, sections)
+    return text
 
 
 def _without(section: Section, kinds: type) -> Section:
@@ -125,13 +124,13 @@ def _row(cells: list[str], tag: str, numbers_from: int) -> str:
 
 def _charts(block: Charts) -> str:
     legend = _legend(block.legend)
-    drawn = "".join(map(_chart, block.charts))
+    drawn = "".join(_chart(chart, has_legend=not block.legend) for chart in block.charts)
     return f'{legend}<div class="cards">{drawn}</div>'
 
 
-def _chart(chart: charts.Chart) -> str:
+def _chart(chart: charts.Chart, has_legend: bool = True) -> str:
     named = [(line.name, line.color) for line in chart.lines if line.kind != "faint" and line.name]
-    own = _legend(named) if len(named) > 1 else ""
+    own = _legend(named) if has_legend and len(named) > 1 else ""
     note = f"<span>{_text(chart.note)}</span>" if chart.note else ""
     head = f'<div class="ct"><div>{_text(chart.title)}</div>{note}</div>'
     return f'<div class="card">{head}{line_chart(chart)}{own}</div>'

@@ -255,7 +255,7 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Block]:
             ("Spoilt: right before, wrong after", found.spoilt),
             ("Still wrong", found.wrong),
         ):
-            shown = before_after.pairs_of(before, after, groups)
+            shown = before_after.shown_examples(before, after, groups)
             block = Examples(f"{title} ({len(groups)})", shown)
             if shown:
                 yield Folded(block.title, block) if groups is found.wrong else block

@@ -4,6 +4,13 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from tunix_lite.report.comparison import (
+    compared,
+    comparison_page,
+    results_table,
+    runs_in,
+    table_lines,
+)
 from tunix_lite.report.html import page_as_html
 from tunix_lite.report.markdown import page_as_markdown
 from tunix_lite.report.page import Page
@@ -34,7 +41,26 @@ def report_at_end(folder: Path, say: Callable[[str], None]) -> None:
         say(f"report: {files[0]}")
     # A report is no reason for a run to fail, whatever its files hold.
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-        # The disk of the log may be full, too.
-        with contextlib.suppress(OSError):
-            say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")
+        _say_why_not(folder, error, say)
+
+
+def _say_why_not(folder: Path, error: Exception, say: Callable[[str], None]) -> None:
+    reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+    # The disk of the log may be full, too.
+    with contextlib.suppress(OSError):
+        say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")
+
+
+def report_of_sweep(folder: Path, say: Callable[[str], None]) -> None:
+    """Writes the report of a sweep that has just ended into its folder, and says its results. As
+    `report_at_end` it never fails."""
+    try:
+        folders = runs_in(folder)
+        if len(folders) < 2:
+            return
+        files = write_page(comparison_page(folders), folder)
+        for line in table_lines(results_table(compared(folders))):
+            say(line)
+        say(f"report: {files[0]}")
+    except Exception as error:
+        _say_why_not(folder, error, say)

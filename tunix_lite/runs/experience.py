@@ -7,11 +7,13 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
+from tunix_lite.algorithms.selection import chosen_completions
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.moving_reference import moving_reference
 from tunix_lite.runs.session import Session
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, chosen_completions
+from tunix_lite.tasks.task import Task
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -68,6 +70,8 @@ class FreshExperience:
         self._num_prompts = session.parts.batch.prompts * self._mini_batches
         self._rows = session.parts.rows
         self._policy = learner.policy
+        self._curriculum = learner.curriculum
+        self._say = session.console.say
         self._moving = moving_reference(session)
         self._seed_key = learner.seed_key
         self._collected: Collected | None = None
@@ -84,39 +88,33 @@ class FreshExperience:
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             if update == 0 or self._mini_batches > 1:
                 self._held = self._lay_out(update % self._mini_batches)
-        assert self._held is not None, "a run begins and resumes where a rollout begins"
+        # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
-        examples, dropped = self._task.batch(self._num_prompts, self._seed, rollout)
-        if self._rounds > 1:
-            examples, dropped = self._with_more_rounds(examples, dropped, rollout)
-        batch, metrics, graded = self._algorithm.collect(
-            self._policy, self._task.at_step(step), params, examples, key
-        )
-        if self._long_prompts == "drop":
-            metrics["prompts/dropped"] = dropped
-        return batch, metrics, graded
+        task = self._curriculum.begin(step, self._task.at_step(step))
+        examples, found = self._examples(task, rollout)
+        batch, metrics, graded = self._algorithm.collect(self._policy, task, params, examples, key)
+        return batch, metrics | self._curriculum.end(self._say) | found, graded
 
-    def _with_more_rounds(
-        self, examples: list[dict], dropped: int, rollout: int
-    ) -> tuple[list[dict], int]:
-        """The examples of the first round and of all others, and how many were passed over for
-        their length.
+    def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
+        """The examples of all rounds, and how many were passed over for their length, if any may
+        be.
 
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
         """
-        found = list(examples)
-        for r in range(1, self._rounds):
+        found = []
+        dropped = 0
+        for r in range(self._rounds):
             seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            more, passed_over = self._task.batch(self._num_prompts, seed, rollout)
+            more, too_long = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
             found += more
-            dropped += passed_over
-        return found, dropped
+            dropped += too_long
+        return found, {"prompts/dropped": dropped} if self._long_prompts == "drop" else {}
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""
@@ -124,6 +122,7 @@ class FreshExperience:
         if self._mini_batches > 1:
             batch, graded = self._mini_batch(batch, graded, part)
         laid_out, _ = self._rows.lay_out(batch)
+        # `take` says how many updates are left
         return Experience(laid_out, batch, metrics, graded, updates_left=1)
 
     def _mini_batch(

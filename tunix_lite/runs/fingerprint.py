@@ -23,6 +23,7 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
 from tunix_lite.plain_text import escaped, shown
+from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.sources import digest_of_data
 
 # differences in a message
@@ -52,6 +53,7 @@ def fingerprint(
         "algorithm": plain(run.algorithm),
         "task": _task(run),
         "data": digest_of_data(run.task.source),
+        **_curriculum(run),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
@@ -83,6 +85,19 @@ def _task(run: RunConfig) -> dict:
         if not reward["group"]:
             del reward["group"]
     return task
+
+
+def _curriculum(run: RunConfig) -> dict:
+    """Only where there is one, with digests of the data of its levels: earlier versions had no such
+    settings."""
+    curriculum = run.curriculum
+    if not curriculum.is_on:
+        return {}
+    data = {
+        f"level {i + 1}": digest_of_data(source_of_level(run.task.source, curriculum, i))["train"]
+        for i in range(len(curriculum.levels))
+    }
+    return {"curriculum": plain(curriculum) | {"data": data}}
 
 
 def _on_none(run: RunConfig) -> dict:
@@ -159,6 +174,7 @@ def _known_then(ours: dict, theirs: dict) -> dict:
     task = theirs.get("task")
     if isinstance(task, dict) and "special_tokens_in_data" not in task:
         kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
+    # digests that earlier versions did not keep
     for name in ("data", "frozen_weights"):
         kept = kept if name in theirs else _without(kept, name)
     return kept

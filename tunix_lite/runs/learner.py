@@ -14,7 +14,7 @@ from tunix_lite.errors import error_context
 from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
-from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.models.lora import acting_params
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
@@ -22,8 +22,10 @@ from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.runs import resume
+from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
+from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
 from tunix_lite.types import Params, RowBatch, TrainState
 
@@ -40,7 +42,6 @@ class Learner:
     state: TrainState
     # the base that adapters are attached to; None: all weights train
     frozen: Params | None
-    lora: LoraConfig | None
     policy: Policy
     # (state, frozen, rows) -> (state, metrics); it knows its compiled program
     train_step: TrainStep
@@ -51,12 +52,14 @@ class Learner:
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
+    # which prompts are asked
+    curriculum: RunCurriculum | EveryPrompt
     # of the step under way: what parts of collecting took, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
     def policy_params(self, state: TrainState) -> Params:
         """What the policy samples with: the parameters, with adapters attached to their base."""
-        return acting_params(self.frozen, state.params, self.lora)
+        return acting_params(self.frozen, state.params, self.train_step.lora)
 
     def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
@@ -86,33 +89,37 @@ def build_learner(session: Session) -> Learner:
             session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
     state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
-
-    frozen_models = {}
-    for name, found in parts.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
-            storage = resolved.frozen_models[name].storage
-            frozen_models[name] = source.load_base(found, run.seed, storage)
+    curriculum = resume.restored_curriculum(run, parts, int(state.step))
 
     # The policy, which samples and scores, and the update.
     acting = acting_params(frozen, state.params, model.lora)
     resolved = _with_sampling_weights(resolved, acting, console.say)
-    policy = policy_of(resolved, _generate_of(resolved, model.tokenizer), reference, frozen_models)
-    train_step = parts.train_step
-    if train_step is None:
-        train_step = train_step_of(resolved, policy)
+    generate = _generate_of(resolved, model.tokenizer)
+    policy = policy_of(resolved, generate, reference, _load_frozen(parts))
+    train_step = parts.train_step or train_step_of(resolved, policy)
     seconds: Counter = Counter()
     return Learner(
         state=state,
         frozen=frozen,
-        lora=model.lora,
         policy=_watched(policy, session.stopping, seconds),
         train_step=train_step,
         resolved=resolved,
         stopping=session.stopping,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
+        curriculum=curriculum,
         seconds=seconds,
     )
+
+
+def _load_frozen(parts: Parts) -> dict[str, Params]:
+    """The weights of the algorithm's frozen models, such as a teacher. Raises ConfigError."""
+    weights = {}
+    for name, found in parts.frozen_models.items():
+        with error_context(f"algorithm.{name}"):
+            storage = parts.resolved.frozen_models[name].storage
+            weights[name] = source.load_base(found, parts.resolved.run.seed, storage)
+    return weights
 
 
 def _generate_of(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:

@@ -21,10 +21,10 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import error_context
+from tunix_lite.learner.comparison import with_divergence
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.step import TrainStep
-from tunix_lite.models import source
 from tunix_lite.models.rounding import at_least_float32
 from tunix_lite.planning.programs import policy_of
 from tunix_lite.report.evidence import read_sample_file
@@ -33,7 +33,7 @@ from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.samples import advantage_metrics, advantages_of, sample_rows
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts, check_resumed, download_frozen, find_parts
+from tunix_lite.runs.setup import Parts, check_resumed, download_models, find_parts
 from tunix_lite.tracking.console import OUR_PARTS, Console
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
@@ -158,13 +158,10 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
     with error_context("step"):
         began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
     parts = find_parts(run)
-    with error_context(""):
-        model = source.download(parts.model)
-    parts = replace(parts, model=model)
-    parts = replace(parts, frozen_models=download_frozen(parts))
+    parts = download_models(parts)
     differs = check_resumed(parts, run_dir)
     with error_context("replay"):
-        reference = find_reference(run, model, run_dir, run_dir.checkpoints)
+        reference = find_reference(run, parts.model, run_dir, run_dir.checkpoints)
     parts = replace(parts, reference=reference, differs=differs)
     if began:
         parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
@@ -234,6 +231,8 @@ def exact_gradient(learner: Learner, state: TrainState, experience: Experience) 
             resolved.rows,
             remat=run.training.remat,
         )
+        if resolved.teacher is not None:
+            policy = replace(policy, scores=with_divergence(policy.scores, resolved.teacher))
         return _kept(learner, policy, state.replace(params=params), frozen, rows)
 
 
@@ -262,7 +261,7 @@ def _kept(
         run.algorithm,
         keep,
         learner.resolved.rows.num_parts,
-        learner.lora,
+        learner.train_step.lora,
         run.seed,
         run.training.sync_gradients_every,
     )

@@ -9,6 +9,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.parallel.mesh import put
+from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum, curriculum_at_start
 from tunix_lite.runs.setup import Parts
 from tunix_lite.tracking.console import Console
 from tunix_lite.types import Params, TrainState
@@ -38,6 +39,22 @@ def state_at_start(
     for loaded in jax.tree.leaves((step, params)):
         loaded.delete()
     return _restored(run, parts, shapes, console)
+
+
+def restored_curriculum(run: RunConfig, parts: Parts, step: int) -> RunCurriculum | EveryPrompt:
+    """The curriculum as the checkpoint of this step has it; with other settings than the
+    checkpoint's run, it begins anew. Raises ConfigError."""
+    is_other_run = run.resume.force and parts.differs
+    if parts.resume_from is None or not run.curriculum.is_on or is_other_run:
+        return curriculum_at_start(run, None)
+    with error_context("resume"):
+        found = Checkpoints(parts.resume_from).curriculum(step)
+        if found is None:
+            raise ValueError(
+                f"step {step} of {parts.resume_from} has no state of a curriculum; "
+                "resume.force=true begins the curriculum anew"
+            )
+        return curriculum_at_start(run, found)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ def keep_samples(
     ranked = sorted(rewarded, key=lambda row: -row["reward"])
     count = min(num_shown, len(ranked))
     chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
-    console.samples(step, [ranked[i] for i in chosen])
+    console.samples(step, [ranked[i] for i in chosen], rows if num_shown else ())
 
 
 def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:

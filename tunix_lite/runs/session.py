@@ -15,6 +15,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.models import decoder, weights
 from tunix_lite.planning.at_start import choose_micro_batch
 from tunix_lite.planning.resolved import chooses_micro_batch
 from tunix_lite.report.write import report_at_end
@@ -26,6 +27,7 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.runs.toy_defaults import toy_defaults
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
@@ -102,7 +104,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), open_console(run, run_dir) as console:
-        parts = _with_micro_batch(parts, console)
+        if chooses_micro_batch(run):
+            parts = with_largest_micro_batch(parts, console)
         introduce(parts, run_dir, status, console)
         job.stopping = stopping_of(run, began, console)
         session = Session(parts.resolved.run, parts, run_dir, console, status, job.stopping)
@@ -117,10 +120,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             yield session
 
 
-def _with_micro_batch(parts: Parts, console: Console) -> Parts:
-    """The parts with a micro-batch: where none is given it is chosen by compiling updates."""
-    if not chooses_micro_batch(parts.resolved.run):
-        return parts
+def with_largest_micro_batch(parts: Parts, console: Console) -> Parts:
+    """The parts with the largest micro-batch that fits, chosen by compiling updates."""
     console.busy("compiling, to choose training.micro_batch_size…")
     resolved, train_step = choose_micro_batch(parts.resolved, console.say)
     return replace(parts, resolved=resolved, train_step=train_step)
@@ -133,6 +134,11 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
         write_fingerprint(run, parts, run_dir)
     status.about = run_metadata(run, parts)
     console.panel(*startup_summary(run, parts, run_dir))
+    model = parts.model
+    num_params = weights.num_params(decoder.weights(model.cfg))
+    platform = parts.mesh.devices.flat[0].platform
+    for line in toy_defaults(run, num_params, model.lora is None, platform):
+        console.say(f"hint: {line}", style="yellow")
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
@@ -169,7 +175,15 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     run_dir.make()
     gloo.log_into(run_dir.log)
     every = run.training.log_interval_steps
-    console = Console(run_dir.log, run.training.max_steps, every, quiet=not run_dir.is_first)
+    # Of several processes one may end another from compiled code: its last words stay visible.
+    console = Console(
+        run_dir.log,
+        run.training.max_steps,
+        every,
+        quiet=not run_dir.is_first,
+        mode=run.tracking.console,
+        hides_noise=run_dir.is_first and jax.process_count() == 1,
+    )
     with contextlib.ExitStack() as at_end:
         at_end.push(closed_at_end(console.close))
         yield console

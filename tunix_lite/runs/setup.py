@@ -1,9 +1,10 @@
 """Before a run: every check that needs files or devices, and the summary shown at its start."""
 
 import json
+import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from tunix_lite.algorithms.algorithm import frozen_models as frozen_models_of
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
+from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
@@ -25,6 +27,7 @@ from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -34,8 +37,9 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 class Parts:
     """What a run is made of, once its settings are checked.
 
-    `find_parts` gives it without a folder, `parts_in_folder` adds what the folder says. Example:
-    `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
+    `find_parts` gives it without a folder, `prepare` adds what the folder says.
+
+    Example: `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
     """
 
     model: FoundModel
@@ -77,14 +81,27 @@ class Parts:
 
 
 def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
-    """Every check that needs files or devices: `find_parts`, `parts_in_folder`. Raises ConfigError.
+    """The parts of a run that will write to this folder, and every check that needs files or
+    devices. Raises ConfigError.
 
-    found: the parts of the same run, where this process has found them already, as the check before
-    Hydra makes a folder does. Loads no weights and makes no folder. It does compile small programs
-    where attention tries cuDNN (NVIDIA), downloads the files of a hub model, and writes and removes
-    a small file in a folder that is there, to see whether it can be written.
+    found: what `find_parts` gave for the same run, where this process has called it already, as the
+    check before Hydra makes a folder does. Loads no weights and makes no folder. It does compile
+    small programs where attention tries cuDNN (NVIDIA), downloads the files of a hub model after
+    everything else has been found right, and writes and removes a small file in a folder that is
+    there, to see whether it can be written.
     """
-    return parts_in_folder(find_parts(run) if found is None else found, run_dir)
+    parts = find_parts(run) if found is None else found
+    # this process may have looked at other runs since then, as in a sweep
+    set_rules(run.sharding)
+    with error_context("hydra.run.dir"):
+        run_dir.check()
+    parts = replace(parts, resume_from=resume_from_folder(run, run_dir))
+    parts = download_models(parts)
+    if parts.resume_from is not None:
+        parts = check_checkpoints(parts, run_dir)
+    with error_context("resume"):
+        reference = find_reference(run, parts.model, run_dir, parts.resume_from)
+    return replace(parts, reference=reference)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -97,7 +114,7 @@ def find_parts(run: RunConfig) -> Parts:
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
-        mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+        mesh = mesh_of(run)
         set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
     resolved = resolve_run(
@@ -109,9 +126,30 @@ def find_parts(run: RunConfig) -> Parts:
         is_attached=True,
         frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
     )
-    task = make_task(run, model)
+    task = Task(
+        run.task,
+        model.tokenizer,
+        run.generation.max_prompt_length,
+        run.generation.max_new_tokens,
+        run.generation.long_prompts,
+    )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+
+
+def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
+    """The mesh of the run on the devices that there are.
+
+    Raises ValueError where it does not fit them; under torchrun with what torchrun replaced, for
+    then there are fewer processes than somebody meant.
+    """
+    try:
+        return make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+    except ValueError as error:
+        overwritten = overwritten_by_torchrun(os.environ)
+        if not overwritten:
+            raise
+        raise ValueError(f"{error}; {overwritten}") from error
 
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
@@ -121,17 +159,6 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
         with error_context(f"algorithm.{name}"):
             found[name] = source.locate_teacher(settings, model)
     return found
-
-
-def make_task(run: RunConfig, model: FoundModel) -> Task:
-    """The task of the run, whose prompts are tokens of the model."""
-    return Task(
-        run.task,
-        model.tokenizer,
-        run.generation.max_prompt_length,
-        run.generation.max_new_tokens,
-        run.generation.long_prompts,
-    )
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) -> str:
@@ -152,46 +179,46 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
             )
         for name in learned:
             task.demonstrations(answered_by(first, name))
+    for name, teacher in frozen_models_of(run.algorithm).items():
+        if teacher.prompt is not None:
+            with error_context(f"algorithm.{name}"):
+                task.prompts_with(first, teacher.prompt, teacher.max_prompt_length)
+    check_curriculum(run, task)
     return data
 
 
-def parts_in_folder(parts: Parts, run_dir: RunDir) -> Parts:
-    """The parts of a run that will write to this folder: what it resumes from, and its reference.
+def check_curriculum(run: RunConfig, task: Task) -> None:
+    """Raises ConfigError if the task cannot be asked by the curriculum, or at one of its levels."""
+    if run.curriculum.is_on and not hasattr(run.task.source.train, "__getitem__"):
+        with error_context("curriculum"):
+            raise ValueError("task.shuffle_buffer reads rows in order; set it to null")
+    for i in range(len(run.curriculum.levels)):
+        with error_context(f"curriculum.levels[{i}]"):
+            if any(one.name == "source" and not one.init for one in fields(run.task)):
+                raise ValueError("levels are settings of task.source, which a task of files lacks")
+            of_level = source_of_level(run.task.source, run.curriculum, i)
+            asked = replace(task, config=replace(run.task, source=of_level))
+            check_all_rows(asked, False, 0)
 
-    Downloads the weights of a hub model, after everything else has been found right. Raises
-    ConfigError.
-    """
-    # This process may have looked at other runs since `find_parts`, as in a sweep.
-    run = parts.resolved.run
-    set_rules(run.sharding)
-    with error_context("hydra.run.dir"):
-        run_dir.check()
-    resume_from = resume_from_folder(run, run_dir)
+
+def download_models(parts: Parts) -> Parts:
+    """The parts with the weights of their models on this machine. Raises ConfigError."""
     with error_context(""):
         model = source.download(parts.model)
-    parts = replace(parts, model=model, resume_from=resume_from)
-    parts = replace(parts, frozen_models=download_frozen(parts))
-
-    # Which run made the checkpoints, and whether its files are whole.
-    differs = ""
-    damaged = ""
-    if resume_from is not None:
-        differs = check_resumed(parts, RunDir(resume_from.parent))
-    if resume_from == run_dir.checkpoints:
-        damaged = check_own_files(run, run_dir)
-    with error_context("resume"):
-        reference = find_reference(run, model, run_dir, resume_from)
-    return replace(parts, reference=reference, differs=differs, damaged=damaged)
-
-
-def download_frozen(parts: Parts) -> dict[str, FoundModel]:
-    """The frozen models of the algorithm, by name, with their weights on this machine. Raises
-    ConfigError."""
-    downloaded = {}
+    frozen_models = {}
     for name, found in parts.frozen_models.items():
         with error_context(f"algorithm.{name}"):
-            downloaded[name] = source.download(found)
-    return downloaded
+            frozen_models[name] = source.download(found)
+    return replace(parts, model=model, frozen_models=frozen_models)
+
+
+def check_checkpoints(parts: Parts, run_dir: RunDir) -> Parts:
+    """The parts with what there is to say of the checkpoints that they go on from: which run made
+    them, and whether the files beside them are whole. Raises ConfigError."""
+    parts = replace(parts, differs=check_resumed(parts, RunDir(parts.resume_from.parent)))
+    if parts.resume_from == run_dir.checkpoints:
+        parts = replace(parts, damaged=check_own_files(parts.resolved.run, run_dir))
+    return parts
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
@@ -316,6 +343,8 @@ def startup_summary(
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.data:
         rows.append(("data", parts.data))
+    if run.curriculum.is_on:
+        rows.append(("curriculum", run.curriculum.words()))
     resolved = parts.resolved
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths

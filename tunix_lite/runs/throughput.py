@@ -78,7 +78,8 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class TimedScorer:
-    """A scorer that adds the seconds of each call to `seconds` under its name: time/reference.
+    """A scorer or comparer that adds the seconds of each call to `seconds` under its name:
+    time/reference.
 
     Example: TimedScorer("reference", scorer, seconds)(batch); seconds["time/reference"] grows.
     """
@@ -87,9 +88,9 @@ class TimedScorer:
     scorer: Scorer
     seconds: Counter
 
-    def __call__(self, batch: Batch) -> np.ndarray:
+    def __call__(self, *batches: Batch) -> Any:
         began = time.perf_counter()
-        scored = self.scorer(batch)
+        scored = self.scorer(*batches)
         self.seconds[f"time/{self.name}"] += time.perf_counter() - began
         return scored
 
@@ -120,4 +121,7 @@ class TimedRescorer:
 def timed(policy: Policy, seconds: Counter) -> Policy:
     """The policy, whose scorers add what they take to `seconds`; sampling keeps its own time."""
     scorers = {name: TimedScorer(name, scorer, seconds) for name, scorer in policy.scorers.items()}
-    return replace(policy, scorers=scorers, rescore=TimedRescorer(policy.rescore, seconds))
+    policy = replace(policy, scorers=scorers, rescore=TimedRescorer(policy.rescore, seconds))
+    if policy.compare is None:
+        return policy
+    return replace(policy, compare=TimedScorer("teacher", policy.compare, seconds))

@@ -26,6 +26,7 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
+from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.hints import GroupsHint
@@ -115,6 +116,7 @@ class Watch:
 
         # The plan, by the programs of this run, which compile now.
         console.busy("compiling…")
+        console.doing("compiling the update: waiting for XLA")
         with session.stopping.uninterruptible(COMPILATION):
             programs = training_programs(
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
@@ -139,6 +141,8 @@ class Watch:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
         self._began = time.perf_counter()
         self.learner.seconds.clear()
+        first = ", which compiles" if number == self.start else ""
+        self.session.console.doing(f"step {number + 1}: collecting{first}")
         with self.profile.step(number - self.start):
             yield
 
@@ -155,6 +159,7 @@ class Watch:
         self._collected = time.perf_counter()
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
+        self.session.console.doing(f"step {int(self.state.step) + 1}: updating")
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
         self._updated = time.perf_counter()
@@ -255,6 +260,7 @@ class Watch:
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
+        session.console.doing("measuring held-out accuracy")
         found = evaluate(
             self.learner.policy,
             session.task.at_step(int(self.state.step)),
@@ -317,7 +323,8 @@ class Watch:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
         may be written after it."""
         session = self.session
-        self.checkpoints.save(self.state, self.accuracy, self.skipped)
+        known = self.learner.curriculum.at(int(self.state.step))
+        self.checkpoints.save(self.state, self.accuracy, self.skipped, known)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.run, session.parts, session.run_dir)
@@ -338,7 +345,7 @@ class Watch:
 
     def keep_skipped(self, done: StepDone, metrics: Metrics) -> None:
         """Write the batch of an update that was not made, for who looks for the reason."""
-        arrays = done.experience.batch.arrays()
+        arrays = arrays_of_batch(done.experience.batch)
         file = self.session.run_dir.write_skipped(done.step, arrays)
         text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
         self.session.console.say(text, style="red")

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from tunix_lite.tasks.row_files import Rows, RowsOnDisk, where
+from tunix_lite.tasks.row_files import Rows, RowsOnDisk, hash_of, where
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Task
 
 # examples of a split that become tokens before the start; of more, so many of them
@@ -37,13 +38,20 @@ def _known(task: Task, demonstrates: bool, num_held_out: int) -> str:
     """What `_check` found; of a file that was checked in the same way, what it found then."""
     train = task.config.source.train
     held_out = task.config.source.held_out
+    if isinstance(train, RowStream):
+        first = train.first(MEASURED_LAZILY)
+        _measure(task, first, len(first), "training", [], demonstrates)
+        counts = f"{len(train.files):,} files to train on, read in order"
+        shuffled = f"{train.buffer:,} rows shuffled at a time, {len(held_out):,} held out"
+        said = [f"{counts}, {shuffled}", train.news(), *_left_out(held_out)]
+        return "; ".join(part for part in said if part)
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
         # made or read one by one, and perhaps very many
         _measure(task, train, len(train), "training", [], demonstrates, MEASURED_LAZILY)
         if not isinstance(train, RowsOnDisk):
             return ""
         counts = f"{len(train):,} examples to train on, read from disk, {len(held_out):,} held out"
-        return "; ".join([counts, *_left_out(train, held_out)])
+        return "; ".join([counts, *_left_out(train, held_out), *_in_both(task, train, held_out)])
     if not isinstance(train, Rows):
         return _check(task, demonstrates, num_held_out)
     settings = (
@@ -78,8 +86,7 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     in_training = {*asked}
     said += _left_out(train, held_out)
-    if both := sum(prompt in in_training for prompt in asked_then):
-        said.append(f"{both:,} of the held-out prompts are training prompts, too")
+    said += _coinciding(sum(prompt in in_training for prompt in asked_then))
     if count := len(special) + (0 if held_out is train else len(special_then)):
         taken = {"text": "as mere text", "control": "as control tokens"}[
             task.config.special_tokens_in_data
@@ -88,6 +95,17 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
             f"special tokens in {count:,} examples are taken {taken} (task.special_tokens_in_data)"
         )
     return "; ".join(said)
+
+
+def _in_both(task: Task, train: RowsOnDisk, held_out: Sequence) -> list[str]:
+    """What a start says of held-out prompts that a file on disk has, too."""
+    hashes = [hash_of(task.config.template.messages(example)) for example in held_out]
+    both = {*hashes}.intersection(train.prompts)
+    return _coinciding(sum(prompt in both for prompt in hashes))
+
+
+def _coinciding(both: int) -> list[str]:
+    return [f"{both:,} of the held-out prompts are training prompts, too"] if both else []
 
 
 def _left_out(*splits: Sequence) -> list[str]:
@@ -110,7 +128,7 @@ def _read(task: Task, examples: Sequence, demonstrates: bool) -> tuple[list[int]
             spells = task.text.spells_special(example, demonstrates)
         except ValueError as error:
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(hash(tuple(task.text.template.messages(example))))
+        asked.append(hash_of(task.text.template.messages(example)))
         if spells:
             special.append(i)
     return asked, special

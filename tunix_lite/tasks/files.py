@@ -16,6 +16,7 @@ from tunix_lite.tasks.row_files import (
     rows_of,
     rows_on_disk,
 )
+from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 # of the rows of one file, every so many-th is held out
@@ -40,10 +41,15 @@ class FileRows:
     on_error: str  # a malformed row: raise; skip: leave it out
     template: PromptTemplate
     in_memory: bool = True  # False: rows are read from the file when they are needed
+    shuffle_buffer: int | None = None  # rows shuffled at a time of files read in order; None: all
 
     @cached_property
-    def train(self) -> Rows | RowsOnDisk:
+    def train(self) -> Rows | RowsOnDisk | RowStream:
         """The rows to train on."""
+        if self.shuffle_buffer is not None:
+            return RowStream(
+                self.train_file, self.shuffle_buffer, self.format, self.on_error, self.template
+            )
         if not self.in_memory:
             if not Path(self.train_file).is_file():
                 raise ValueError(f"{self.train_file} is not a file")
@@ -103,6 +109,9 @@ class FilesTaskConfig(TaskConfig):
     on_error: str = "raise"
     # false: for a file that does not fit into memory (jsonl); its rows are read ahead of the run
     in_memory: bool = True
+    # the files of `train` are read from the beginning to the end, and so many rows are shuffled at
+    # a time; null: rows are taken from all over the file
+    shuffle_buffer: int | None = None
 
     def __post_init__(self):
         if self.train is None:
@@ -115,6 +124,7 @@ class FilesTaskConfig(TaskConfig):
                 "in_memory=false is for format=jsonl, and takes the held-out rows from a file of "
                 "their own: give task.held_out=FILE"
             )
+        self._check_stream()
         rewards = dict(self.rewards)
         if self.reward is not None:
             name = _name_of(self.reward)
@@ -133,8 +143,20 @@ class FilesTaskConfig(TaskConfig):
         if self.correct is None and not single:
             raise ValueError("correct is missing: rewards of a group do not say what is right")
         settle("correct", self.correct or single[0])
-        settle("source", FileRows(*self._files, self.template, self.in_memory))
+        settle("source", FileRows(*self._files, self.template, self.in_memory, self.shuffle_buffer))
         super().__post_init__()
+
+    def _check_stream(self) -> None:
+        """Raises ValueError if the files cannot be read in order."""
+        if self.shuffle_buffer is None:
+            return
+        if self.shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null")
+        if self.held_out is None:
+            raise ValueError(
+                "shuffle_buffer takes the held-out rows from a file of their own: give "
+                "task.held_out=FILE"
+            )
 
     @property
     def _files(self) -> tuple[str, str | None, str, str]:

@@ -1,15 +1,15 @@
-"""Outcomes of rewards as arrays, as metrics and in words."""
+"""What is logged of grades: metrics of rewards, of groups, of completions, and of what failed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tunix_lite.rewards.pool import FAILURES, Outcome
+from tunix_lite.rewards.pool import Outcome
 from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tasks.reward_calls import RewardCalls
-from tunix_lite.types import FINISH, Metrics, Rollout
+from tunix_lite.types import FINISH, Graded, Metrics, Rollout
 
 # a metric -> the kind of failure of which it counts the calls
 FAILED = {
@@ -24,42 +24,24 @@ FAILED = {
 NOTED = {"rewards/no_answer": "no_answer", "rewards/stopped": "stopped"}
 
 
-def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
-    """What a function says of each completion, [B] float64; nan where it failed or said None."""
-    found = (one[name] for one in outcomes)
-    return np.array([np.nan if failed else value for failed, value in found], np.float64)
+def grade_metrics(
+    graded: Graded,
+    calls: RewardCalls,
+    of_calls: list[dict[str, Outcome]],
+    kinds_BN: np.ndarray,
+    unscorable_B: np.ndarray,
+    say: Callable[[str], None] | None,
+) -> Metrics:
+    """Of the rewards, of what failed, and of groups. Raises SharedError if all completions are
+    dropped.
 
-
-def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
-    """What a function reads out of each completion; None where it failed."""
-    return [None if failed else value for failed, value in (one[name] for one in outcomes)]
-
-
-def kinds_of(outcomes: list[dict[str, Outcome]], names: list[str]) -> np.ndarray:
-    """The kind of each outcome ("": a value), [B, len(names)]."""
-    return np.array([[one[name][0] for name in names] for one in outcomes])
-
-
-def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
-    """Which completions nothing is learned from, and which of those are unscorable; [B] bool.
-
-    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
+    of_calls: as RewardCalls.outcomes returns them. kinds_BN, unscorable_B: as in
+    reward_calls.dropped_of. say: as in `failure_metrics`.
     """
-    unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
-    failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
-    return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B
-
-
-def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    """Why functions failed on a completion, or found no answer in it, by their names:
-    {"reward 'near'": "error: ..."}."""
-    reasons = {}
-    for name, (kind, how) in outcomes.items():
-        if kind:
-            reasons[name] = f"{kind}: {how}" if how else kind
-        elif isinstance(how, Score):
-            reasons[name] = f"{how.kind}: {how.why}"
-    return reasons
+    dropped_B = graded.dropped
+    failures = failure_metrics(calls, of_calls, dropped_B, unscorable_B, say)
+    metrics = reward_metrics(graded.rewards, graded.each, kinds_BN, dropped_B) | failures
+    return metrics | group_metrics(graded.rewards, dropped_B, calls.groups)
 
 
 def reward_metrics(

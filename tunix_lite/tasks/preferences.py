@@ -79,6 +79,8 @@ class PreferencesTaskConfig(FilesTaskConfig):
     def __post_init__(self):
         if not self.in_memory:
             raise ValueError("in_memory=false is not for preferences")
+        if self.shuffle_buffer is not None:
+            raise ValueError("shuffle_buffer is not for preferences")
         super().__post_init__()
         rows = self.source
         template = PairTemplate(self.prompt, self.system, self.learned_turns)

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from itertools import groupby
 
+import numpy as np
+
 from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.pool import FAILURES, Outcome, Pool
-from tunix_lite.rewards.scores import from_json, to_json
+from tunix_lite.rewards.scores import Score, from_json, to_json
 from tunix_lite.rewards.worker import IS_NONE
 from tunix_lite.tasks.processes import Processes, SharedError, unlike_the_first
 from tunix_lite.tasks.sources import digest
@@ -156,3 +158,44 @@ def _results(
     for future in (future for future in futures if future in done):
         future.result()
     return [future.result() for future in futures]
+
+
+# ---- outcomes as arrays
+
+
+def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
+    """What a function says of each completion, [B] float64; nan where it failed or said None."""
+    found = (one[name] for one in outcomes)
+    return np.array([np.nan if failed else value for failed, value in found], np.float64)
+
+
+def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
+    """What a function reads out of each completion; None where it failed."""
+    return [None if failed else value for failed, value in (one[name] for one in outcomes)]
+
+
+def kinds_of(outcomes: list[dict[str, Outcome]], names: list[str]) -> np.ndarray:
+    """The kind of each outcome ("": a value), [B, len(names)]."""
+    return np.array([[one[name][0] for name in names] for one in outcomes])
+
+
+def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
+    """Which completions nothing is learned from, and which of those are unscorable; [B] bool.
+
+    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
+    """
+    unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
+    failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
+    return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B
+
+
+def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Why functions failed on a completion, or found no answer in it, by their names:
+    {"reward 'near'": "error: ..."}."""
+    reasons = {}
+    for name, (kind, how) in outcomes.items():
+        if kind:
+            reasons[name] = f"{kind}: {how}" if how else kind
+        elif isinstance(how, Score):
+            reasons[name] = f"{how.kind}: {how.why}"
+    return reasons

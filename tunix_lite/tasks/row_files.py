@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -102,7 +102,7 @@ class Rows(list):
 
 class RowsOnDisk(Sequence):
     """The rows of a file with one JSON object a line that stays on disk: memory holds where each
-    begins, 24 bytes a row. Rows are read when they are asked for.
+    begins and a hash of its prompt, 32 bytes a row. Rows are read when they are asked for.
 
     Example: RowsOnDisk("train.jsonl")[250] is the same dict as Rows("train.jsonl")[250].
     """
@@ -115,6 +115,8 @@ class RowsOnDisk(Sequence):
         self.first_skipped = ""
         # what was made of these rows, such as a reader that is ahead
         self.known: dict = {}
+        # a hash of each prompt, if a checker says what the prompt is
+        self.prompts = array("q")
         self._begins = array("q")
         self._sizes = array("q")
         with open(file, "rb") as opened:
@@ -144,6 +146,8 @@ class RowsOnDisk(Sequence):
                 self.first_skipped = self.first_skipped or str(error)
                 continue
             self.lines.append(number)
+            if checker is not None:
+                self.prompts.append(hash_of(checker.messages(row)))
             self._begins.append(place)
             self._sizes.append(len(line))
 
@@ -168,6 +172,11 @@ def rows_on_disk(
 ) -> RowsOnDisk:
     """As the file is now: a start asks twice. modified: its time in nanoseconds."""
     return RowsOnDisk(file, on_error, checker)
+
+
+def hash_of(messages: Iterable) -> int:
+    """Of a prompt, 64 bits; the same within one process."""
+    return hash(tuple(messages))
 
 
 def check_row(row: dict, at: str, check: Callable[[dict], Any]) -> None:

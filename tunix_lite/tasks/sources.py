@@ -6,8 +6,9 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -18,6 +19,7 @@ import numpy as np
 
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.row_files import Rows, RowsOnDisk, check_on_error, rows_of
+from tunix_lite.tasks.row_stream import RowStream
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
@@ -32,13 +34,20 @@ AT_ONCE = 1000
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless shuffled pass over `examples`; each epoch has an order of
     its own."""
+    if isinstance(examples, RowStream):
+        return examples.batch(batch_size, seed, step)
     if isinstance(examples, RowsOnDisk):
         key = ("ahead", batch_size, seed)
         if key not in examples.known:
             examples.known[key] = ReadAhead(examples, batch_size, seed)
         return examples.known[key].batch(step)
-    order = _order(examples, seed)
+    order = order_of(examples, seed)
     return [examples[order[step * batch_size + i]] for i in range(batch_size)]
+
+
+def news_of(examples: Sequence[dict]) -> str:
+    """What is new of malformed rows since it was asked last; "" if nothing is."""
+    return examples.news() if isinstance(examples, RowStream) else ""
 
 
 class ReadAhead:
@@ -46,7 +55,7 @@ class ReadAhead:
     while the run makes a step. Any other batch can be asked for, too."""
 
     def __init__(self, examples: Sequence[dict], batch_size: int, seed: int):
-        self._dataset = _order(examples, seed).map(lambda i: examples[int(i)])
+        self._dataset = order_of(examples, seed).map(lambda i: examples[int(i)])
         self._batch_size = batch_size
         self._next_step: int | None = None
         self._iterator: Any = None
@@ -75,13 +84,18 @@ def fitting_batch_at(
     limit: int,
 ) -> tuple[list[dict], int]:
     """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for
-    being longer.
+    being longer. ValueError for a stream, whose rows come in one order.
 
     An example that does not fit gives its place to the next in the order, from the end of this
     batch on, that fits and that the batch does not hold. `length` is example -> tokens. Raises
     ValueError if too few fit, of all examples or of the first that are looked at.
     """
-    order = _order(examples, seed)
+    if isinstance(examples, RowStream):
+        raise ValueError(
+            "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads them in "
+            "order; set generation.long_prompts=truncate"
+        )
+    order = order_of(examples, seed)
     at = (step + 1) * batch_size
     chosen = [order[i] for i in range(at - batch_size, at)]
     # of all examples looked at, each once
@@ -126,7 +140,36 @@ def first_fitting(
     return fitting
 
 
-def _order(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+class Walk:
+    """Goes through an order of examples from a position on, each example at most once, until all
+    were seen; through few of them, `count` positions, though they come again.
+
+    Example: `for position, place in Walk(order_of(examples, seed), 0, len(examples), 16): ...`;
+    after a `break`, `position` is where the next walk begins.
+    """
+
+    def __init__(self, order: Sequence[int], position: int, num_examples: int, count: int):
+        self.position = position
+        self._order = order
+        self._num_examples = num_examples
+        self._count = count
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """(position in the order, number of the example)."""
+        seen = set()
+        few = self._num_examples < self._count
+        end = self.position + (self._count if few else 2 * self._num_examples)
+        while self.position < end and (few or len(seen) < self._num_examples):
+            position = self.position
+            place = int(self._order[position])
+            self.position += 1
+            if few or place not in seen:
+                seen.add(place)
+                yield position, place
+
+
+def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
@@ -151,7 +194,7 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
 
 def digest_of_data(source: Any) -> dict[str, str]:
     """A digest of each split, the same in every process: of all examples if they are a list, else
-    see SAMPLED."""
+    see SAMPLED; of files read in order, of their sizes and first rows."""
     return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
 
 
@@ -160,6 +203,9 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
         if "digest" not in examples.known:
             examples.known["digest"] = _digest_of_examples(examples)
         return examples.known["digest"]
+    if isinstance(examples, RowStream):
+        sizes = [os.path.getsize(file) for file in examples.files]
+        return digest([sizes, examples.first(SAMPLED)])
     return _digest_of_examples(examples)
 
 

@@ -18,15 +18,8 @@ from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.grading import (
     completion_metrics,
-    dropped_of,
-    failure_metrics,
-    group_metrics,
-    kinds_of,
-    reasons_of,
-    reward_metrics,
-    texts_of,
+    grade_metrics,
     time_metrics,
-    values_of,
     with_full_prompts,
 )
 from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
@@ -37,13 +30,21 @@ from tunix_lite.tasks.prompt_text import (
     fitted_prompts,
     side_by_side,
 )
-from tunix_lite.tasks.reward_calls import RewardCalls
+from tunix_lite.tasks.reward_calls import (
+    RewardCalls,
+    dropped_of,
+    kinds_of,
+    reasons_of,
+    texts_of,
+    values_of,
+)
 from tunix_lite.tasks.sources import (
     batch_at,
     digest,
     digest_of_data,
     first_fitting,
     fitting_batch_at,
+    news_of,
 )
 from tunix_lite.types import Graded, Metrics, Prompts, Rollout
 
@@ -209,6 +210,8 @@ class Task:
     # who takes the same batches and shares the grades; alone, while settings may still be wrong
     processes: Processes = ALONE
     step: int = 0  # the number of the update, which weights of rewards may depend on
+    # gets all that is graded, such as groups of which the algorithm keeps none
+    on_graded: Callable[[Graded], None] | None = None
 
     def at_step(self, step: int) -> "Task":
         """The task as it grades for update number `step` (from 0): with the weights of then."""
@@ -248,7 +251,10 @@ class Task:
                 return batch_at(*place), 0
             return fitting_batch_at(*place, self.text.length, self.max_prompt_length)
 
-        return same_on_all(self.processes, take)
+        taken = same_on_all(self.processes, take)
+        if self.say is not None and (news := news_of(self.config.source.train)):
+            self.say(news)
+        return taken
 
     def held_out(self, count: int) -> list[dict]:
         """The first `count` held-out examples, of those that fit if others are dropped. ValueError
@@ -262,6 +268,25 @@ class Task:
         its beginning, or is a ValueError naming it."""
         truncates = self.long_prompts == "truncate"
         return fitted_prompts(self.text, examples, self.max_prompt_length, truncates)
+
+    @raises_shared_error
+    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+        """The token ids of each prompt with another message, {names} in which are fields of the
+        example. Raises ValueError, naming the example, if it has no such field, or for more tokens
+        than max_length; None: max_prompt_length."""
+        config = self.config
+        template = replace(config.template, prompt=prompt)
+        special = config.special_tokens_in_data
+        text = PromptText(template, special, self.tokenizer, config.source)
+        limit = self.max_prompt_length if max_length is None else max_length
+        rows = [text.prompt(example) for example in examples]
+        longest = max(map(len, rows))
+        if longest > limit:
+            raise ValueError(
+                f"a prompt with it has {longest} tokens, more than {limit}; "
+                f"max_prompt_length={longest} beside it would do"
+            )
+        return rows
 
     @raises_shared_error
     def demonstrations(self, examples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -341,24 +366,14 @@ class Grader:
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
         kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
-        right_B = values_of(outcomes, config.correct_is) > 0
-
-        failures = failure_metrics(self._calls, of_calls, dropped_B, unscorable_B, self.task.say)
-        metrics = reward_metrics(total_B, each, kinds_BN, dropped_B) | failures
-        metrics |= group_metrics(total_B, dropped_B, self._calls.groups)
-        metrics |= config.weight_metrics(self.task.step) | completion_metrics(right_B, rollout)
-        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
-        if self.task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout)
-            metrics["prompts/truncated"] = self.task.truncated(full)
-        return Graded(
+        graded = Graded(
             prompts=[self.task.text.ask(example) for example in self.examples],
             completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
-            correct=right_B,
+            correct=values_of(outcomes, config.correct_is) > 0,
             extracted=texts_of(outcomes, "extract"),
-            metrics=metrics,
+            metrics={},
             dropped=dropped_B,
             each=each,
             weights=weights,
@@ -366,3 +381,17 @@ class Grader:
             rollout=rollout,
             failures=[reasons_of(one) for one in outcomes],
         )
+
+        # what is logged of them
+        say = self.task.say
+        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, say)
+        metrics |= config.weight_metrics(self.task.step)
+        metrics |= completion_metrics(graded.correct, rollout)
+        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
+        if self.task.long_prompts == "truncate":
+            full = with_full_prompts(self.examples, rollout)
+            metrics["prompts/truncated"] = self.task.truncated(full)
+        graded = replace(graded, metrics=metrics)
+        if self.task.on_graded is not None:
+            self.task.on_graded(graded)
+        return graded

@@ -1,8 +1,8 @@
 """What a run prints: a panel at the start, a line for each step, and samples.
 
-On a terminal the line of the step is updated in place; in a pipe each step has a line of its own.
-All of it also goes to train.log as plain text. Text of the model is never read as markup, and its
-control characters are escaped.
+On a terminal a live region shows the last step, drawn by tracking/dashboard.py; in a pipe each step
+has a line of its own. All of it also goes to train.log as plain text. Text of the model is never
+read as markup, and its control characters are escaped.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +22,7 @@ import rich.table
 import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
+from tunix_lite.tracking.dashboard import BARS, Dashboard, minutes, sample_panel
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -52,6 +53,7 @@ OUR_PARTS = (
     "advantage",
     "completions",
     "prompts",
+    "curriculum",
     "rollout",
     "sampler",
     "time",
@@ -81,16 +83,23 @@ class Console:
         every: int = 1,
         stream: TextIO | None = None,
         quiet: bool = False,
+        mode: str = "auto",
+        hides_noise: bool = False,
     ):
         """log_file: lines are appended to it. every: steps between two lines in a pipe. stream: the
         screen; None: standard output. quiet: print nothing; of several processes only the first
-        prints. Raises OSError.
+        prints. mode: tracking.console. hides_noise: what compiled code prints to standard error
+        while there is a live region goes to the log. Raises OSError.
         """
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
+        self._is_live = self._terminal.is_terminal and _is_live(mode, self._terminal)
+        self._is_quiet = mode == "quiet"
+        self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
+        self._board = Dashboard(max_steps)
         self._max_steps = max_steps
         self._every = every
         # the clock at the end of the first step, and that step
@@ -103,7 +112,7 @@ class Console:
         """Prints the start-up panel. rows: (name, text) of each line."""
         title = visible(title)
         rows = [(name, visible(text)) for name, text in rows]
-        if self._terminal.is_terminal:
+        if self._is_live:
             table = rich.table.Table.grid(padding=(0, 2))
             for name, text in rows:
                 table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
@@ -116,20 +125,28 @@ class Console:
         self._write(title, *(f"  {name:<11}{text}" for name, text in rows))
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints one line. style: of rich, such as "bold red"."""
-        self._print(text, style)
+        """Prints one line. style: of rich, such as "bold red". tracking.console=quiet prints only
+        lines with a style: hints, errors and results."""
+        self._print(text, style, is_loud=bool(style))
         self._write(text)
 
     def busy(self, text: str) -> None:
         """Prints what is done now, if it takes long: loading, compiling, saving.
 
-        On a terminal the next line replaces it.
+        On a terminal it stands in the live region with a running clock, until the next step.
         """
-        if self._terminal.is_terminal:
-            self._show(text)
+        if self._is_live:
+            self._board.busy(text)
+            self._show()
         else:
             self._print(text)
         self._write(text)
+
+    def doing(self, text: str) -> None:
+        """What is done now, for the live region alone: neither printed nor logged."""
+        self._board.busy(text)
+        if self._is_live:
+            self._show()
 
     # ---- every step
 
@@ -142,8 +159,9 @@ class Console:
             self._first_step = step
 
         self._write(line)
-        if self._terminal.is_terminal:
-            self._show(line)
+        self._board.log(step, metrics)
+        if self._is_live:
+            self._show()
             if "eval/accuracy" in metrics:
                 self._print(line)
         elif step % self._every == 0 or step == self._max_steps or "eval/accuracy" in metrics:
@@ -169,42 +187,59 @@ class Console:
                 parts += [f"{as_words(name)} {value:.1%}" for name, value in found]
         return " | ".join(parts)
 
-    def samples(self, step: int, rows: list[dict]) -> None:
-        """Prints completions, each with its extracted answer, marked right or wrong."""
+    def samples(self, step: int, rows: list[dict], all_rows: Sequence[dict] = ()) -> None:
+        """Prints completions, each with its extracted answer, marked right or wrong.
+
+        all_rows: of the step; on a terminal the best, the middle and the worst of a group of them
+        are shown instead, each with its rewards and its advantage.
+        """
+        panel = sample_panel(step, list(all_rows), self._terminal.width) if self._is_live else None
+        if panel is not None:
+            self._terminal.print(panel)
         for row in rows:
             mark = "right" if row["correct"] else "wrong"
             style = "green" if row["correct"] else "red"
             answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
             text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
             line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
-            self._print(line, style)
+            if panel is None:
+                self._print(line, style)
             self._write(line)
 
     def close(self) -> None:
         """Ends the live line, and closes the log."""
         self._hide()
+        if self._noise is not None:
+            self._noise.close()
         self._log.close()
 
     # ---- the screen and the log
 
-    def _print(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
+        if self._is_quiet and not is_loud:
+            return
         text = visible(text)
-        if self._terminal.is_terminal:
+        if self._is_live:
             self._terminal.print(rich.text.Text(text, style=style))
         else:
             print(text, file=self._terminal.file, flush=True)
 
-    def _show(self, text: str) -> None:
-        """Replaces the live line at the bottom of the terminal."""
-        text = visible(text)
-        style = "dim" if text.endswith("…") else ""
-        shown = rich.text.Text(text, no_wrap=True, overflow="ellipsis", style=style)
+    def _show(self) -> None:
+        """Begins the live region at the bottom of the terminal.
+
+        A thread of rich draws it four times a second, whatever a step does meanwhile.
+        """
         if self._live is None:
             self._live = rich.live.Live(
-                console=self._terminal, refresh_per_second=4, transient=True
+                console=self._terminal,
+                get_renderable=self._drawn,
+                refresh_per_second=4,
+                transient=True,
             )
             self._live.start()
-        self._live.update(shown)
+
+    def _drawn(self) -> rich.console.RenderableType:
+        return self._board.drawn(*self._terminal.size)
 
     def _hide(self) -> None:
         if self._live is not None:
@@ -214,6 +249,48 @@ class Console:
     def _write(self, *lines: str) -> None:
         self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
         self._log.flush()
+
+
+def _is_live(mode: str, terminal: rich.console.Console) -> bool:
+    """Whether there is a live region on this terminal."""
+    if mode in ("plain", "quiet"):
+        return False
+    can_draw = not terminal.is_dumb_terminal and _can_write(BARS, terminal)
+    return mode == "rich" or can_draw
+
+
+def _can_write(text: str, terminal: rich.console.Console) -> bool:
+    try:
+        text.encode(terminal.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+class Noise:
+    """Sends what compiled code writes to standard error to the log, until it is closed.
+
+    XLA and absl print warnings there, such as that of a slow compilation, which would tear the live
+    region. Python's own errors still go to the screen.
+    """
+
+    def __init__(self, log_file: Path):
+        sys.stderr.flush()
+        self._before = sys.stderr
+        self._screen = os.dup(2)
+        log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stderr = open(  # noqa: SIM115
+            self._screen, "w", buffering=1, errors="backslashreplace", closefd=False
+        )
+
+    def close(self) -> None:
+        """Standard error is the screen again."""
+        sys.stderr.flush()
+        os.dup2(self._screen, 2)
+        os.close(self._screen)
+        sys.stderr = self._before
 
 
 def _cut(text: str) -> str:
@@ -289,13 +366,3 @@ def redirect_to_null(gone: int) -> None:
         if file == gone or (stat.S_ISCHR(before.st_mode) and is_same):
             os.dup2(null, file)
     os.close(null)
-
-
-def minutes(seconds: float) -> str:
-    """A duration as `48s`, `2m05s` or `3h12m`."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"

@@ -1,0 +1,227 @@
+"""`tunix-lite check`: what is in order, what must be mended and how, and that nothing waits for ever."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from tunix_lite.checks import devices, host, nvidia, probe
+from tunix_lite.checks.lines import CheckLine, LinePrinter, exit_code, fails, look_within, ok, warns
+from tunix_lite.commands import check
+from tunix_lite.distributed import join
+from tunix_lite.distributed.launcher import training_command
+from tunix_lite.distributed.process_place import LaunchConfig
+
+ROOT = Path(__file__).parents[1]
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=*) echo "0, NVIDIA H100 80GB HBM3, {driver}, 4, 81559"
+                 echo "1, NVIDIA H100 80GB HBM3, {driver}, {used}, 81559" ;;
+  topo) printf '\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\t{link}\\t0-15\\nGPU1\\t{link}\\t X \\t0-15\\n' ;;
+esac
+"""
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Writes an nvidia-smi of two GPUs, and puts it first on the PATH."""
+
+    def write(text=None, driver="570.86.15", used=4, link="NV18"):
+        file = tmp_path / "nvidia-smi"
+        file.write_text(text or SMI.format(driver=driver, used=used, link=link))
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return write
+
+
+def test_the_commands_of_the_page_run_and_four_pretend_devices_sum():
+    words = [sys.executable, "-m", "tunix_lite", "check", "devices=4", "json=true"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    found = json.loads(done.stdout)
+    by_name = {line["name"]: line for line in found["lines"]}
+    assert done.returncode == 0 and found["ok"], found
+    assert found["facts"]["devices"] == 4 and "right over 4 devices" in by_name["all-reduce"]["text"]
+    assert by_name["mesh"]["text"].startswith("4 fsdp x 1 tp") and by_name["configuration"]["state"] == "ok"
+    page = (ROOT / "docs/guide/check.md").read_text()
+    assert all(f"`{name}`" in page for name in by_name), "the page has a row for every line"
+
+
+def test_a_sum_that_is_wrong_is_seen(monkeypatch):
+    right = jax.lax.psum
+    assert probe.reduce_over(jax.devices(), 4096)[1] is None
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
+    assert probe.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
+
+
+def test_every_stage_of_the_probe_finds_these_devices_in_order(monkeypatch, tmp_path):
+    monkeypatch.setattr(join, "_joined", None)
+    said = []
+    assert probe.Probe(LaunchConfig(), tmp_path, said.append).run()
+    assert [s["stage"] for s in said if "stage" in s] == ["processes", "devices", "arithmetic", "all-reduce", "folder"]
+    assert {line["line"]["state"] for line in said if "line" in line} == {"ok"}
+    json.dumps(said)
+
+
+def run_probe(tmp_path, monkeypatch, body: str, timeout: float) -> list[CheckLine]:
+    """What the parent says of a probe that does `body`."""
+    (tmp_path / "spoilt_probe.py").write_text(f"import os, sys, time\nprint({STAGE!r}, flush=True)\n{body}\n")
+    monkeypatch.setattr(devices, "PROBE", "spoilt_probe")
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = []
+    environment = devices.probe_environment(None, os.environ)
+    devices.look_at_devices(LaunchConfig(), tmp_path, timeout, environment, shown.append)
+    return shown
+
+
+STAGE = json.dumps({"stage": "all-reduce"})
+
+
+def test_a_peer_or_a_device_that_hangs_is_a_line_after_the_time_out(tmp_path, monkeypatch):
+    began = time.monotonic()
+    shown = run_probe(tmp_path, monkeypatch, "time.sleep(600)", timeout=1)
+    assert time.monotonic() - began < 20
+    assert [line.state for line in shown] == ["fails"] and "all devices sum: no answer in 1 s" in shown[0].text
+
+
+def test_a_probe_that_a_library_ends_is_a_line_with_its_last_words(tmp_path, monkeypatch):
+    shown = run_probe(tmp_path, monkeypatch, "print('boom \\x1b[2J', file=sys.stderr); os.abort()", timeout=30)
+    assert "ended with signal SIGABRT; its last words: boom" in shown[0].text
+    stream = io.StringIO()
+    LinePrinter(stream).show(shown[0])
+    assert "\x1b" not in stream.getvalue() and "→ " in stream.getvalue()
+
+
+def test_a_folder_that_never_answers_is_a_line():
+    (line,) = look_within(0.1, "disk", lambda: time.sleep(60))
+    assert line.state == "fails" and "no answer" in line.text
+    (line,) = look_within(5, "disk", lambda: 1 / 0)
+    assert line.state == "fails" and "ZeroDivisionError" in line.text
+
+
+def test_what_fails_names_what_mends_it():
+    with pytest.raises(AssertionError, match="what mends it"):
+        CheckLine("fails", "disk", "is full")
+    assert exit_code([ok("a", ""), warns("b", "")]) == 0 and exit_code([ok("a", ""), fails("b", "", "c")]) == 1
+
+
+@pytest.mark.parametrize(("encoding", "term", "starts"), [("utf-8", "xterm", "✔ "), ("ascii", "xterm", "ok "),
+                                                          ("utf-8", "dumb", "ok ")])  # fmt: skip
+def test_marks_are_letters_where_the_terminal_has_no_others(encoding, term, starts, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    LinePrinter(stream).show(ok("all-reduce", "12 µs…"))
+    LinePrinter(stream).show(fails("disk", "x", "y"))
+    text = raw.getvalue().decode(encoding)
+    assert text.startswith(starts) and ("->" in text) == (starts == "ok ")
+
+
+# ---- GPUs, by an nvidia-smi of ours
+
+
+def test_gpus_their_driver_and_their_links_are_read(smi):
+    smi()
+    found, error = nvidia.gpus()
+    assert error is None and len(found) == 2
+    assert nvidia.driver_line(found, error, 12).text == "NVIDIA 570.86.15; 2 x NVIDIA H100 80GB HBM3"
+    assert nvidia.memory_lines(found, {})[0].state == "ok"
+    assert nvidia.topology_lines(2)[0].text == "1 pairs NV18"
+
+
+def test_a_gpu_that_others_use_is_named_with_the_free_ones(smi):
+    smi(used=40000, link="SYS")
+    found, _ = nvidia.gpus()
+    (line,) = nvidia.memory_lines(found, {})
+    assert (line.state, line.text) == ("warns", "others use GPU 1: 39.1 of 79.6 GiB")
+    assert line.fix == "CUDA_VISIBLE_DEVICES=0"
+    assert nvidia.memory_lines(found, {"CUDA_VISIBLE_DEVICES": "0"})[0].state == "ok"
+    assert nvidia.topology_lines(2)[0].state == "warns"
+
+
+@pytest.mark.parametrize(("driver", "cuda", "state"), [("570.86.15", 13, "fails"), ("470.1", 12, "fails"),
+                                                       ("525.60.13", 12, "ok"), ("580.65.06", 13, "ok")])  # fmt: skip
+def test_a_driver_must_be_new_enough_for_the_cuda_of_the_plugin(driver, cuda, state, smi):
+    smi(driver=driver)
+    assert nvidia.driver_line(*nvidia.gpus(), cuda).state == state
+
+
+def test_an_nvidia_smi_that_fails_or_hangs_is_a_line(smi, monkeypatch):
+    smi(text="#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    assert nvidia.driver_line(*nvidia.gpus(), 12).text == "nvidia-smi: NVIDIA-SMI has failed"
+    smi(text="#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(nvidia, "SECONDS", 0.2)
+    assert "no answer" in nvidia.driver_line(*nvidia.gpus(), 12).text
+
+
+# ---- packages, disk, hub, settings, launchers
+
+
+def test_a_plugin_of_another_version_and_one_that_is_missing_are_named(monkeypatch):
+    there = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.1"}
+    monkeypatch.setattr(host, "version", there.get)
+    wrong = host.jax_lines(1, {})[1]
+    assert wrong.state == "fails" and wrong.fix == "pip install -U 'jax[cuda12]==0.10.2'"
+    del there["jax-cuda12-plugin"]
+    assert [line.state for line in host.jax_lines(1, {})] == ["ok", "fails"]
+    assert [line.state for line in host.jax_lines(1, {"JAX_PLATFORMS": "cpu"})] == ["ok"]
+
+
+def test_the_token_is_never_shown(tmp_path):
+    environ = {"HF_TOKEN": "hf_secret", "HF_HOME": str(tmp_path)}
+    line = host.token_line("google/gemma-3-1b-it", environ)
+    assert line.state == "ok" and "secret" not in str(line)
+    none = host.token_line("google/gemma-3-1b-it", {"HF_HOME": str(tmp_path)})
+    assert (none.state, none.fix) == ("warns", "hf auth login")
+    assert host.token_line(None, {"HF_HOME": str(tmp_path)}).state == "ok"
+
+
+def test_a_disk_that_is_full_or_read_only_is_named_with_another_folder(tmp_path, monkeypatch):
+    assert "GiB free" in host.disk_line(tmp_path / "outputs").text and not (tmp_path / "outputs").exists()
+    monkeypatch.setattr(host, "DISK_FAILS", 10**9)
+    assert host.disk_line(tmp_path).fix.startswith("hydra.run.dir=")
+
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host.tempfile, "NamedTemporaryFile", refuse)
+    assert "cannot be written (Permission denied)" in host.disk_line(tmp_path).text
+
+
+@pytest.mark.parametrize(("words", "lines"), [
+    (["trainin.max_steps=1"], {"configuration": "did you mean 'training.max_steps'"}),
+    (["model.mesh_shape=[[8,1],[fsdp,tp]]"], {"configuration": "composes", "mesh": "needs 8 devices"}),
+    (["model=gemma3_27b"], {"plan": "does not fit", "hub": "google/gemma-3-27b-it"}),
+    (["launch.coordinator=nowhere:1"], {"launch": "launch.num_processes is missing"}),
+])  # fmt: skip
+def test_wrong_settings_are_a_line_among_the_others(words, lines, monkeypatch, capsys):
+    facts = {"platform": "cpu", "kind": "cpu", "devices": 4, "memory_bytes": 2**33}
+    monkeypatch.setattr(check, "look_at_devices", lambda *rest: facts)
+    monkeypatch.setattr(check, "leave", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite check", "--json", *words])
+    with pytest.raises(SystemExit) as end:
+        check.main()
+    found = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert end.value.code == 1
+    for name, text in lines.items():
+        assert text in found[name]["text"], found[name]
+
+
+def test_a_launcher_starts_checks_as_it_starts_runs():
+    assert training_command(["check", "devices=2"])[1:] == ["-m", "tunix_lite", "check", "devices=2"]
+    assert training_command(["seed=1"])[1:] == ["-m", "tunix_lite", "train", "seed=1"]
+
+
+@pytest.mark.wide
+def test_processes_under_the_launcher_meet_and_each_reports():
+    words = [sys.executable, "-m", "tunix_lite.launch", "--nprocs=2", "check", "devices=2"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process       1 on" in done.stdout and "right over 4 devices" in done.stdout
+    assert done.stdout.count("python") == 1

@@ -1,0 +1,57 @@
+"""A teacher that reads the expected answer: alignment by hand, and a wrong column before anything is compiled."""
+
+import json
+
+import numpy as np
+import pytest
+from test_preferences import QUICK
+
+from tunix_lite.algorithms.demonstration import after_prompts
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.models.source import TeacherConfig
+from tunix_lite.runs.setup import find_parts
+from tunix_lite.train import train
+from tunix_lite.types import Batch
+
+TEACHER = ["algorithm=distill", "algorithm.teacher.storage=fp32"]
+
+
+def test_completions_stand_after_other_prompts_by_hand():
+    tokens = np.array([[0, 5, 7, 8], [5, 6, 9, 0]])
+    mask = np.array([[False, True, True, True], [True, True, True, False]])
+    weight = np.array([[0, 0, 0.25, 0.25], [0, 0, 0.5, 0]])
+    found = after_prompts(Batch(tokens, mask, weight), 2, [[1, 2, 3], [4]])
+    np.testing.assert_array_equal(found.tokens, [[1, 2, 3, 7, 8], [0, 0, 4, 9, 0]])
+    np.testing.assert_array_equal(found.token_mask, [[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]])
+    np.testing.assert_array_equal(found.loss_weight, [[0, 0, 0, 0.25, 0.25], [0, 0, 0, 0.5, 0]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm.teacher.prompt='{question} is {result}'"], "algorithm.teacher: .*result"),
+        (["algorithm.teacher.prompt='{question} is {answer}'", "algorithm.teacher.max_prompt_length=5"], "more than 5"),
+    ],
+)
+def test_a_wrong_demonstration_is_refused_before_anything_is_compiled(settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        find_parts(compose([*TEACHER, *settings, *QUICK]))
+    assert "\n" not in str(error.value)
+
+
+def test_the_length_of_a_prompt_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="changes nothing without prompt"):
+        TeacherConfig("bundled", max_prompt_length=4)
+
+
+def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(tmp_path):
+    """The same weights with the same message, in longer rows: nothing to learn; with the answer there is."""
+    gaps = []
+    for number, prompt in enumerate(("What is {question}?", "What is {question}? The answer is {answer}.")):
+        asked = [f"algorithm.teacher.prompt='{prompt}'", "algorithm.teacher.max_prompt_length=44"]
+        more = ["algorithm.divergence=reverse", "training.max_steps=1", "training.packing=prefix"]
+        train(compose([*TEACHER, *asked, *more, *QUICK]), tmp_path / str(number))
+        (line,) = (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()
+        gaps.append(json.loads(line)["train/teacher_divergence"])
+    assert abs(gaps[0]) < 1e-6 and gaps[1] > 1e-3

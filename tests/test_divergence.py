@@ -1,0 +1,144 @@
+"""How far two models are apart over the vocabulary: float64 numpy, whatever is cut up and however it is divided."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import set_mesh
+
+from tunix_lite.models import vocabulary
+from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
+from tunix_lite.models.vocabulary import head_spec
+from tunix_lite.parallel.mesh import put
+
+B, M, V, D, E, K = 4, 6, 44, 8, 6, 7
+KINDS = [Kind("forward"), Kind("reverse"), Kind("jensen_shannon", 0.5), Kind("jensen_shannon", 0.1)]
+# a way: the mesh, and scores at once (None: one block)
+WAYS = [((1, 1), None), ((1, 1), B * M * V // 3), ((2, 2), B * M * 22 // 2 // 5 + 1)]
+CAPS = (2.0, 30.0)
+TEMPERATURE = 0.7
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(B, M, D)), rng.normal(size=(V, D)) * 0.6
+    theirs, their_table = rng.normal(size=(B, M, E)) * 2, rng.normal(size=(V, E))
+    slopes = rng.normal(size=(B, M))
+    return tuple(x.astype(np.float32) for x in (hidden, table, theirs, their_table, slopes))
+
+
+def logprobs(hidden, table, cap):
+    raw = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
+    scores = cap * np.tanh(raw / cap) / TEMPERATURE
+    top = scores.max(-1, keepdims=True)
+    return scores - top - np.log(np.exp(scores - top).sum(-1, keepdims=True))
+
+
+def by_the_formula(kind: Kind, ours, theirs):
+    """KL as the papers write it, of log-probabilities [..., n] in float64."""
+    p, q = np.exp(ours), np.exp(theirs)
+    if kind.name == "forward":
+        return (q * (theirs - ours)).sum(-1)
+    if kind.name == "reverse":
+        return (p * (ours - theirs)).sum(-1)
+    m = np.log(kind.mix * q + (1 - kind.mix) * p)
+    return kind.mix * (q * (theirs - m)).sum(-1) + (1 - kind.mix) * (p * (ours - m)).sum(-1)
+
+
+def in_bins(logs, tokens):
+    """The tokens of each list, and one bin for all others."""
+    listed = np.take_along_axis(logs, tokens, -1)
+    return np.concatenate([listed, np.log(1 - np.exp(listed).sum(-1, keepdims=True))], -1)
+
+
+def value(kind: Kind, hidden, table, theirs, their_table, tokens=None):
+    ours, other = logprobs(hidden, table, CAPS[0]), logprobs(theirs, their_table, CAPS[1])
+    if tokens is not None:
+        ours, other = in_bins(ours, tokens), in_bins(other, tokens)
+    return by_the_formula(kind, ours, other)
+
+
+def slopes_by_differences(kind: Kind, hidden, table, theirs, their_table, slopes, tokens=None):
+    """Central differences in float64 along three directions of hidden and of the table."""
+    rng = np.random.default_rng(1)
+    for which in (0, 1, 0, 1):
+        both = [np.float64(hidden), np.float64(table)]
+        direction = rng.normal(size=both[which].shape)
+        ends = []
+        for sign in (1, -1):
+            moved = list(both)
+            moved[which] = both[which] + sign * 1e-5 * direction
+            ends.append((value(kind, *moved, theirs, their_table, tokens) * slopes).sum())
+        yield which, direction, (ends[0] - ends[1]) / 2e-5
+
+
+def program(kind: Kind, is_list: bool):
+    """(arrays) -> the divergence, its gradients of hidden and table, and the list if there is one."""
+
+    def run(hidden, table, theirs, their_table, slopes):
+        specs = [head_spec(V, cap, TEMPERATURE) for cap in CAPS]
+        found = top_tokens(specs[1], theirs, their_table, K) if is_list else ()
+
+        def of(hidden, table):
+            if is_list:
+                return list_divergence(kind, specs[0], hidden, table, *found)
+            return head_divergence(kind, specs[0], hidden, table, specs[1], theirs, their_table)
+
+        result, pull = jax.vjp(of, hidden, table)
+        return result, pull(slopes), found
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("is_list", [False, True], ids=["all tokens", "top k"])
+def test_divergence_and_gradient_are_those_of_the_formulas(way, is_list, monkeypatch):
+    mesh, at_once = way
+    set_mesh(*mesh)
+    if at_once is not None:
+        monkeypatch.setattr(vocabulary, "SCORES_AT_ONCE", at_once)
+    given = arrays()
+    batch, table = ("batch", "seq", "act_embed"), ("vocab", "embed")
+    axes = (batch, table, batch, table, batch[:2])
+    placed = [put(x, *names) for x, names in zip(given, axes)]
+    for kind in KINDS if at_once is None and not is_list else KINDS[1:3]:
+        compiled = jax.jit(program(kind, is_list)).lower(*placed).compile()
+        found, gradients, listed = compiled(*placed)
+        tokens = None
+        if is_list:
+            tokens = np.asarray(listed[0])
+            theirs = logprobs(*given[2:4], CAPS[1])
+            np.testing.assert_array_equal(np.sort(tokens), np.sort(np.argsort(-theirs, -1)[..., :K]))
+            np.testing.assert_allclose(listed[1], in_bins(theirs, tokens), atol=1e-5)
+        np.testing.assert_allclose(found, value(kind, *given[:4], tokens), rtol=2e-5, atol=1e-6)
+        for which, direction, slope in slopes_by_differences(kind, *given, tokens):
+            along = (np.float64(gradients[which]) * direction).sum()
+            assert along == pytest.approx(slope, rel=2e-5, abs=1e-5)
+        # in blocks, the logits of all tokens never exist together, of one model or of both
+        whole = B * M * V // (1 if is_list else mesh[0] * mesh[1])  # lists are about as long as a part here
+        shapes = re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
+        largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+        assert (largest >= whole) == (at_once is None)
+
+
+def test_a_model_is_no_nats_from_itself_and_there_the_gradient_is_zero():
+    set_mesh(1, 1)
+    hidden, table, *_ = arrays()
+    spec = head_spec(V, None, 1.0)
+    for kind in KINDS:
+        of = lambda h, kind=kind: jnp.sum(head_divergence(kind, spec, h, table, spec, hidden, table))  # noqa: E731
+        found, slope = jax.value_and_grad(of)(hidden)
+        assert abs(float(found)) < 1e-5 and np.abs(slope).max() < 1e-6
+
+
+def test_a_teacher_that_excludes_a_token_by_hand():
+    """p = (1/2, 1/2), q = (1, e^-50): reverse 1/2 (50) - log 2, forward log 2, and both are finite."""
+    set_mesh(1, 1)
+    ours, theirs = np.array([[0.0], [0.0]], np.float32), np.array([[0.0], [-50.0]], np.float32)
+    one, spec = np.ones((1, 1, 1), np.float32), head_spec(2, None, 1.0)
+    found = [
+        float(head_divergence(Kind(name), spec, one, ours, spec, one, theirs)[0, 0]) for name in ("reverse", "forward")
+    ]
+    assert found == pytest.approx([25 - np.log(2), np.log(2)], rel=1e-6)

@@ -1,0 +1,238 @@
+"""What shows something and runs nothing: help, versions, completion, unknown commands, dry runs."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tunix_lite import __main__ as entry
+from tunix_lite.commands import completion, program, train
+from tunix_lite.commands import help as help_pages
+from tunix_lite.commands.program import compose_values
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = help_pages.COMMANDS
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """Hydra sets up Python's logging."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def said(monkeypatch, capsys, main, *words) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of a program in this process."""
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", *words])
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("words", [[], ["algorithm=dapo", "sharding=data_parallel"], ["model=gemma3_1b", "task=jsonl"]])
+def test_help_reads_the_settings_that_hydra_composes(words):
+    shown = help_pages.all_settings(words)
+    composed = compose_values(words)
+    for key, setting in shown.items():
+        if "${" not in setting.default:
+            assert yaml.safe_load(setting.default) == value_at(composed, key), key
+    for leaf in program._leaves(composed):
+        assert any(leaf == key or leaf.startswith(f"{key}.") for key in shown), leaf
+
+
+def value_at(values, key):
+    for name in key.split("."):
+        values = values[name]
+    return values
+
+
+def test_every_setting_in_the_short_help_has_its_default_and_its_meaning(monkeypatch, capsys):
+    code, out, _ = said(monkeypatch, capsys, entry.main, "--help")
+    assert code == 0 and len(out.splitlines()) < 110
+    for key in help_pages.OFTEN:
+        assert f"  {key}=" in out
+        setting = help_pages.all_settings().get(key)
+        assert setting is None or setting.comment
+    assert all(f"\n  {name} " in out for name in [*COMMANDS, "model", "algorithm", "task", "optimizer"])
+    assert 18 <= len(help_pages.OFTEN) <= 25
+    assert said(monkeypatch, capsys, program_main, "--help")[1] == out
+    assert said(monkeypatch, capsys, entry.main, "train", "-h")[1] == out
+
+
+def program_main():
+    program.main(lambda run, folder: None, lambda run, folder: None)
+
+
+def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):
+    out = said(monkeypatch, capsys, entry.main, "--help=all")[1]
+    assert all(f"  {key}=" in out for key in help_pages.all_settings())
+    assert said(monkeypatch, capsys, program_main, "--help", "all")[1] == out
+    part = said(monkeypatch, capsys, entry.main, "--help", "optimizer")[1]
+    assert "optimizer=" in part and "muon" in part and "optimizer.beta1=0.9" in part and "training" not in part
+    # the options of a line are those that are described
+    assert (
+        "optimizer.ns_steps=5"
+        in said(monkeypatch, capsys, entry.main, "train", "optimizer=muon", "--help", "optimizer")[1]
+    )
+    code, _, err = said(monkeypatch, capsys, entry.main, "--help", "optimiser")
+    assert code == 2 and err == "error: --help optimiser: there is no such group or setting\n"
+
+
+def test_choices_stand_in_the_help_of_what_has_them():
+    from tunix_lite.config import CHOICES
+
+    for name, choices in CHOICES.items():
+        setting = help_pages.all_settings()[f"training.{name}"]
+        text = f"{setting.default} {setting.comment}"
+        assert all(choice in text for choice in choices), f"training.{name}: {text}"
+
+
+def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
+    for main in (entry.main, program_main):
+        code, out, _ = said(monkeypatch, capsys, main, "--version")
+        assert (
+            code == 0 and out.startswith("tunix_lite 0.1.0 (python 3.") and "hydra-core 1.3" in out and "jax 0." in out
+        )
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("trian", "there is no command trian; did you mean tunix-lite train?"),
+        ("exprot", "did you mean tunix-lite export?"),
+        ("grpo", "did you mean tunix-lite train algorithm=grpo?"),
+        ("eval", "did you mean tunix-lite evaluate?"),
+        ("seed=1", "the command comes first: tunix-lite train seed=1; there is train, launch, "),
+        ("--multirun", "the command comes first: tunix-lite train --multirun"),
+        ("banana", "there is no command banana; there is train, launch, "),
+    ],
+)
+def test_a_command_that_is_not_there_is_named(word, message, monkeypatch, capsys):
+    code, out, err = said(monkeypatch, capsys, entry.main, word)
+    assert code == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_what_is_offered_in_place_of_a_command_exists():
+    for text in entry.ELSEWHERE.values():
+        _, command, *settings = text.split()
+        assert command in COMMANDS
+        for word in settings:
+            group, _, option = word.partition("=")
+            assert word.startswith("--") or group not in help_pages.groups() or option in help_pages.options(group)
+
+
+def test_help_and_completion_import_neither_jax_nor_hydra():
+    code = (
+        "import sys; import tunix_lite.__main__; from tunix_lite.commands import completion, help\n"
+        "help.short_help(); completion.candidates('tunix-lite train al')\n"
+        "assert not {'jax', 'hydra', 'numpy', 'flax'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(
+    "line, some, none",
+    [
+        ("tunix-lite ", ["train ", "plan ", "--version "], ["algorithm="]),
+        ("tunix-lite tr", ["train "], ["plan "]),
+        ("tunix-lite train al", ["algorithm=", "algorithm."], ["task="]),
+        ("tunix-lite train algorithm=d", ["algorithm=dapo ", "algorithm=dpo ", "algorithm=dr_grpo "], ["algorithm=grpo "]),
+        ("tunix-lite train training.m", ["training.max_steps=", "training.micro_batch_size="], ["training.remat="]),
+        ("tunix-lite train seed=1 model.lora.r", ["model.lora.rank="], ["model.lora.base="]),
+        ("tunix-lite train tracking.tensorboard=", ["tracking.tensorboard=true ", "tracking.tensorboard=false "], []),
+        ("tunix-lite plan tar", ["target="], ["task="]),
+        ("tunix-lite train optimizer=muon optimizer.ns", ["optimizer.ns_steps="], []),
+        ("tunix-lite train --mu", ["--multirun "], ["--version "]),
+    ],
+)  # fmt: skip
+def test_completion_offers_what_can_follow(line, some, none):
+    found = completion.candidates(line)
+    assert set(some) <= set(found) and not set(none) & set(found), found
+    assert all(each.startswith(line.rpartition(" ")[2]) for each in found)
+
+
+def test_a_real_bash_completes_commands_options_settings_and_folders(tmp_path):
+    program_file = tmp_path / "tunix-lite"
+    program_file.write_text(f'#!/bin/sh\nexec {sys.executable} -m tunix_lite "$@"\n')
+    program_file.chmod(program_file.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "outputs" / "mine").mkdir(parents=True)
+    script = """
+eval "$(tunix-lite -sc install=bash)"
+complete -p tunix-lite
+ask() { COMP_LINE="$1"; COMP_POINT=${#1}; COMP_WORDS=(tunix-lite); _tunix_lite; printf '<%s>' "${COMPREPLY[@]}"; echo; }
+ask 'tunix-lite tra'
+ask 'tunix-lite train algorithm=dr'
+ask 'tunix-lite train algorithm=dr_grpo training.max_st'
+ask 'tunix-lite generate checkpoint=outputs/m'
+eval "$(tunix-lite -sc uninstall=bash)"
+complete -p tunix-lite
+"""
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "complete -o nospace -F _tunix_lite tunix-lite",
+        "<train >",
+        "<dr_grpo >",
+        "<training.max_steps=>",
+        "<outputs/mine/>",
+    ]
+    assert "no completion specification" in done.stderr
+
+
+def test_another_shell_is_refused(monkeypatch, capsys):
+    code, _, err = said(monkeypatch, capsys, entry.main, "-sc", "install=tcsh")
+    assert code == 2 and err == "error: -sc install=tcsh: it is -sc install=bash, uninstall=bash or query=bash\n"
+
+
+# ---- what Hydra shows
+
+
+def test_the_settings_and_their_files_can_be_shown(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = said(monkeypatch, capsys, program_main, "--cfg", "job", "seed=4", "--package", "optimizer")
+    assert code == 0 and "learning_rate: 4.0e-05" in out
+    code, out, _ = said(monkeypatch, capsys, program_main, "--info", "defaults-tree", "algorithm=dapo")
+    assert code == 0 and "algorithm: dapo" in out and "parts/common" in out
+    assert not list(tmp_path.iterdir())
+
+
+# ---- a dry run
+
+
+def test_a_dry_run_checks_plans_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    main = train.main
+    code, out, err = said(monkeypatch, capsys, main, "runtime.dry_run=true", "training.micro_batch_size=16")
+    assert code == 0 and not err
+    assert "a dry run" in out and "= 16 micro_batch_size x " in out and "attached: fits: peak " in out
+    assert out.endswith("nothing was run, nothing was written\n")
+    code, out, err = said(monkeypatch, capsys, main, "runtime.dry_run=true", "training.micro_batch_size=5")
+    assert code == 2 and "cannot make 128" in err and not out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_over_meshes_is_checked_run_by_run(monkeypatch, capsys, tmp_path):
+    """Four pretend devices: a mesh of fewer takes the first ones, one of more is refused before the first run."""
+    monkeypatch.chdir(tmp_path)
+    sweep = "model.mesh_shape=[[1,1],[fsdp,tp]],[[2,2],[fsdp,tp]]"
+    code, out, err = said(monkeypatch, capsys, train.main, "--multirun", "runtime.dry_run=true", sweep)
+    assert code == 0 and out.count("nothing was run") == 2, err
+    assert "1 of 4, the first ones" in out and "fsdp=2, tp=2 from [[2,2],[fsdp,tp]]" in out
+    code, out, err = said(monkeypatch, capsys, train.main, "--multirun", f"{sweep},[[8,1],[fsdp,tp]]")
+    assert code == 2 and "[[8,1],[fsdp,tp]] needs 8 devices, but jax sees 4" in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,272 @@
+"""Words of other projects are answered with the setting that was meant, or with none: never with another one."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tunix_lite.commands import program
+from tunix_lite.commands.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
+from tunix_lite.commands.program import compose, compose_values, conf_dir
+from tunix_lite.distributed import process_place
+from tunix_lite.distributed.process_place import overwritten_by_torchrun
+from tunix_lite.errors import ConfigError
+from tunix_lite.hints import Hint, translated
+from tunix_lite.parallel.mesh import spec
+from tunix_lite.planning.batch_size import plan_batch
+from tunix_lite.runs import setup
+from tunix_lite.synonyms import FAMILIES, WORDS
+
+ROOT = Path(__file__).parents[1]
+LINES = (ROOT / "tests" / "foreign_names.txt").read_text().split("## traps")
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    found = [line.rpartition(" | ") for line in text.splitlines() if " | " in line and not line.startswith("#")]
+    return [(typed.strip(), meant.strip()) for typed, _, meant in found]
+
+
+NAMES, TRAPS = rows(LINES[0]), rows(LINES[1])
+HELD = {}
+GROUPS = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
+
+
+def settings_of(words: tuple[str, ...]) -> list[str]:
+    if words not in HELD:
+        HELD[words] = list(program._leaves(compose_values(list(words))))
+    return HELD[words]
+
+
+def answer(typed: str) -> str:
+    """What the program says to a command line: the message of its error."""
+    words = shlex.split(typed) if typed.startswith("--") else typed.split()
+    chosen = tuple(word for word in words[1:] if re.fullmatch(r"(task|algorithm)=(jsonl|parquet|sapo)", word))
+    known = settings_of(chosen)
+    with pytest.raises(ConfigError) as error:
+        refuse_foreign(words, known, HYDRA)
+        check_values(words)
+        key, _, value = words[0].partition("=")
+        if message := wrong_override(key, value, known, GROUPS):
+            raise ConfigError(message)
+        compose(words)  # the form of a mesh
+    return str(error.value)
+
+
+def offered(message: str) -> str:
+    """The overrides that a message says to write, as one reads them; "" if it says none."""
+    found = re.search(r"(?:here it is|dashes:|write it as|did you mean) (.*)", message)
+    if not found:
+        return ""
+    text = re.split(r"(?<=[^,]) \((?!q\|)|; (?![^{]*\})", found[1])[0].strip().rstrip("?")
+    if "did you mean" in message and "=" not in text:
+        return text.strip("'")
+    return " ".join(shlex.split(text))
+
+
+def is_right(typed: str, meant: str) -> bool:
+    given = offered(answer(typed))
+    value = typed.partition("=")[2]
+    return meant in (given, f"{given}={value}")
+
+
+def test_people_from_other_projects_get_the_right_override():
+    wrong = {typed: answer(typed) for typed, meant in NAMES if not is_right(typed, meant)}
+    assert len(NAMES) >= 120
+    print(f"{len(NAMES) - len(wrong)} of {len(NAMES)} right")
+    assert len(wrong) <= 0.05 * len(NAMES), wrong
+    # what is not right is silence: no other setting is offered
+    assert not {typed: text for typed, text in wrong.items() if offered(text)}
+
+
+def test_a_name_that_means_another_thing_gets_no_override():
+    assert len(TRAPS) >= 25
+    for typed, sentence in TRAPS:
+        message = answer(typed)
+        assert not offered(message), f"{typed}: {message}"
+        assert sentence == "-" or sentence in message, f"{typed}: {message}"
+
+
+def test_no_name_stands_in_the_table_twice_with_two_meanings():
+    seen = {}
+    for each in WORDS:
+        for project, name in each.all_names():
+            assert seen.setdefault(name.lower(), each) is each or project == "ours", name
+    assert len(seen) >= 80
+
+
+def test_no_word_of_the_table_is_the_name_of_a_setting_with_another_meaning():
+    """A name of ours without its section is found by its own rule; the table would only hide it."""
+    ours = {key.rpartition(".")[2]: key for key in settings_of(()) if not key.startswith("sharding.")}
+    for each in WORDS:
+        for project, name in each.all_names():
+            if name in ours and each.ours and not each.ours[0].startswith("<") and project != "ours":
+                assert each.ours[0].startswith(ours[name]) or name in ("temperature", "beta"), (name, each.ours)
+
+
+SAMPLES = {"model": "google/gemma-3-1b-it", "mesh": "[2,2]", "file": "a.jsonl", "reward": "my.near", "data": "a.csv"}
+
+
+def test_everything_that_the_table_says_to_write_can_be_written():
+    """Composed, several at once where they do not speak of the same setting."""
+    lines = set()
+    for each in WORDS:
+        for template in (*each.ours, *filter(None, each.values.values())):
+            kind = template.strip("<>")
+            hint = translated(next(each.all_names())[1], SAMPLES.get(kind, "1"))
+            filled = hint.overrides if template.startswith("<") else template.replace("{}", "1").split()
+            lines.add(tuple(filled))
+    bundles: list[dict[str, str]] = []
+    for line in sorted(lines):
+        keys = {word.lstrip("+~").partition("=")[0]: word for word in line}
+        if all("." not in key for key in keys):  # options alone
+            for key, word in keys.items():
+                option = word.partition("=")[2]
+                assert key in ("resume", "seed", "project_name") or (conf_dir() / key / f"{option}.yaml").is_file()
+            continue
+        for parent in ("algorithm.advantages", "algorithm.ratio", "algorithm.weighting", "algorithm.surrogate"):
+            if any(key.startswith(parent) for key in keys):
+                keys[parent] = ""
+        alone = any("." not in key for key in keys)
+        place = next((b for b in bundles if not alone and not (keys.keys() & b.keys()) and "=" not in b), None)
+        if place is None:
+            place = {"=": ""} if alone else {}
+            bundles.append(place)
+        place.update(keys)
+    for bundle in bundles:
+        words = [word for word in bundle.values() if word]
+        needs = []
+        if any("surrogate.tau" in word for word in words):
+            needs = ["algorithm=sapo"]
+            words = [word for word in words if "dual" not in word]
+        if any(word.startswith("algorithm.beta=") for word in words):
+            needs = ["algorithm=dpo"]
+            words = [word for word in words if not word.lstrip("+~").startswith("algorithm.") or ".beta=" in word]
+        if any(word.startswith("task.") for word in words) and not any(word.startswith("task=") for word in words):
+            needs.append("task=jsonl")
+        compose_values([*needs, *words])
+    assert len(bundles) < 15
+
+
+def test_the_page_for_people_from_other_projects_is_the_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = importlib.import_module("coming_from")
+    assert page.PAGE.read_text() == page.render(), "python docs/coming_from.py"
+
+
+def test_flags_are_read_with_their_values():
+    words = ["-m", "--cfg", "job", "--lr", "1e-5", "--bf16", "seed=1", "--top-k=-1", "training.max_steps=3"]
+    assert [(f.name, f.value) for f in foreign_flags(words, HYDRA)] == [
+        ("lr", "1e-5"),
+        ("bf16", "true"),
+        ("top_k", "-1"),
+    ]
+    assert foreign_flags(["--config-dir", "my", "--multirun", "a=-1"], HYDRA) == []
+
+
+def test_several_flags_become_one_line_and_what_has_none_is_explained():
+    with pytest.raises(ConfigError) as error:
+        refuse_foreign(["--lr", "1e-5", "--fp16", "--tp=2", "--nonsense", "1"], settings_of(()), HYDRA)
+    assert str(error.value) == (
+        "--lr 1e-5 --fp16 --tp=2 --nonsense 1: settings are written key=value, without dashes: "
+        "optimizer.learning_rate=1e-5 'model.mesh_shape=[[-1,2],[fsdp,tp]]'; --fp16: float16 is not supported; "
+        "training.mixed_precision=bf16 is the type of 16 bits here; --nonsense: there is no such setting"
+    )
+
+
+def test_a_hint_is_quoted_for_a_shell():
+    assert Hint(("model.mesh_shape=[[1,2],[fsdp,tp]]", "seed=1")).paste == "'model.mesh_shape=[[1,2],[fsdp,tp]]' seed=1"
+
+
+def test_families_of_names_are_explained_and_never_translated():
+    for start in FAMILIES:
+        hint = translated(f"{start}something", 1)
+        assert hint is not None and not hint.overrides
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--learning_rate", "1e-5"], "optimizer.learning_rate=1e-5"),
+        (["model=org/name"], "here it is model.weights=org/name"),
+        (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "here it is optimizer.learning_rate=1"),
+        (["--config-dir", "{tmp}", "--config-name", "mine", "+seed.x=1"], "seed"),
+        (["--config-dir", "{tmp}", "--config-name", "min"], "--config-name=min: there is no min.yaml in "),
+    ],
+)
+def test_a_foreign_word_ends_the_program_with_one_line(words, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_training.py", *(word.format(tmp=tmp_path) for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        program.main(lambda run, folder: None, lambda run, folder: None)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1 and message in told, told
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_a_file_of_ones_own_is_read_as_hydra_reads_it(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
+    assert compose_values(["training.max_steps=5"], str(tmp_path), config_name="mine")["seed"] == 3
+
+
+def test_what_torchrun_overwrote_is_named(monkeypatch):
+    exported = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "16", "RANK": "8", "HOME": "x"}
+    now = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+    told = overwritten_by_torchrun(now, exported)
+    assert told.startswith("torchrun overwrote what was exported: RANK=8 became 1, WORLD_SIZE=16 became 4; it takes ")
+    assert overwritten_by_torchrun(now, {"HOME": "x"}) == overwritten_by_torchrun({"WORLD_SIZE": "4"}, exported) == ""
+    for name, value in now.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_place, "environment_of_parent", lambda: exported)
+    with pytest.raises(ValueError, match=r"needs 16 devices, but jax sees 4; .*; torchrun overwrote .*RANK=8 became 1"):
+        setup.mesh_of(compose(["model.mesh_shape=[[8,2],[fsdp,tp]]"]))
+
+
+def test_the_variables_of_the_process_that_started_this_one_are_read():
+    code = "from tunix_lite.distributed.process_place import environment_of_parent as e; print(e()['WORLD_SIZE'])"
+    script = f'export WORLD_SIZE=16; env WORLD_SIZE=4 {sys.executable} -c "{code}"; true'
+    done = subprocess.run(["bash", "-c", f"exec env WORLD_SIZE=16 bash -c {shlex.quote(script)}"], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "16\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        # 128 sequences on one shard in parts of 2, and not 2 of them
+        (["training.micro_batch_size=2", "training.gradient_accumulation_steps=2"],
+         "training.gradient_accumulation_steps=null makes it 64"),
+        # 5 does not divide 128: the size nearest below that does
+        (["training.micro_batch_size=5"], "training.micro_batch_size=4 does"),
+        (["training.gradient_accumulation_steps=3"], "training.micro_batch_size=128 training.gradient_accumulation_steps=null does"),
+        (["training.prompts_per_step=null", "training.micro_batch_size=12"], "training.micro_batch_size=16 would do"),
+        (["training.micro_batch_size=32", "training.sync_gradients_every=3"], "training.sync_gradients_every=2 does"),
+        (["training.packing=prefix", "training.prompts_per_step=null"], "training.prompts_per_step=16"),
+    ],
+)  # fmt: skip
+def test_arithmetic_that_does_not_work_out_names_a_line_that_does(overrides, line):
+    run = compose(overrides)
+    with pytest.raises(ConfigError) as error:
+        plan_batch(run, 1)
+    assert line in str(error.value)
+    keys = dict(word.split("=", 1) for word in line.split() if word.startswith("training."))
+    again = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in overrides} | keys
+    plan_batch(compose([f"{key}={value}" for key, value in again.items()]), 1)
+
+
+def test_a_mesh_that_does_not_divide_the_model_names_one_that_does():
+    mesh = SimpleNamespace(shape={"fsdp": 1, "tp": 4})
+    with pytest.raises(ValueError, match=r"tp could be 1, 3.*: 'model.mesh_shape=\[\[4,1\],\[fsdp,tp\]\]'"):
+        spec(("heads",), (3,), mesh)
+    with pytest.raises(ValueError, match=r"'model.mesh_shape=\[\[2,2\],\[fsdp,tp\]\]'"):
+        spec(("heads",), (6,), mesh)
+
+
+def test_settings_that_go_by_whole_rollouts_name_the_next_multiples():
+    with pytest.raises(ConfigError, match=r"training.save_interval_steps=21 training.max_steps=60"):
+        compose(["algorithm.updates_per_rollout=3"])

@@ -1,0 +1,490 @@
+"""Reports: their numbers computed again from the files of a run, hostile texts, size, time, and runs that were killed."""
+
+import html.parser
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from tunix_lite.__main__ import main
+from tunix_lite.distributed.folder_lock import is_held
+from tunix_lite.evaluation.statistics import wilson
+from tunix_lite.report.charts import Chart, Line, line_chart, number_text, smoothed, sparkline, thinned, ticks
+from tunix_lite.report.comparison import runs_in
+from tunix_lite.report.html import MOST_BYTES, page_as_html
+from tunix_lite.report.run_page import run_page
+from tunix_lite.report.write import report_at_end, write_page
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>](javascript:x)|`</pre>&\x1b[31m\u202e"
+STEPS, EXAMPLES, SAMPLES = 60, 40, 4
+
+
+# ---- folders of runs, made here
+
+
+def metric_rows(steps: int, rng: np.random.Generator, every: int = 15) -> list[dict]:
+    rows = []
+    for step in range(steps + 1):
+        row: dict = {"step": step}
+        if step:
+            row |= {
+                "train/loss": float(rng.normal()),
+                "reward/mean": step / steps / 2 + float(rng.normal() / 20),
+                "completions/mean_length": 20 + step / 10,
+                "completions/correct": float(rng.random()),
+                "train/entropy": 1 / step,
+                "train/grad_norm": float(rng.random()) + 0.1,
+                "train/learning_rate": 4e-5 * min(step / 5, 1),
+                "train/num_tokens": 1000 * step,
+                "train/update_norm": 1e-3,
+                "train/skipped": 0.0,
+                "time/rollout": 0.5 + float(rng.random()),
+                "time/rewards": 0.01,
+                "time/reference": 0.2,
+                "time/update": 0.4,
+                "perf/tokens_per_second": 500 + step,
+                "memory/peak_gb": 1.5,
+            }
+            row["time/collect"] = row["time/rollout"] + 0.31
+            row["time/step"] = row["time/collect"] + row["time/update"]
+        if step % every == 0:
+            row |= {"eval/accuracy": 0.0, "eval/reward": 0.0, "time/eval": 1.25}
+        rows.append(row)
+    return rows
+
+
+def evaluation(step: int, right: np.ndarray, sampled: np.ndarray, text: str = "") -> list[dict]:
+    rows = []
+    for group, is_right in enumerate(right):
+        row = {"prompt": f"What is {group}?{text}", "completion": f"{group} at {step}{text}", "group": group}
+        row |= {"expected": f"{group}{text}", "extracted": f"{group}{text}", "rewards": {f"correct{text}": 1.0}}
+        rows.append(row | {"sampled": False, "correct": bool(is_right), "reward": float(is_right)})
+    for group, row_S in enumerate(sampled):
+        for is_right in row_S:
+            answer = str(group) if is_right else f"no {group}"
+            rows.append(
+                {"sampled": True, "group": group, "correct": bool(is_right), "extracted": answer, "prompt": "?"}
+            )
+    return rows
+
+
+def make_run(folder, steps: int = STEPS, seed: int = 0, text: str = "", **settings):
+    """The folder of a run that never was, and what is true of it."""
+    rng = np.random.default_rng(seed)
+    rows = metric_rows(steps, rng)
+    truth = {}
+    (folder / "samples").mkdir(parents=True)
+    for step in (0, steps):
+        right = rng.random(EXAMPLES) < (0.9 if step else 0.4)
+        sampled = rng.random((EXAMPLES, SAMPLES)) < (0.7 if step else 0.5)
+        truth[step] = (right, sampled)
+        rows[step] |= {"eval/accuracy": float(right.mean()), f"eval/avg_at_{SAMPLES}": float(sampled.mean())}
+        lines = evaluation(step, right, sampled, text)
+        (folder / "samples" / f"evaluation_{step:06d}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    group = [{"prompt": f"p{text}", "completion": f"c{i}{text}", "correct": i > 2, "reward": i / 4} for i in range(4)]
+    group = [row | {"group": 0, "rewards": {f"near{text}": 0.5}, "advantage": -0.5} for row in group]
+    (folder / "samples" / f"step_{steps:06d}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in group))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status = {"status": "completed", "steps": steps, "seconds": 400.0, "algorithm": f"GRPO{text}", "seed": seed}
+    status |= {"parameters": 632448, "mesh": {f"fsdp{text}": 2, "tp": 1}, "versions": {"jax": f"0.10{text}"}}
+    (folder / "status.json").write_text(json.dumps(status | {"batch": f"16 x 8{text}"}))
+    (folder / ".hydra").mkdir()
+    known = {"optimizer": {"learning_rate": 4e-5}, "training": {"max_steps": steps}, "seed": seed, f"k{text}": text}
+    known |= {"algorithm": {"num_generations": 4}, "evaluation": {"num_examples": EXAMPLES}, **settings}
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(known))
+    given = [f"seed={seed}", f"training.max_steps={steps}", *([f"task.x={text}"] if text else [])]
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
+    (folder / "plan.json").write_text(json.dumps(plan(text)))
+    (folder / "checkpoints" / "60").mkdir(parents=True)
+    return rows, truth
+
+
+def plan(text: str = "") -> dict:
+    adds = {f"activations{text}": 3 * 2**30, "gradients": 2**29}
+    sent = {"kind": f"all-reduce{text}", "axis": "tp", "count": 31, "sent_bytes": 66110088}
+    found = {
+        "peak_bytes": 5 * 2**30,
+        "resident_bytes": {"parameters": 2**30, "optimizer": 2**29},
+        "phases": [{"name": f"update{text}", "adds": adds}],
+        "programs": [{"name": "update", "collectives": [sent]}],
+    }
+    return {"plans": [found], "capacity_bytes": 20 * 2**30}
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    return folder, *make_run(folder)
+
+
+# ---- a reader of HTML that knows nothing of how it was made
+
+
+class Reader(html.parser.HTMLParser):
+    VOID = ("meta",)
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.tables: list[list[list[str]]] = []
+        self.lines: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag == "pre" and dict(attributes).get("class") == "line":
+            self.lines.append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+        if self.open[-1:] in (["td"], ["th"]):
+            self.tables[-1][-1][-1] += data
+        if self.open[-1:] == ["pre"] and self.lines:
+            self.lines[-1] += data
+
+    def table(self, head: str, second: str = "") -> dict[str, list[str]]:
+        """The rows of the table whose first head is this, by their first cell."""
+        (found,) = [t for t in self.tables if t[0][0] == head and second in ("", t[0][1])]
+        return {row[0]: row[1:] for row in found[1:]}
+
+
+def read(folder) -> Reader:
+    return Reader(page_as_html(run_page(folder)))
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x.replace(",", "")) for x in re.findall(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?", text)]
+
+
+# ---- numbers
+
+
+def test_scores_before_and_after_are_those_of_the_samples(run):
+    folder, _, truth = run
+    table = read(folder).table("score")
+    (right0, sampled0), (right1, sampled1) = truth[0], truth[STEPS]
+    of = {
+        "accuracy": (right0, right1),
+        "avg@4": (sampled0.mean(1), sampled1.mean(1)),
+        "pass@4": (sampled0.any(1), sampled1.any(1)),
+    }
+    for name, (before, after) in of.items():
+        cells = table[name]
+        for cell, values in zip(cells, (before, after)):
+            mean, low, high = numbers(cell)
+            assert mean == pytest.approx(100 * values.mean(), abs=0.051)
+            reach = 196 * values.std() / np.sqrt(EXAMPLES)
+            assert (low + high) / 2 == pytest.approx(mean, abs=5) and (high - low) / 2 == pytest.approx(reach, rel=0.25)
+        change = np.float64(after) - np.float64(before)
+        assert numbers(cells[2])[0] == pytest.approx(100 * change.mean(), abs=0.051)
+        low, high = numbers(cells[3].replace(" to ", " "))
+        assert (high - low) / 2 == pytest.approx(196 * change.std() / np.sqrt(EXAMPLES), rel=0.25)
+        assert numbers(cells[4]) == [(change > 0).sum(), (change < 0).sum()]
+
+
+def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
+    folder, rows, _ = run
+    found = read(folder).table("metric")
+    trained = {name for row in rows for name in row if name.partition("/")[0] in ("reward", "train", "completions")}
+    assert trained - {"train/num_tokens", "train/skipped", "train/update_norm"} <= found.keys()
+    for name, cells in found.items():
+        values = np.array([row[name] for row in rows if name in row], np.float64)
+        third = max(len(values) // 3, 1)
+        of = [values[0], values[-1], values.min(), values.max(), values[:third].mean(), values[-third:].mean()]
+        assert [float(cell) for cell in cells[1:]] == pytest.approx(of, rel=6e-4), name
+
+
+def test_seconds_by_phase_add_up_to_those_of_the_run(run):
+    folder, rows, _ = run
+    table = read(folder).table("phase", "seconds")
+    total = {
+        name: sum(row.get(f"time/{name}", 0.0) for row in rows) for name in ("rollout", "update", "eval", "collect")
+    }
+    assert float(table["sampling"][0]) == pytest.approx(total["rollout"], abs=0.051)
+    assert float(table["update"][0]) == pytest.approx(total["update"], abs=0.051)
+    assert float(table["evaluation"][0]) == pytest.approx(total["eval"], abs=0.051) and total["eval"] == 1.25 * 5
+    assert float(table["pass of reference"][0]) == pytest.approx(0.2 * STEPS, abs=0.051)
+    assert float(table["rest of collecting"][0]) == pytest.approx(0.1 * STEPS, abs=0.051)
+    rest = 400 - total["collect"] - total["update"] - total["eval"]
+    assert float(table["start, compiling, files"][0]) == pytest.approx(rest, abs=0.051)
+    assert sum(float(cells[0]) for cells in table.values()) == pytest.approx(400, abs=0.4)
+    assert float(table["update"][2]) == pytest.approx(0.4, rel=6e-3)
+
+
+def test_memory_and_what_is_sent_are_those_of_the_plan(run):
+    folder, _, _ = run
+    found = read(folder)
+    (memory,) = [table for table in found.tables if "of the device" in table[0]]
+    assert memory[1] == ["update", "1.50 GiB", "5.00 GiB", "25.0%"]
+    assert found.table("program")["update"] == ["all-reduce", "tp", "31", "66.1"]
+    assert f"Measured peak {1.5e9 / 2**30:.2f} GiB of 20.00 GiB, planned 5.00 GiB." in " ".join(found.words)
+
+
+def test_the_head_and_the_examples_are_those_of_the_files(run):
+    folder, rows, truth = run
+    words = " ".join(read(folder).words)
+    before, after = truth[0][0], truth[STEPS][0]
+    assert f"{before.mean():.1%} → {after.mean():.1%}".replace("%", " %") in words
+    rewards = np.array([row["reward/mean"] for row in rows[1:]])
+    assert f"{rewards[:20].mean():.3g} → {rewards[-20:].mean():.3g}" in words
+    assert "60 of 60" in words and "60,000" in words
+    improved, spoilt = (~before & after).sum(), (before & ~after).sum()
+    both, none = (before & after).sum(), (~before & ~after).sum()
+    assert f"{improved} were improved, {spoilt} were spoilt, {both} stayed right, {none} stayed wrong" in words
+    for group in np.flatnonzero(before & ~after)[:1]:
+        assert f"{group} at 0" in words and f"{group} at {STEPS}" in words
+    assert "reward 0.75" in words and "near 0.5 · advantage -0.50" in words
+
+
+def test_a_drawn_curve_lies_where_its_numbers_are():
+    """Read back through the numbers at the grid, as an eye does."""
+    steps, values = list(range(1, 41)), np.random.default_rng(0).normal(3, 1, 40).tolist()
+    drawn = line_chart(Chart("loss", [Line("", steps, values)]))
+    marks = re.findall(r'<text class="tick" x="38" y="([\d.]+)" text-anchor="end">([-\d.]+)<', drawn)
+    (y0, v0), (y1, v1) = [(float(y) - 3.5, float(v)) for y, v in (marks[0], marks[-1])]
+    below = re.findall(r'<text class="tick" x="([\d.]+)" y="172" text-anchor="middle">(\d+)<', drawn)
+    (x0, s0), (x1, s1) = [(float(x), float(s)) for x, s in (below[0], below[-1])]
+    points = [p.split() for p in re.search(r'class="line c0" d="M([^"]+)"', drawn)[1].split("L")]
+    seen = [v0 + (float(y) - y0) * (v1 - v0) / (y1 - y0) for _, y in points]
+    assert seen == pytest.approx(values, abs=0.01 * (v1 - v0))
+    assert [s0 + (float(x) - x0) * (s1 - s0) / (x1 - x0) for x, _ in points] == pytest.approx(steps, abs=0.05)
+
+
+def test_a_thinned_curve_keeps_its_ends_and_every_peak():
+    values = np.zeros(12_345)
+    values[[77, 5_000, 9_999]] = (5.0, -7.0, 3.0)
+    steps, kept = thinned(range(12_345), values.tolist())
+    assert len(steps) <= 400 and (steps[0], steps[-1]) == (0, 12_344) and steps == sorted(steps)
+    assert {77: 5.0, 5_000: -7.0, 9_999: 3.0}.items() <= dict(zip(steps, kept)).items()
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_small_numbers_by_hand():
+    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0] and ticks(3, 17) == [0, 5, 10, 15, 20]
+    assert smoothed([1.0, 1.0, 4.0], 3) == [1.0, 1.0, pytest.approx((0.25 * 1 + 0.5 * 1 + 4 * 1) / 1.75)]
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█" and sparkline([2, 2]) == "▄▄"
+    assert [number_text(x) for x in (0, 12435.2, 4e-5, 0.0312, -1.5)] == ["0", "12,435", "4e-05", "0.0312", "-1.5"]
+    found = wilson(0.8, 10)
+    assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # a textbook's 8 of 10
+
+
+# ---- what a stranger's folder may do
+
+
+def test_texts_of_a_stranger_stay_texts(tmp_path):
+    folder = tmp_path / "run"
+    make_run(folder, text=EVIL)
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"status": "failed", "error": EVIL}))
+    files = write_page(run_page(folder), folder)
+    text = files[0].read_text()
+    found = Reader(text)
+    assert found.tags <= set(
+        [
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "main",
+            "header",
+            "div",
+            "h1",
+            "h2",
+            "h3",
+            "span",
+            "p",
+            "section",
+            "footer",
+            "table",
+            "tr",
+            "th",
+            "td",
+            "svg",
+            "path",
+            "text",
+            "circle",
+            "rect",
+            "b",
+            "i",
+            "pre",
+            "ul",
+            "li",
+            "code",
+            "details",
+            "summary",
+        ]
+    )
+    assert not [name for name, _ in found.attributes if name.startswith("on") or name in ("href", "src", "style")]
+    assert "alert(1)" in "".join(found.words), "it is shown, as text"
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "default-src 'none'" in dict(found.attributes)["content"] or "default-src 'none'" in text
+    markdown = files[1].read_text()
+    outside = re.sub(r"(`+) ?.*?\1|^    .*$", "", markdown, flags=re.MULTILINE)
+    assert not re.search(r"(?<!\\)<|(?<!\\)\]\(", outside) and "\x1b" not in markdown
+
+
+def test_a_page_loads_nothing_from_elsewhere(run):
+    text = page_as_html(run_page(run[0]))
+    assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", text)
+
+
+def test_lines_to_paste_are_quoted_and_name_the_run(run):
+    folder, _, _ = run
+    lines = read(folder).lines
+    assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
+    assert f"tunix-lite chat checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
+    given = ["task.prompt='a b'; rm -rf ~", "seed=$(reboot)"]
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
+    (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
+    heard = subprocess.run(
+        ["bash", "-c", again.replace("python run_training.py", "printf '%s\\n'")], capture_output=True
+    )
+    assert heard.stdout.decode().splitlines() == given
+
+
+@pytest.mark.parametrize("name", ["status.json", "plan.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "samples"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b'{"plans": [{"phases": 3, "programs": [7]}]}', None]
+)
+def test_a_damaged_or_missing_file_leaves_the_rest(run, name, content):
+    folder, _, _ = run
+    file = folder / name
+    if name == "samples":
+        file = file / "evaluation_000000.jsonl"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert "held-out accuracy" in " ".join(read(folder).words)
+
+
+# ---- time, size, and runs that ended badly
+
+
+def test_a_report_of_ten_thousand_steps_is_small_and_soon_there(tmp_path):
+    make_run(tmp_path / "run", steps=10_000)
+    began = time.process_time()
+    files = write_page(run_page(tmp_path / "run"), tmp_path)
+    assert time.process_time() - began < 3
+    assert files[0].stat().st_size < MOST_BYTES and files[1].stat().st_size < 100_000
+
+
+def test_a_page_that_would_be_too_large_is_cut(run):
+    folder, _, _ = run
+    page = run_page(folder)
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump({f"k{i}" * 40: "&" * 9000 for i in range(100)}))
+    assert len(page_as_html(run_page(folder)).encode()) < MOST_BYTES
+    many = page.sections * 40
+    cut = page_as_html(type(page)(**{**vars(page), "sections": many}))
+    assert len(cut.encode()) <= MOST_BYTES and "too large" in cut
+    Reader(cut)
+
+
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+
+
+def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
+    folder, _, _ = run
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "train/lo')
+    trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "has it\n" and is_held(folder)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(folder)])
+    main()
+    assert ">running<" in (folder / "report.html").read_text()
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.communicate()
+    assert is_held(folder) is False
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(folder)])
+    main()
+    text = (folder / "report.html").read_text()
+    assert ">killed<" in text and "metrics.jsonl holds 60 steps" in text
+    assert f"hydra.run.dir={folder}" in text, "and how to go on"
+    assert capsys.readouterr().out.split()[-2:] == [str(folder / "report.html"), str(folder / "report.md")]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(run, monkeypatch):
+    folder, _, _ = run
+    said: list[str] = []
+    (folder / "report.html").mkdir()
+    report_at_end(folder, said.append)
+    assert len(said) == 1 and said[0].startswith("warning: the report could not be written (IsADirectoryError")
+    monkeypatch.setattr("tunix_lite.report.write.run_page", lambda folder: 1 / 0)
+    report_at_end(folder, said.append)
+    assert len(said) == 2 and "ZeroDivisionError" in said[1]
+
+    def full(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    report_at_end(folder, full)
+
+
+def test_a_run_without_any_step_has_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.25}\n')
+    (tmp_path / "status.json").write_text('{"status": "failed", "error": "RunFailed: no"}')
+    words = " ".join(read(tmp_path).words)
+    assert "No step was made." in words and "RunFailed: no" in words
+
+
+# ---- several
+
+
+def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypatch, capsys):
+    truths = [make_run(tmp_path / "sweep" / str(seed), seed=seed)[1] for seed in (0, 1, 10)]
+    (tmp_path / "sweep" / ".hydra").mkdir()
+    assert [path.name for path in runs_in(tmp_path / "sweep")] == ["0", "1", "10"]
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(tmp_path / "sweep")])
+    main()
+    found = Reader((tmp_path / "sweep" / "report.html").read_text())
+    results, differ = [table for table in found.tables if table[0][0] == "run"][:2]
+    for row, seed, truth in zip(results[1:], (0, 1, 10), truths):
+        assert row[0] == f"seed={seed}" and row[1:3] == ["completed", "60"]
+        assert numbers(row[3]) == [pytest.approx(100 * truth[0][0].mean(), abs=0.051)]
+        assert numbers(row[4]) == [pytest.approx(100 * truth[STEPS][0].mean(), abs=0.051)]
+    assert differ == [["run", "seed"], ["seed=0", "0"], ["seed=1", "1"], ["seed=10", "10"]]
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:3] == ["run", "status", "steps"] and out[3].startswith("seed=10")
+
+
+def test_runs_of_different_folders_go_to_a_place_of_their_own(tmp_path, monkeypatch):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    make_run(folders[0], seed=3)
+    make_run(folders[1], seed=3, optimizer={"learning_rate": 1e-3})
+    words = ["tunix-lite", "report", *map(str, folders), f"report.out={tmp_path / 'page'}"]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    tables = Reader((tmp_path / "page" / "report.html").read_text()).tables
+    assert [["run", "optimizer.learning_rate"], ["a/run", "4e-05"], ["b/run", "0.001"]] in tables

@@ -1,0 +1,208 @@
+"""The terminal: a live region where one can be drawn, plain lines elsewhere, and the same files either way."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+import rich.console
+
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.dashboard import Dashboard, sample_panel, spark_bars, trend
+
+NASTY = "a\x1b[2J\x07[bold]b\u202e"
+
+
+def metrics(step: int) -> dict:
+    return {
+        "reward/mean": 0.1 * step,
+        "completions/correct": 0.05 * step,
+        "train/kl": 0.001,
+        "train/grad_norm": 1.0,
+        "train/learning_rate": 1e-5,
+        "completions/mean_length": 20.0,
+        "completions/truncated": 0.25,
+        "reward/groups_that_agree": 0.5,
+        "perf/mfu": 0.31,
+        "perf/tokens_per_second_per_device": 1234.0,
+        "memory/peak_gb": 1.5,
+        "time/step": 2.0,
+        "time/rollout": 0.5,
+        "time/update": 1.25,
+    }
+
+
+def text_of(drawn, width: int) -> str:
+    stream = io.StringIO()
+    rich.console.Console(file=stream, width=width, color_system=None).print(drawn)
+    return stream.getvalue()
+
+
+def board_after(steps: int) -> Dashboard:
+    clock = iter(range(1000))
+    board = Dashboard(20, clock=lambda: float(next(clock)))
+    for step in range(1, steps + 1):
+        board.log(step, metrics(step))
+    return board
+
+
+def test_the_course_of_a_number_is_bars_a_trend_and_the_best():
+    assert spark_bars([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert spark_bars([1.0]) == "" and spark_bars([2, 2, 2]) == "▁▁▁" and len(spark_bars(list(range(300)))) == 20
+    assert [trend([0] * 5 + [x] * 5) for x in (1, -1, 0)] == ["↗", "↘", "→"] and trend([1, 2]) == ""
+
+
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_the_region_holds_every_number_within_the_columns(width):
+    text = text_of(board_after(12).drawn(width, 60), width)
+    for part in ("step 12/20 60% | eta", "reward", "1.200", "kl", "0.0010", "groups agree", "50%", "cut", "25%",
+                 "grad norm", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
+        assert part in text, f"{part} at {width}"
+    assert max(map(len, text.splitlines())) <= width
+    assert ("best 1.200 at 12" in text) == (width >= 60)
+    wide = [line for line in text.splitlines() if "reward" in line and "s/step" in line]
+    assert bool(wide) == (width >= 110)
+
+
+def test_the_region_leaves_room_and_shrinks_to_a_line():
+    board = board_after(3)
+    assert len(text_of(board.drawn(80, 20), 80).splitlines()) <= 12
+    assert text_of(board.drawn(80, 5), 80).splitlines() == [board.headline().split(" | ")[0] + " | eta 17s"]
+
+
+def test_what_takes_long_has_a_running_clock():
+    now = [0.0]
+    board = Dashboard(20, clock=lambda: now[0])
+    board.busy("compiling the update")
+    now[0] = 75.0
+    assert text_of(board.drawn(80, 24), 80).strip() == "step 0/20 0% | compiling the update 1m15s"
+    board.log(1, metrics(1))
+    assert "compiling" not in board.headline()
+
+
+def test_numbers_that_are_none_are_left_out():
+    board = Dashboard(None)
+    board.log(1, {"reward/mean": float("nan"), "train/loss": "x", "train/kl": None, "train/grad_norm": 2.0})
+    text = text_of(board.drawn(80, 24), 80)
+    assert "grad norm" in text and "reward" not in text and "loss" not in text
+
+
+ROWS = [
+    {"prompt": f"p{NASTY}", "completion": f"c{i}{NASTY}", "extracted": str(i), "correct": i == 3, "reward": float(i),
+     "rewards": {"right": float(i), "short": 0.5}, "advantage": i - 1.5, "group": 1, "expected": 3}
+    for i in range(4)
+]  # fmt: skip
+
+
+def test_samples_are_the_best_the_middle_and_the_worst_of_a_group():
+    same = [row | {"group": 0, "reward": 9.0} for row in ROWS]
+    text = text_of(sample_panel(10, same + ROWS, 120), 120)
+    assert [line.split()[1] for line in text.splitlines() if re.search("best|middle|worst", line)] == [
+        "best", "middle", "worst"]  # fmt: skip
+    assert "answer 3 · expected 3 · reward 3 · (right 3, short 0.5) · advantage +1.50" in text
+    assert "advantage -1.50" in text and "step 10" in text
+    assert not {"\x1b", "\x07", "\u202e"} & set(text) and "[bold]b" in text
+    assert sample_panel(1, [{"reward": 1.0}], 80) is None and sample_panel(1, [], 80) is None
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from tunix_lite.tracking.console import Console
+console = Console(Path(sys.argv[1]), max_steps=8, mode=sys.argv[2], hides_noise=True)
+console.panel("title", [("mesh", "fsdp=1")])
+console.busy("compiling…")
+os.write(2, b"E0000 slow_operation_alarm.cc:73] Very slow compile?\\n")
+time.sleep(float(sys.argv[3]))
+for step in range(1, 9):
+    console.doing("updating")
+    metrics = {"reward/mean": step / 8, "train/kl": 0.1, "time/step": 1.0}
+    console.log(step, metrics | ({"eval/accuracy": 0.5} if step == 4 else {}))
+    time.sleep(float(sys.argv[3]) / 2)
+print("to standard error", file=sys.stderr)
+console.say("a hint", style="yellow"); console.say("a fact")
+console.close()
+"""
+
+
+def on_a_terminal(tmp_path, mode="auto", term="xterm-256color", pause=0.0, resize=None) -> tuple[str, str]:
+    """What reaches a terminal of 80 columns, and train.log without its clock."""
+    log = tmp_path / f"train-{mode}-{term}.log"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    environment = os.environ | {"TERM": term}
+    call = [sys.executable, "-c", SCRIPT, str(log), mode, str(pause)]
+    run = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 60 and select.select([ours], [], [], 60)[0]:
+            if resize and b"compiling" in seen:
+                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, resize, 0, 0))
+                resize = None
+            try:
+                part = os.read(ours, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            seen += part
+    finally:
+        run.kill()
+        run.wait()
+        os.close(ours)
+    lines = log.read_text().splitlines()
+    return seen.decode(), "\n".join(line.split(" ", 1)[1] if line[:1].isdigit() else line for line in lines)
+
+
+def test_a_terminal_gets_a_live_region_and_noise_goes_to_the_log(tmp_path):
+    seen, log = on_a_terminal(tmp_path, pause=0.5, resize=140)
+    assert "╭─ step " in seen and "reward" in seen and "compiling… 0s" in seen
+    assert "Very slow compile?" not in seen and "Very slow compile?" in log
+    assert "to standard error" in seen and "a hint" in seen
+    columns = {len(line) for line in re.findall(r"╭─ step [^╮]*╮", seen)}
+    assert max(columns) == 140 and min(columns) <= 140, "the region follows the terminal"
+
+
+def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
+    dumb, log = on_a_terminal(tmp_path, term="dumb")
+    assert "\x1b" not in dumb and "╭" not in dumb
+    assert [line.split(" | ")[0] for line in dumb.splitlines() if line.startswith("step")] == [
+        f"step {n}/8 {n / 8:.0%}" for n in range(1, 9)
+    ]
+    # The files are the same whatever the screen is, but for the noise, which a live region moves to the log.
+    _, live = on_a_terminal(tmp_path, mode="rich")
+    ours = [re.sub(r" \| eta \w+", "", line) for line in live.splitlines() if "Very slow" not in line]
+    assert ours == [re.sub(r" \| eta \w+", "", line) for line in log.splitlines()]
+
+
+def test_quiet_prints_hints_and_results_only(tmp_path):
+    stream = io.StringIO()
+    console = Console(tmp_path / "train.log", max_steps=2, stream=stream, mode="quiet")
+    console.log(1, metrics(1))
+    console.say("a fact")
+    console.say("a hint", style="yellow")
+    console.close()
+    assert stream.getvalue() == "a hint\n"
+    assert len((tmp_path / "train.log").read_text().splitlines()) == 3
+
+
+def test_drawing_takes_a_small_part_of_a_quarter_second():
+    board = board_after(400)
+    began = time.perf_counter()
+    for _ in range(5):
+        text_of(board.drawn(140, 50), 140)
+    assert (time.perf_counter() - began) / 5 < 0.1
+    began = time.perf_counter()
+    for step in range(1000):
+        board.log(step, metrics(step))
+    assert (time.perf_counter() - began) / 1000 < 1e-3, "what a step itself does"

@@ -1,0 +1,198 @@
+"""`tunix-lite check`: whether this machine, its devices and the processes of a run are in order."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from tunix_lite.checks import host, nvidia
+from tunix_lite.checks.devices import look_at_devices, probe_environment
+from tunix_lite.checks.lines import CheckLine, LinePrinter, exit_code, fails, leave, look_within, ok
+from tunix_lite.commands import program
+from tunix_lite.config import RunConfig
+from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.process_place import find_place
+from tunix_lite.errors import ConfigError
+from tunix_lite.models import hub
+from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.planning import hardware
+from tunix_lite.planning.hardware import GiB
+from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.plan import estimated
+from tunix_lite.planning.resolved import find_model
+
+
+@dataclass(frozen=True)
+class Check:
+    """How a machine is looked at.
+
+    Example: `tunix-lite check devices=4` is Check(devices=4).
+    """
+
+    devices: int | None = None  # so many pretend devices of the CPU; null: those attached
+    timeout: int = 60  # seconds for each thing that is looked at; what has not answered then fails
+    json: bool = False  # one JSON object instead of lines
+
+    def __post_init__(self):
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1")
+        if self.timeout < 1:
+            raise ValueError(f"timeout={self.timeout} must be at least 1 second")
+
+
+class Results:
+    """The lines so far, each shown as it comes, unless JSON is asked for.
+
+    Of several processes only the first shows what is in order; each shows what is not.
+    """
+
+    def __init__(self, settings: Check, is_first: bool):
+        self.lines: list[CheckLine] = []
+        self._printer = LinePrinter(sys.stdout)
+        self._is_json = settings.json
+        self._is_first = is_first
+
+    def add(self, *lines: CheckLine) -> None:
+        for line in lines:
+            self.lines.append(line)
+            if not self._is_json and (self._is_first or line.state == "fails"):
+                self._printer.show(line)
+
+    def waiting(self, what: str, seconds: float) -> None:
+        if not self._is_json and self._is_first:
+            self._printer.waiting(what, seconds)
+
+
+def main() -> None:
+    # What a run would have of a GPU.
+    take_gpu_memory()
+    # As other programs spell it.
+    sys.argv[1:] = ["json=true" if word == "--json" else word for word in sys.argv[1:]]
+    program.run_command("check", Check, check_machine, without_run=check_alone)
+
+
+def check_machine(run: RunConfig, settings: Check) -> None:
+    """Looks at everything, prints a line for each, and ends the process: 1 if anything fails."""
+    _check(run, settings, None)
+
+
+def check_alone(settings: Check, error: ConfigError) -> None:
+    """The same where the settings of a run are wrong: that is one of the lines."""
+    _check(None, settings, error)
+
+
+def _check(run: RunConfig | None, settings: Check, error: ConfigError | None) -> None:
+    launch = program.compose([]).launch if run is None else run.launch
+    try:
+        place = find_place(launch, os.environ)
+        wrong_place = None
+    except ValueError as problem:
+        place = None
+        wrong_place = fails("launch", str(problem), "tunix-lite launch --nprocs=2 check")
+    results = Results(settings, place is None or place.process_id == 0)
+
+    # The host: no device is started. Then what the settings of a run say.
+    _check_host(run, settings, results)
+    if run is None:
+        results.add(fails("configuration", str(error), "tunix-lite train --help"))
+    else:
+        results.add(ok("configuration", _described(run)))
+
+    # The devices, in another process; and the run of these settings on them.
+    if wrong_place is not None:
+        results.add(wrong_place)
+    else:
+        environment = probe_environment(settings.devices, os.environ)
+        folder = Path("outputs")
+        facts = look_at_devices(
+            launch, folder, settings.timeout, environment, results.add, results.waiting
+        )
+        if facts:
+            results.add(*_on_devices(run, settings, facts))
+        _finish(settings, results, facts)
+    _finish(settings, results, {})
+
+
+def _check_host(run: RunConfig | None, settings: Check, results: Results) -> None:
+    """What is installed, the GPUs as their driver sees them, memory, disk and the hub's token."""
+    gpus: list[nvidia.GpuInUse] = []
+
+    def look_at_gpus() -> list[CheckLine]:
+        found, error = nvidia.gpus()
+        gpus.extend(found)
+        driver = nvidia.driver_line(found, error, host.cuda_version())
+        return [driver, *nvidia.memory_lines(found), *nvidia.topology_lines(len(found))]
+
+    weights = None if run is None else run.model.weights
+    hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
+    pretends = settings.devices is not None
+    results.add(host.python_line())
+    driver_lines = look_within(3 * nvidia.SECONDS, "driver", look_at_gpus)
+    results.add(*host.jax_lines(0 if pretends else len(gpus)))
+    results.add(*driver_lines)
+    looks = {
+        "memory": lambda: [host.host_memory()],
+        "disk": lambda: [host.disk_line(Path("outputs"))],
+        "hub": lambda: [host.token_line(hub_model)],
+    }
+    for name, look in looks.items():
+        results.add(*look_within(settings.timeout, name, look))
+
+
+def _described(run: RunConfig) -> str:
+    """The settings of a run in a few words."""
+    algorithm = type(run.algorithm).__name__
+    lora = f", LoRA of rank {run.model.lora.rank}" if run.model.lora.rank else ""
+    precision = run.training.mixed_precision
+    return f"composes: {algorithm} on {run.model.weights}{lora}, {precision}"
+
+
+def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[CheckLine]:
+    """Whether jax took the accelerator, and whether the run of these settings fits on it."""
+    lines: list[CheckLine] = []
+    asked = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME") or ""
+    wants_cpu = "cpu" in asked or settings.devices is not None
+    has_both = not wants_cpu and host.cuda_version() and nvidia.gpus()[0]
+    if facts["platform"] == "cpu" and has_both:
+        text = "jax runs on the CPU, though it has a plugin for the GPUs here"
+        why = "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # says why"
+        lines.append(fails("devices", text, why))
+    if run is None:
+        return lines
+
+    # Formulas alone: the devices stay with the probe.
+    jax.config.update("jax_platforms", "cpu")
+    count = facts["devices"]
+    try:
+        sizes = resolve_mesh_shape(run.model.mesh_shape, count)
+    except ValueError as error:
+        return [*lines, fails("mesh", str(error), "model.mesh_shape=[[-1,1],[fsdp,tp]]")]
+    try:
+        kind = next((h for h in hardware.TABLE if facts["kind"] in h.kinds), None)
+        capacity = facts["memory_bytes"]
+        platform = facts["platform"]
+        machine = Machine("attached", platform, count, kind, capacity, "as jax says")
+        plan = estimated(run, machine, *find_model(run.model), sizes)
+    except (ConfigError, ValueError) as error:
+        return [*lines, fails("mesh", str(error), "tunix-lite plan mesh=all analytic=true")]
+    shown = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
+    lines.append(ok("mesh", f"{shown}; {plan.resolved.batch.sequences} sequences per update"))
+    room = "" if capacity is None else f" of {capacity / GiB:.2f}"
+    text = f"{plan.peak_bytes / GiB:.2f}{room} GiB a device at most, by an estimate"
+    if plan.fits is False:
+        words = " ".join(word for word in sys.argv[1:] if "=" in word)
+        fix = f"tunix-lite plan analytic=true {words}".rstrip()
+        return [*lines, fails("plan", f"{text}: this run does not fit", fix)]
+    return [*lines, ok("plan", text)]
+
+
+def _finish(settings: Check, results: Results, facts: dict) -> None:
+    """The last word, and the end of this process."""
+    code = exit_code(results.lines)
+    if settings.json:
+        lines = [vars(line) for line in results.lines]
+        print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
+    leave(code)

@@ -1,0 +1,120 @@
+"""Tab completion: `eval "$(tunix-lite -sc install=bash)"`.
+
+The shell asks `tunix-lite -sc query=bash` at each TAB. The answer comes from the text of conf/, so
+it imports neither jax nor Hydra, and is there at once.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tunix_lite.commands.help import (
+    COMMANDS,
+    FLAGS,
+    all_settings,
+    groups,
+    options,
+    settings_in,
+)
+from tunix_lite.distributed.launcher import conf_dir
+
+# A candidate that ends the word ends in a space; readline is told to add none. bash takes a word
+# apart at `=` and `:`, so what stands before the last of them is cut off again.
+BASH = r"""
+_tunix_lite() {
+  local IFS=$'\n' line="${COMP_LINE:0:COMP_POINT}"
+  local word="${line##* }"
+  COMPREPLY=($(COMP_LINE="$line" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null))
+  local cut="${word%"${word##*[=:]}"}"
+  if [[ "$COMP_WORDBREAKS" == *=* && -n "$cut" ]]; then
+    COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+  fi
+}
+complete -o nospace -F _tunix_lite tunix-lite
+"""
+# Settings whose value is a file or a folder.
+PATHS = ("checkpoint", "resume", "out", "prompts", "hydra.run.dir", "hydra.sweep.dir")
+PATHS += ("model.weights", "model.tokenizer", "task.train", "task.held_out")
+ASK = ("-sc", "--shell-completion")
+
+
+def asked(words: list[str]) -> bool:
+    """Whether a command line is about completion."""
+    return bool(words) and words[0].partition("=")[0] in ASK
+
+
+def answer(words: list[str], environ: Mapping[str, str] = os.environ) -> None:
+    """Does what `-sc install=bash`, `-sc uninstall=bash` or `-sc query=bash` asks for."""
+    what = words[1] if len(words) > 1 else ""
+    if what == "install=bash":
+        print(BASH)
+    elif what == "uninstall=bash":
+        print("complete -r tunix-lite; unset -f _tunix_lite")
+    elif what == "query=bash":
+        print("\n".join(candidates(environ.get("COMP_LINE", ""))))
+    else:
+        print(
+            f"error: {' '.join(words)}: it is -sc install=bash, uninstall=bash or query=bash",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def candidates(line: str) -> list[str]:
+    """What the last word of a command line can become."""
+    _, *words = line.split(" ")
+    words = words or [""]
+    *before, word = words
+    return sorted(each for each in _all(before, word) if each.startswith(word))
+
+
+def _all(before: list[str], word: str) -> Iterator[str]:
+    """Everything that may stand after these words; of settings only what fits the word so far."""
+    if not before:
+        yield from (f"{name} " for name in COMMANDS)
+        yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
+        return
+    key, equals, value = word.partition("=")
+    if equals:
+        yield from (f"{key}={each}" for each in _values(key, value, before))
+        return
+    if word.startswith("-"):
+        yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
+        return
+    yield from (f"{group}=" for group in groups())
+    # section by section: training. and then its settings
+    depth = word.count(".")
+    for name in [*all_settings(before), "hydra.run.dir", "resume", *_of_command(before[0])]:
+        parts = name.split(".")
+        is_whole = len(parts) <= depth + 1
+        yield f"{name}=" if is_whole else ".".join(parts[: depth + 1]) + "."
+
+
+def _of_command(command: str) -> list[str]:
+    """The settings that a command has of its own, such as `checkpoint`."""
+    file = conf_dir() / "command" / f"{command}.yaml"
+    return list(settings_in(file)) if file.is_file() else []
+
+
+def _values(key: str, value: str, before: list[str]) -> Iterator[str]:
+    if key in groups():
+        yield from (f"{option} " for option in options(key))
+        return
+    if key in PATHS:
+        yield from _paths(value)
+    setting = all_settings(before).get(key)
+    if setting is not None and setting.default in ("true", "false"):
+        yield from ("true ", "false ")
+
+
+def _paths(begun: str) -> Iterator[str]:
+    """Files and folders whose path begins so."""
+    folder = Path(begun).parent if not begun.endswith("/") else Path(begun)
+    shown = "" if begun.find("/") < 0 else begun[: begun.rfind("/") + 1]
+    try:
+        found = sorted((folder if shown else Path(".")).iterdir())
+    except OSError:
+        return
+    for path in found:
+        yield f"{shown}{path.name}/" if path.is_dir() else f"{shown}{path.name} "

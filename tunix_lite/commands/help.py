@@ -1,0 +1,287 @@
+"""`--help`: the commands, the groups and the settings that people change; with `all`, or with the
+name of a group or a setting, everything.
+
+It reads conf/ as text, comments included, and imports neither jax nor Hydra: it starts at once.
+"""
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tunix_lite import __version__
+from tunix_lite.distributed.launcher import conf_dir, config_dir
+
+COMMANDS = {
+    "train": "train a model; takes the same overrides as run_training.py",
+    "launch": "start the processes of a run on this machine, and watch them",
+    "generate": "complete a prompt, or a file of prompts",
+    "chat": "talk to a model",
+    "evaluate": "how good a model is at a task, and how sure that is; or two models",
+    "plan": "what fits on which devices, there or not, and how fast it can be",
+    "check": "whether this machine, its devices and its processes are in order",
+    "doctor": "why a run does not learn, from its files alone",
+    "report": "what came of a run, or of several, on one page",
+    "replay": "why an update was skipped, sequence by sequence",
+    "export": "write a model as a Hugging Face folder or a PEFT adapter",
+}
+# What people change, in the order in which they do.
+OFTEN = (
+    "model.weights",
+    "model.mesh_shape",
+    "model.lora.rank",
+    "task.prompt",
+    "algorithm.num_generations",
+    "algorithm.kl_coef",
+    "generation.max_prompt_length",
+    "generation.max_new_tokens",
+    "generation.temperature",
+    "training.max_steps",
+    "training.prompts_per_step",
+    "training.micro_batch_size",
+    "training.mixed_precision",
+    "training.remat",
+    "training.packing",
+    "training.save_interval_steps",
+    "optimizer.learning_rate",
+    "optimizer.schedule",
+    "evaluation.num_examples",
+    "evaluation.interval_steps",
+    "seed",
+    "resume",
+    "runtime.dry_run",
+)
+FLAGS = {
+    "--help [GROUP|KEY|all]": "this; of a group, of a setting, or of everything",
+    "--cfg job": "show the settings of a run, and run nothing",
+    "--info defaults-tree": "show which files they come from",
+    "--multirun, -m": "a run of each combination: seed=0,1 algorithm=grpo,dr_grpo",
+    "--config-dir FOLDER": "options of your own, in the same subfolders as conf/",
+    "--config-name NAME": "a file NAME.yaml of yours to begin with, in place of config.yaml",
+    "--version": "the versions of this and of what it stands on",
+}
+HELP = ("--help", "-h")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A line of conf/.
+
+    Example: Setting("seed", "0", "of the data order and of all sampling; 0 or more").
+    """
+
+    key: str
+    # as the file has it
+    default: str
+    comment: str = ""
+
+
+# ---- reading conf/ as text
+
+
+def settings_in(file: Path) -> dict[str, Setting]:
+    """The settings of an option by their dotted names, with those of the options it begins with."""
+    found: dict[str, Setting] = {}
+    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    own = dict(_own_settings(lines))
+    for name in _begins_with(lines):
+        found |= own if name == "_self_" else settings_in(file.parent / f"{name}.yaml")
+    # a comment stays where a later file only changes the value
+    for key, setting in own.items():
+        earlier = found.get(key)
+        comment = setting.comment or (earlier.comment if earlier else "")
+        found[key] = Setting(key, setting.default, comment)
+    # a group that one file has as null, and a later one with settings
+    sections = {key[:i] for key in found for i, char in enumerate(key) if char == "."}
+    return {key: setting for key, setting in found.items() if key not in sections}
+
+
+def _begins_with(lines: list[str]) -> Iterator[str]:
+    """The options of the same group in the defaults list of a file."""
+    in_list = False
+    for line in lines:
+        if re.match(r"defaults:", line):
+            in_list = True
+        elif not line.startswith((" ", "-", "#")):
+            in_list = False
+        elif in_list and (match := re.match(r"\s+-\s+([\w./]+?)(@_here_)?\s*(#.*)?$", line)):
+            yield match[1]
+
+
+def _own_settings(lines: list[str]) -> Iterator[tuple[str, Setting]]:
+    """(key, setting) of the lines of a file. A section that is another one's copy, `*name`, has the
+    settings of that one."""
+    sections: list[tuple[int, str]] = []
+    copied: dict[str, str] = {}
+    seen: dict[str, Setting] = {}
+    for line in lines:
+        match = re.match(r"( *)([\w.]+):(.*)$", line)
+        if not match or match[2] == "defaults":
+            continue
+        depth = len(match[1])
+        while sections and sections[-1][0] >= depth:
+            sections.pop()
+        key = ".".join([*(name for _, name in sections), match[2]])
+        value, comment = _split_comment(match[3])
+        if not value or value.startswith("&"):
+            sections.append((depth, match[2]))
+            copied[value.lstrip("&")] = key
+            continue
+        if value.startswith("*"):
+            origin = copied[value[1:]]
+            copies = [s for k, s in seen.items() if k.startswith(f"{origin}.")]
+            for each in copies:
+                copy = key + each.key.removeprefix(origin)
+                yield copy, Setting(copy, each.default, each.comment)
+            continue
+        if key != "hydra" and not key.startswith("hydra."):
+            seen[key] = Setting(key, value, comment)
+            yield key, seen[key]
+
+
+def _split_comment(text: str) -> tuple[str, str]:
+    """The value and the comment of a line, without the `#`, which may stand inside of quotes."""
+    match = re.match(
+        r"""\s*((?:"(?:\\.|[^"])*"|'[^']*'|[^#"']|(?<=\S)#)*?)\s*(?:(?<=\s)#\s*(.*))?$""", text
+    )
+    return (match[1].strip(), (match[2] or "").strip()) if match else (text.strip(), "")
+
+
+def groups() -> dict[str, str]:
+    """The groups of conf/config.yaml in their order, and the option of each that is the default."""
+    text = (conf_dir() / "config.yaml").read_text()
+    return dict(re.findall(r"^\s+- (\w+): (\S+)$", text, re.MULTILINE))
+
+
+def options(group: str, more: str | None = None) -> list[str]:
+    """The options of a group, in conf/ and in a folder of the user's."""
+    folders = [conf_dir(), *([Path(more)] if more else [])]
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def all_settings(words: Iterable[str] = ()) -> dict[str, Setting]:
+    """Every setting by its dotted name, with the options that a command line chooses."""
+    words = list(words)
+    chosen = groups()
+    for word in words:
+        group, _, option = word.partition("=")
+        if group in chosen and option in options(group, config_dir(words)):
+            chosen[group] = option
+    found: dict[str, Setting] = {}
+    for group, option in chosen.items():
+        # a recipe changes settings of other groups, and has none of its own
+        if group == "experiment":
+            continue
+        folders = [conf_dir(), Path(config_dir(words) or ".")]
+        files = [folder / group / f"{option}.yaml" for folder in folders]
+        file = next(file for file in files if file.is_file())
+        for key, setting in settings_in(file).items():
+            name = f"{group}.{key}"
+            found[name] = Setting(name, setting.default, setting.comment)
+    return found | settings_in(conf_dir() / "config.yaml")
+
+
+# ---- showing it
+
+
+def topic(words: list[str]) -> str | None:
+    """What help is asked about: "" for the short form; None: for nothing."""
+    for i, word in enumerate(words):
+        flag, _, about = word.partition("=")
+        if flag in HELP:
+            after = words[i + 1] if i + 1 < len(words) else ""
+            return about or ("" if "=" in after or after.startswith("-") else after)
+    return None
+
+
+def show_help(words: list[str]) -> None:
+    """Prints the help that a command line asks for; ends the process with 2 if it asks about
+    nothing that there is."""
+    about = topic(words) or ""
+    if not about:
+        print("\n".join(short_help(words)))
+        return
+    chosen = {
+        key: setting
+        for key, setting in all_settings(words).items()
+        if about == "all" or key == about or key.startswith(f"{about}.")
+    }
+    if not chosen and about not in groups():
+        print(f"error: --help {about}: there is no such group or setting", file=sys.stderr)
+        sys.exit(2)
+    lines = []
+    for group in groups() if about == "all" else [about] if about in groups() else []:
+        lines += _wrapped(f"{group}=", f"one of {', '.join(options(group, config_dir(words)))}")
+    if about == "all":
+        lines = ["Groups, chosen as group=option:", *lines, "", "Settings, given as key=value:"]
+    for setting in chosen.values():
+        lines += described(setting)
+    print("\n".join(lines))
+
+
+def short_help(words: Iterable[str] = ()) -> list[str]:
+    """One screen or two: commands, flags, groups, and the settings that people change."""
+    settings = all_settings(words)
+    more = config_dir(list(words))
+    lines = [
+        "tunix_lite: RL post-training of language models in JAX",
+        "",
+        "usage: tunix-lite COMMAND [key=value ...]",
+        "       python run_training.py [key=value ...]     the same as tunix-lite train",
+        "",
+        "  tunix-lite train                                GRPO on a small model, on any devices",
+        "  tunix-lite train training.max_steps=20 seed=1",
+        "  tunix-lite train 'model.mesh_shape=[[2,2],[fsdp,tp]]'",
+        "  tunix-lite train --multirun algorithm=grpo,dr_grpo",
+        "",
+        "Commands; `tunix-lite COMMAND --help` shows the settings of each:",
+    ]
+    for name, text in COMMANDS.items():
+        lines += _wrapped(name, text)
+    lines += ["", "Flags:"]
+    for name, text in FLAGS.items():
+        lines += _wrapped(name, text)
+    lines += ["", "Groups, chosen as group=option; the first is the default:"]
+    for group, default in groups().items():
+        others = [option for option in options(group, more) if option != default]
+        if others:
+            lines += _wrapped(group, ", ".join([default, *others]))
+    lines += ["", "Settings that people change, as key=value; --help=all shows the others:"]
+    for key in OFTEN:
+        lines += described(settings.get(key) or _short_form(key, settings))
+    return lines
+
+
+def _short_form(key: str, settings: dict[str, Setting]) -> Setting:
+    """`resume=X`, which is short for resume.folder=X."""
+    return Setting(key, settings["resume.folder"].default, settings["resume.folder"].comment)
+
+
+def described(setting: Setting) -> list[str]:
+    """A setting with its default and its comment."""
+    return _wrapped(f"{setting.key}={setting.default}", setting.comment)
+
+
+def _wrapped(name: str, text: str, column: int = 34) -> list[str]:
+    """A name, and beside or below it a text, within the width of the terminal."""
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    lines = textwrap.wrap(text, width - column - 2) or [""]
+    if len(name) >= column:
+        return [f"  {name}", *(f"  {'':<{column}}{line}" for line in lines if line)]
+    first = f"  {name:<{column}}{lines[0]}".rstrip()
+    return [first, *(f"  {'':<{column}}{line}" for line in lines[1:])]
+
+
+def versions() -> str:
+    """This package and what it stands on: "tunix_lite 0.1.0 (python 3.11.2, jax 0.10.2, ...)"."""
+    found = [f"python {sys.version.split()[0]}"]
+    for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return f"tunix_lite {__version__} ({', '.join(found)})"

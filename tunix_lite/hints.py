@@ -1,0 +1,355 @@
+"""What somebody meant by a setting that does not exist: right, or nothing.
+
+First the table of other projects' words (synonyms.py), then a setting of ours of the same name in
+another section, then one that is spelt almost so. A word that fits several settings gets no hint of
+one of them.
+"""
+
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite.distributed.launcher import conf_dir
+from tunix_lite.synonyms import FAMILIES, WORDS, Word
+
+# Sections that other projects do not have: a word of theirs does not stand in one of these, unless
+# what it means here does, too.
+STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding", "resume"}
+BOOLEANS = {"true", "false"}
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What to write, and what else there is to know; one of the two may be missing.
+
+    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "").
+    """
+
+    # ready to be typed, but for a shell's quotes
+    overrides: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def paste(self) -> str:
+        """The overrides as a shell takes them."""
+        return " ".join(shell_quoted(text) for text in self.overrides)
+
+    def __str__(self) -> str:
+        if not self.overrides:
+            return self.note
+        return f"{self.paste} ({self.note})" if self.note else self.paste
+
+
+def shell_quoted(override: str) -> str:
+    """An override in single quotes where a shell would take it apart."""
+    return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
+
+
+def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
+    """The message for a setting that does not exist, with the one that was meant, or those beside
+    it.
+
+    known: the names of all settings. value: what it was to be, as text or as YAML read it.
+    """
+    known = list(known)
+    # The words of others first: training.lr is the learning rate, and no misspelt setting.
+    hint = translated(key, value, known)
+    if hint is not None:
+        link = "; here it is" if hint.overrides else ":"
+        return f"{key}: there is no such setting{link} {hint}"
+    near = nearest_settings(key, known)
+    if near:
+        return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
+    return f"{key}: there is no such setting; {_beside(key, known)}"
+
+
+def _beside(key: str, known: list[str]) -> str:
+    """The settings of the section that the key names; without one, the sections."""
+    section = key.lstrip("+~").rpartition(".")[0]
+    here = [name for name in known if name.rpartition(".")[0] == section]
+    if here and section:
+        return f"known here: {', '.join(here)}"
+    tops = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
+    return f"known here: {', '.join(tops)}"
+
+
+# ---- the table
+
+
+@functools.cache
+def _index() -> dict[str, tuple[Word, bool]]:
+    """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
+    found: dict[str, tuple[Word, bool]] = {}
+    for each in WORDS:
+        for project, name in each.all_names():
+            found[name.lower()] = (each, project == "ours")
+    return found
+
+
+def _normal(key: str) -> str:
+    return key.strip().lstrip("+~-").replace("-", "_").lower()
+
+
+def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
+    """What a word of another project is here; None if the table does not have it.
+
+    value: None if it is not known. known: the settings that there are; None: whatever the word's
+    first meaning is.
+    """
+    name = _normal(key)
+    family = next((FAMILIES[f] for f in FAMILIES if "." in f and f".{name}".find(f".{f}") >= 0), "")
+    if family:
+        return Hint((), family)
+    # The longest name first: rollout.n is known, n is not.
+    parts = name.split(".")
+    for start in range(len(parts)):
+        each, is_ours = _index().get(".".join(parts[start:]), (None, False))
+        if each is not None and not is_ours:
+            return _fitting(each, parts[:start], value, known)
+    last = parts[-1]
+    family = next((FAMILIES[f] for f in FAMILIES if "." not in f and last.startswith(f)), "")
+    return Hint((), family) if family else None
+
+
+def foreign_value(key: str, value: object) -> Hint | None:
+    """What a value of another project is for a setting of ours; None: nothing is known of it."""
+    each, is_ours = _index().get(_normal(key), (None, False))
+    if not is_ours or _text(value).lower() not in each.values:
+        return None
+    return Hint(tuple(each.values[_text(value).lower()].split()))
+
+
+def _fitting(
+    each: Word, sections: list[str], value: object, known: Iterable[str] | None
+) -> Hint | None:
+    """The word with this value, if it can be meant in these sections."""
+    text = _text(value)
+    chosen = each.values.get(text.lower())
+    if chosen is not None:
+        overrides = tuple(chosen.split())
+    elif each.ours and each.ours[0].startswith("<"):
+        overrides = MADE_OF_VALUES[each.ours[0]](text, known)
+    else:
+        overrides = _filled(each, text, known)
+    # optimizer.beta is not the KL's: whoever names a section of ours means it.
+    section = sections[0] if sections else ""
+    in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
+    if section in STRICT and overrides and not in_place:
+        return None
+    if not overrides and not each.note:
+        return None
+    return Hint(overrides, each.note)
+
+
+def _filled(each: Word, text: str, known: Iterable[str] | None) -> tuple[str, ...]:
+    """The first template whose settings there are, with the value in it; () if there is none."""
+    if not each.ours or (known is None and len(each.ours) > 1):
+        return ()
+    names = None if known is None else set(known)
+    for template in each.ours:
+        if names is None or all(_exists(part, names) for part in template.split()):
+            # the parts first: a value may hold spaces
+            return tuple(part.replace("{}", text or "...") for part in template.split())
+    return ()
+
+
+def _exists(override: str, known: set[str]) -> bool:
+    """Whether the setting, or what a `+` adds it to, is there. Options of groups are."""
+    key = override.partition("=")[0]
+    if "." not in key or key.startswith("hydra."):
+        return True
+    # which keys a task has depends on its option; a hint may name both
+    if key.startswith("task."):
+        return True
+    if key.startswith("+"):
+        section = key[1:].rpartition(".")[0]
+        return any(name.startswith(f"{section}.") for name in known)
+    return key.lstrip("~") in known
+
+
+def _text(value: object) -> str:
+    """A value as it is typed; None: ""."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_text(item) for item in value)}]"
+    text = str(value).strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text.lower() if text.lower() in BOOLEANS else text
+
+
+# ---- overrides that are made of the value
+
+
+def model_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """A folder or a hub name as model.weights, a size as the option of that name."""
+    if "/" in value:
+        return (f"model.weights={value}",)
+    option = near_option("model", value)
+    return (f"model={option}",) if option else ("model.weights=...",) if not value else ()
+
+
+def data_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """A file as the task of its format; a name on the hub is nothing that we load."""
+    return file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
+
+
+def file_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Files of rows, by the ending of their name."""
+    ending = re.search(r"\.(jsonl|parquet|csv)\]?$", value)
+    task = ending[1] if ending else "jsonl"
+    return (f"task={task}", f"task.train={value.strip('[]') or '...'}")
+
+
+def reward_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """A function by its dotted path, as the reward of the task."""
+    is_path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)
+    is_own = is_path and not value.startswith("trl.") and not value.endswith(".py")
+    if not is_own:
+        return ()
+    if known is not None and "task.reward" not in known:
+        return (f"+task.rewards.mine={{fn: {value}, weight: 1.0}}",)
+    return (f"task.reward={value}",)
+
+
+# What other projects call the two axes.
+AXIS_NAMES = {
+    "fsdp": "fsdp",
+    "data": "fsdp",
+    "dp": "fsdp",
+    "tp": "tp",
+    "tensor": "tp",
+    "model": "tp",
+    "mp": "tp",
+}
+
+
+def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape."""
+    sizes = re.findall(r"-?\d+", value)
+    names = re.findall(r"[a-z_]+", value.lower())
+    axes = [AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
+    fits = 1 <= len(sizes) <= 2 and len(axes) == len(sizes) == len(set(axes)) and None not in axes
+    if not fits:
+        return ()
+    if axes == ["fsdp"]:
+        sizes = [*sizes, "1"]
+        axes = ["fsdp", "tp"]
+    return (f"model.mesh_shape=[[{','.join(sizes)}],[{','.join(axes)}]]",)
+
+
+MADE_OF_VALUES: dict[str, Callable[..., tuple[str, ...]]] = {
+    "<model>": model_setting,
+    "<data>": data_setting,
+    "<file>": file_setting,
+    "<reward>": reward_setting,
+    "<mesh>": mesh_setting,
+}
+
+
+# ---- options of a group
+
+
+def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
+    """The options of a group, in conf/ and in these folders."""
+    places = [conf_dir(), *folders]
+    return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
+
+
+def near_option(group: str, value: str, folders: Iterable[Path] = ()) -> str | None:
+    """The option that is meant by `value`: gemma-3-1b-it is gemma3_1b. None: not exactly one."""
+    options = options_of(group, folders)
+    value = KNOWN_OPTIONS.get((group, _plain(value)), value)
+    same = [option for option in options if _plain(option) == _plain(value)]
+    if same:
+        return same[0]
+    near = _closest(value, options)
+    return near[0] if len(near) == 1 else None
+
+
+# What other projects call an option: (group, name without separators before digits) -> ours.
+KNOWN_OPTIONS = {
+    ("algorithm", "drgrpo"): "dr_grpo",
+    ("algorithm", "reinforce++"): "reinforce_pp",
+    ("algorithm", "reinforce_plus_plus"): "reinforce_pp",
+    ("algorithm", "gspo_token"): "gspo",
+    ("algorithm", "finetune"): "sft",
+    ("algorithm", "supervised"): "sft",
+    ("optimizer", "adam"): "adamw",
+    ("optimizer", "adamw_torch"): "adamw",
+    ("sharding", "ddp"): "data_parallel",
+    ("sharding", "fsdp"): "default",
+}
+
+
+def _plain(name: str) -> str:
+    """A name in one spelling: gemma-3-1b-it, Gemma3_1B and gemma3-1b are gemma3_1b."""
+    name = re.sub(r"[-_ ](it|instruct|chat)$", "", name.strip().lower())
+    name = re.sub(r"(?<=[a-z])[-_ ](?=\d)", "", name)
+    return re.sub(r"[- ]", "_", name)
+
+
+# ---- spelling
+
+
+def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
+    """The settings that are meant by a misspelt one: one, or two that fit equally well; else []."""
+    wanted = key.strip().lstrip("+~")
+    section, _, name = wanted.rpartition(".")
+    top = section.partition(".")[0]
+    # Names of `sharding` are words of everybody: they are meant in their own section only.
+    offered = [k for k in known if top == "sharding" or not k.startswith("sharding.")]
+    same = [k for k in offered if k.rpartition(".")[2] == name and not name.startswith("_")]
+    if same and top not in STRICT:
+        return same if len(same) <= 2 else []
+
+    # In the same section, or in any if it names none.
+    beside = [k for k in offered if not section or k.rpartition(".")[0] == section]
+    found = _closest(name, [k.rpartition(".")[2] for k in beside])
+    found = [k for k in beside if k.rpartition(".")[2] in found]
+    return found if len(found) <= 2 else []
+
+
+def near_word(word: str, words: Iterable[str]) -> str | None:
+    """The one of these words that is meant by a misspelt one; None: not exactly one."""
+    found = _closest(word, words)
+    return found[0] if len(found) == 1 else None
+
+
+def _closest(name: str, names: Iterable[str]) -> list[str]:
+    """The names within a few typing mistakes, the fewest."""
+    distances = {each: _mistakes(name, each) for each in set(names)}
+    allowed = 2 if len(name) >= 8 else 1
+    least = min(distances.values(), default=allowed + 1)
+    if least > allowed or len(name) < 4:
+        return []
+    # top_n is not top_k, and min_steps not max_steps: other letters in the same places are another
+    # word, unless it is one letter of many
+    replaced = 0 if len(name) < 6 else 1
+    found = [each for each, distance in distances.items() if distance == least]
+    return sorted(
+        each
+        for each in found
+        if len(each) != len(name) or least <= replaced or sorted(each) == sorted(name)
+    )
+
+
+def _mistakes(one: str, other: str) -> int:
+    """Letters to add, remove, replace or swap with the next, from one word to the other."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        last, row, earlier = row, [i], before
+        for j, b in enumerate(other, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+        before = last
+    return row[-1]

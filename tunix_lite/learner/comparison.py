@@ -1,0 +1,173 @@
+"""Comparing the policy with a teacher at each token: what `collect` keeps of the teacher, and what
+the update makes of it.
+
+The teacher reads the completions once, and of each token is kept what its distribution is made of:
+its hidden state, or its k likeliest tokens with their log-probabilities. They travel with the batch
+as streams [B, T, K], so that packing and micro-batches take them along, and the update makes the
+divergence of models/divergence.py of them. The teacher's output embedding stays where it is, on the
+mesh, and is a constant of the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from tunix_lite.algorithms.algorithm import TeacherComparison
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
+from tunix_lite.models.vocabulary import head_spec, token_scores
+from tunix_lite.parallel.mesh import sharding
+from tunix_lite.types import Batch, ComparedScores, Params, RowBatch, TokenScores, realigned
+
+# names of what is kept of the teacher: streams, and a constant
+HIDDEN = "teacher_hidden"
+TOKENS = "teacher_tokens"
+LOGPROBS = "teacher_logprobs"
+TABLE = "teacher_table"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a comparison depends on beside arrays.
+
+    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
+    """
+
+    comparison: TeacherComparison
+    softcap: float | None  # of the teacher's logits
+    embed_dim: int  # of the teacher
+    vocabulary: int  # of the policy: tokens that a larger teacher has besides are left out
+
+    def streams(self, dtype: DTypeLike) -> dict[str, tuple[int, DTypeLike]]:
+        """By name, the length and the type of the vector that is kept of each token."""
+        k = self.comparison.top_k
+        if not k:
+            return {HIDDEN: (self.embed_dim, dtype)}
+        return {TOKENS: (k, jnp.int32), LOGPROBS: (k + 1, jnp.float32)}
+
+    def vocabulary_of(self, table: Any) -> Any:
+        """The rows of the teacher's output embedding that the policy has tokens for."""
+        return table if len(table) == self.vocabulary else table[: self.vocabulary]
+
+    def shapes(self, rows: RowBatch, table: Any, dtype: DTypeLike) -> RowBatch:
+        """The shapes of rows, with those of what a comparison adds to them; table: the shape of the
+        teacher's output embedding."""
+
+        def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+            shape = (*rows.tokens.shape, length)
+            place = sharding(("batch", "seq", "seq"), shape)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+        streams = {name: vectors(*one) for name, one in self.streams(dtype).items()}
+        # only where the whole vocabulary is compared does the update need the table
+        constants = None
+        if not self.comparison.top_k:
+            shape = (self.vocabulary, self.embed_dim)
+            place = sharding(("vocab", "embed"), shape)
+            constants = {TABLE: jax.ShapeDtypeStruct(shape, table.dtype, sharding=place)}
+        return rows.replace(streams=rows.streams | streams, constants=constants)
+
+
+@dataclass(frozen=True)
+class FrozenComparer:
+    """Adds to a batch what a teacher finds of each token: an algorithms.algorithm.Comparer.
+
+    Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.
+    """
+
+    params: Params  # of the teacher, on the mesh, never donated
+    table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
+    rows: RowLayout  # how a batch is laid out for it
+    # (params, batch in rows) -> its compiled program, which it keeps
+    program: Callable
+
+    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
+        """The batch with streams and constants of the comparison.
+
+        seen: the same completions as the teacher reads them, after other prompts; None: as they
+        are. Raises ValueError if another number of tokens counts in a sequence of it.
+        """
+        # what else a batch holds would only make another program
+        read = batch if seen is None else seen
+        read = Batch(read.tokens, read.token_mask, read.loss_weight)
+        laid_out, layout = self.rows.lay_out(read)
+        found = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
+        found = {name: realigned(values, read, batch) for name, values in found.items()}
+        constants = None if self.table is None else {TABLE: self.table}
+        return batch.replace(streams=batch.streams | found, constants=constants)
+
+    def compiled(self, batch: RowBatch) -> Callable:
+        """Returns the compiled program for this batch in rows, or for its shapes."""
+        return self.program(self.params, batch)
+
+
+def description_program(scores: Callable, teacher: Teacher) -> Callable:
+    """(params, batch in rows) -> the streams of a comparison, [R, W, K] each, of one micro-batch.
+    scores: those of the teacher, as policy.batch_scores with its settings."""
+
+    def head(before_RMD: jax.Array, table_VD: jax.Array, *settings: Any) -> dict[str, jax.Array]:
+        k = teacher.comparison.top_k
+        if not k:
+            return {HIDDEN: before_RMD}
+        # a teacher may have more tokens than the policy
+        _, softcap, temperature = settings
+        table_VD = teacher.vocabulary_of(table_VD)
+        spec = head_spec(len(table_VD), softcap, temperature)
+        tokens, logprobs = top_tokens(spec, before_RMD, table_VD, k)
+        return {TOKENS: tokens, LOGPROBS: logprobs}
+
+    return partial(scores, head=head)
+
+
+def with_divergence(
+    scores: Callable[..., TokenScores], teacher: Teacher
+) -> Callable[..., ComparedScores]:
+    """The scores of the policy, and how far it is from the teacher at each token that counts.
+
+    scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
+    """
+
+    def compared(params: Params, batch: RowBatch) -> ComparedScores:
+        return scores(params, batch, head=partial(_compared_head, teacher, batch))
+
+    return compared
+
+
+def _compared_head(
+    teacher: Teacher,
+    batch: RowBatch,
+    before_RMD: jax.Array,
+    table_VD: jax.Array,
+    targets_RM: jax.Array,
+    softcap: float | None,
+    temperature: float,
+) -> ComparedScores:
+    """The scores [R, M] of hidden states, and the divergence of each."""
+    # the scores of the sampled tokens, as without a comparison
+    found = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
+    comparison = teacher.comparison
+    kind = Kind(comparison.divergence, comparison.mix)
+    spec = head_spec(len(table_VD), softcap, temperature)
+    # what was kept of the teacher at the same tokens
+    kept = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
+    if comparison.top_k:
+        divergence = list_divergence(kind, spec, before_RMD, table_VD, kept[TOKENS], kept[LOGPROBS])
+    else:
+        theirs = head_spec(len(table_VD), teacher.softcap, temperature)
+        table_VE = batch.constants[TABLE]
+        divergence = head_divergence(
+            kind, spec, before_RMD, table_VD, theirs, kept[HIDDEN], table_VE
+        )
+    return ComparedScores(*found, divergence)
+
+
+def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:
+    """Vectors at the scored tokens, [R, M, K]."""
+    if batch.scored is None:
+        return x_RWK[:, -batch.is_scored.shape[1] :]
+    return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)

@@ -1,0 +1,402 @@
+"""How far the distributions of two models are apart at each token, without ever holding the logits
+of all tokens over the vocabulary, of one model or of both.
+
+With p of the student and q of the teacher, both over the whole vocabulary, for each token
+
+    forward         KL(q || p) = sum_v q_v (log q_v - log p_v)
+    reverse         KL(p || q) = sum_v p_v (log p_v - log q_v)
+    jensen_shannon  b KL(q || m) + (1 - b) KL(p || m),  m = b q + (1 - b) p   (b: `mix`)
+
+or over the k likeliest tokens of the teacher and one bin for all others (arXiv:2306.13649 for the
+three, arXiv:2601.20802 for the bin). The teacher has no gradient.
+
+The blocks and letters are those of models/vocabulary.py. Each is a sum over v of a function of log
+p_v and log q_v, with the slope f_v by log p_v: d s_v = g (f_v - p_v sum_u f_u). So there are two
+passes over the blocks for the value (the logarithms of the totals, then the sums), and one for the
+gradient, and in each only a block of both models' logits exists. K is the tokens of a list of
+tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
+
+from tunix_lite.models.rounding import stored
+from tunix_lite.models.vocabulary import (
+    AXES,
+    BELOW_ALL,
+    HeadSpec,
+    block_products,
+    block_tokens,
+    softcapped,
+    table_in_blocks,
+)
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which divergence it is.
+
+    Example: Kind("jensen_shannon", 0.5).
+    """
+
+    name: str
+    mix: float = 0.5  # share of the teacher in the mixture, of jensen_shannon
+
+    def of(self, student: jax.Array, teacher: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The summand of each entry, and its slope by the student's log-probability, from the
+        log-probabilities of both."""
+        value, slope = TERMS[self.name](student, teacher, self.mix)
+        return value, slope
+
+
+def _forward_kl(student: jax.Array, teacher: jax.Array, _: float) -> tuple[jax.Array, jax.Array]:
+    q = jnp.exp(teacher)
+    return q * (teacher - student), -q
+
+
+def _reverse_kl(student: jax.Array, teacher: jax.Array, _: float) -> tuple[jax.Array, jax.Array]:
+    p = jnp.exp(student)
+    value = p * (student - teacher)
+    return value, value + p
+
+
+def _jensen_shannon(
+    student: jax.Array, teacher: jax.Array, mix: float
+) -> tuple[jax.Array, jax.Array]:
+    of_teacher = teacher + jnp.log(mix)
+    of_student = student + jnp.log1p(-mix)
+    mixture = jnp.logaddexp(of_teacher, of_student)
+    slope = jnp.exp(of_student) * (student - mixture)
+    return jnp.exp(of_teacher) * (teacher - mixture) + slope, slope
+
+
+TERMS: dict[str, Callable] = {
+    "forward": _forward_kl,
+    "reverse": _reverse_kl,
+    "jensen_shannon": _jensen_shannon,
+}
+
+
+# ---- over the whole vocabulary
+
+
+def head_divergence(
+    kind: Kind,
+    student: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_VD: jax.Array,
+    teacher: HeadSpec,
+    teacher_hidden_BME: jax.Array,
+    teacher_table_VE: jax.Array,
+) -> jax.Array:
+    """[B, M] float32, in nats: over the whole vocabulary, which is the same of both.
+
+    hidden, table: as vocabulary.token_scores takes them, E the embedding of the teacher. The
+    gradient is that by the student's.
+    """
+    # both models have the same parts of the vocabulary
+    specs = (student, teacher)
+    tokens = hidden_BMD.shape[0] * hidden_BMD.shape[1]
+    # a block of each model's logits exists at once
+    tables = tuple(table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE))
+    return _divergence(kind, specs, hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
+
+
+def _logits(
+    spec: HeadSpec, hidden_BMD: jax.Array, index: jax.Array, block_PSD: jax.Array
+) -> jax.Array:
+    """Logits [B, M, P, S] of one block, BELOW_ALL where an entry is padding."""
+    used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
+    logits = softcapped(spec, block_products(hidden_BMD, used_PSD))
+    return jnp.where(block_tokens(spec, block_PSD, index) >= 0, logits, BELOW_ALL)
+
+
+def _grown(sums: tuple[jax.Array, jax.Array], logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The running maximum and sum of exponentials, with one more block."""
+    top, total = sums
+    # the sum so far was taken relative to the old maximum
+    higher = jnp.maximum(top, jnp.max(logits, axis=-1))
+    exps = jnp.exp(logits - higher[..., None])
+    return higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)
+
+
+def _log_total(sums: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """[B, M] of maxima and sums of the parts of the vocabulary [B, M, P]."""
+    top, total = sums
+    highest = jnp.max(top, axis=-1, keepdims=True)
+    return jnp.log(jnp.sum(total * jnp.exp(top - highest), axis=-1)) + highest[..., 0]
+
+
+def _zeros(hidden_BMD: jax.Array, parts: int) -> jax.Array:
+    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    return constrain(jnp.zeros((*hidden_BMD.shape[:2], parts), wide), "batch", "seq", "vocab")
+
+
+def _placed(table_NPSD: jax.Array) -> jax.Array:
+    return constrain(table_NPSD, "layers", *AXES)
+
+
+def _numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
+    return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _divergence(
+    kind: Kind,
+    specs: tuple[HeadSpec, HeadSpec],
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    teacher_BME: jax.Array,
+    teacher_NPSE: jax.Array,
+) -> jax.Array:
+    arrays = (hidden_BMD, _placed(table_NPSD), teacher_BME, _placed(teacher_NPSE))
+    return _forward(kind, specs, *arrays)[0]
+
+
+def _forward(
+    kind: Kind,
+    specs: tuple[HeadSpec, HeadSpec],
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    teacher_BME: jax.Array,
+    teacher_NPSE: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The divergence; and the logarithms of both totals and the sum of slopes, all [B, M]."""
+    numbered = _numbered(table_NPSD, teacher_NPSE)
+    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+
+    def both(index: jax.Array, ours_PSD: jax.Array, theirs_PSE: jax.Array) -> list[jax.Array]:
+        return [
+            _logits(specs[0], hidden_BMD, index, ours_PSD),
+            _logits(specs[1], teacher_BME, index, theirs_PSE),
+        ]
+
+    # the first pass: what each model's logits are normalised by
+    def add_totals(sums: tuple, block: tuple) -> tuple[tuple, None]:
+        return tuple(_grown(one, logits) for one, logits in zip(sums, both(*block))), None
+
+    start = (zeros + BELOW_ALL, zeros)
+    sums, _ = jax.lax.scan(add_totals, (start, start), numbered)
+    totals = [_log_total(one) for one in sums]
+
+    # the second pass: log-probabilities of a block, and their terms
+    def add_terms(sums: tuple, block: tuple) -> tuple[tuple, None]:
+        ours, theirs = (x - t[..., None, None] for x, t in zip(both(*block), totals))
+        is_token = block_tokens(specs[0], block[1], block[0]) >= 0
+        terms = (jnp.where(is_token, x, 0.0) for x in kind.of(ours, theirs))
+        return tuple(x + jnp.sum(term, axis=-1) for x, term in zip(sums, terms)), None
+
+    sums, _ = jax.lax.scan(add_terms, (zeros, zeros), numbered)
+    # the parts of the vocabulary meet here
+    value, slopes = (jnp.sum(x, axis=-1) for x in sums)
+    return value, (*totals, slopes)
+
+
+def _forward_with_residuals(
+    kind: Kind, specs: tuple[HeadSpec, HeadSpec], *primals: CustomVJPPrimal
+) -> tuple[jax.Array, tuple]:
+    hidden, table, teacher, teacher_table = (primal.value for primal in primals)
+    arrays = (hidden, _placed(table), teacher, _placed(teacher_table))
+    value, found = _forward(kind, specs, *arrays)
+    # whether the table trains is known while tracing
+    trains = () if primals[1].perturbed else None
+    return value, (arrays, found, trains)
+
+
+def _backward(
+    kind: Kind, specs: tuple[HeadSpec, HeadSpec], residuals: tuple, g_BM: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    """The gradients of the student's hidden states and table; the teacher has none."""
+    (hidden_BMD, table_NPSD, teacher_BME, teacher_NPSE), found, trains = residuals
+    ours_total, theirs_total, slopes, g = (x[..., None, None] for x in (*found, g_BM))
+
+    # the third pass: the slope of the divergence by each logit of the student
+    def cotangent(products: jax.Array, block: tuple) -> jax.Array:
+        index, block_PSD, theirs_PSE = block
+        logits, pull = jax.vjp(partial(softcapped, specs[0]), products)
+        is_token = block_tokens(specs[0], block_PSD, index) >= 0
+        ours = jnp.where(is_token, logits - ours_total, BELOW_ALL)
+        theirs = _logits(specs[1], teacher_BME, index, theirs_PSE) - theirs_total
+        slope = jnp.where(is_token, kind.of(ours, theirs)[1], 0.0)
+        return pull(g * (slope - jnp.exp(ours) * slopes))[0]
+
+    return *_pulled_back(hidden_BMD, table_NPSD, trains, cotangent, (teacher_NPSE,)), None, None
+
+
+def _pulled_back(
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    trains: tuple | None,
+    cotangent: Callable,
+    others: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of hidden and table, of what cotangent(products, block) gives for the products
+    of a block, (number, table, *others)."""
+    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+
+    def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+        used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
+        slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
+
+        # d hidden adds up over the blocks; d table is that of this block
+        of_hidden = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
+        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
+        if trains is None:
+            return total, None
+        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
+        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+
+    total, of_table = jax.lax.scan(one_block, zeros_PBMD, _numbered(table_NPSD, *others))
+    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
+
+
+_divergence.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
+
+
+# ---- over the likeliest tokens of the teacher, and all others together
+
+
+def top_tokens(
+    spec: HeadSpec, hidden_BMD: jax.Array, table_VD: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The k likeliest tokens, [B, M, K] int32, and their log-probabilities with that of all others
+    together, [B, M, K + 1] float32; without a gradient."""
+    table_NPSD = _placed(table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
+    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+    none = jnp.zeros((*zeros.shape, k), zeros.dtype)
+
+    # the best so far compete with those of the next block
+    def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
+        best, tokens = carry
+        logits = _logits(spec, hidden_BMD, *block)
+        named = jnp.broadcast_to(block_tokens(spec, block[1], block[0]), logits.shape)
+        best = jnp.concatenate([best, logits], axis=-1)
+        return _best(k, best, jnp.concatenate([tokens, named], axis=-1)), None
+
+    start = (none + BELOW_ALL, none.astype(jnp.int32) - 1)
+    found, _ = jax.lax.scan(add_block, start, _numbered(table_NPSD))
+    # the best of each part of the vocabulary meet here
+    _, tokens_BMK = _best(k, *(x.reshape(*x.shape[:2], -1) for x in found))
+    return tokens_BMK, _list_forward(spec, hidden_BMD, table_NPSD, tokens_BMK)[0]
+
+
+def _best(k: int, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    best, places = jax.lax.top_k(logits, k)
+    return best, jnp.take_along_axis(tokens, places, axis=-1)
+
+
+def list_divergence(
+    kind: Kind,
+    student: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_VD: jax.Array,
+    tokens_BMK: jax.Array,
+    teacher_logprobs: jax.Array,
+) -> jax.Array:
+    """[B, M] float32, in nats: over the tokens of a list and one bin for all others.
+
+    teacher_logprobs: [B, M, K + 1], the last that of all others together.
+    """
+    table_NPSD = table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
+    logprobs = _logprobs_of(student, hidden_BMD, table_NPSD, tokens_BMK)
+    return jnp.sum(kind.of(logprobs, teacher_logprobs)[0], axis=-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs_of(
+    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
+) -> jax.Array:
+    """[B, M, K + 1]: the log-probability of each token of the lists, and of all others."""
+    return _list_forward(spec, hidden_BMD, _placed(table_NPSD), tokens_BMK)[0]
+
+
+def _places(
+    spec: HeadSpec, tokens_BMK: jax.Array, block_PSD: jax.Array, index: jax.Array
+) -> jax.Array:
+    """[B, M, P, K]: where in its part of the block each token of the lists is; S: not in it."""
+    parts, S, _ = block_PSD.shape
+    # the token that each part of the block begins with
+    first_P = jnp.arange(parts) * spec.share + index * S
+    within = tokens_BMK[:, :, None, :] - first_P[:, None]
+    # the part may end before the block does
+    size = jnp.minimum(S, spec.share - index * S)
+    return jnp.where((within >= 0) & (within < size), within, S)
+
+
+def _spread(places: jax.Array, values: jax.Array, size: int) -> jax.Array:
+    """[B, M, P, K] values at their places in a block, [B, M, P, S], 0 elsewhere."""
+
+    def one(place_K: jax.Array, value_K: jax.Array) -> jax.Array:
+        return jnp.zeros(size, value_K.dtype).at[place_K].add(value_K, mode="drop")
+
+    return jax.vmap(jax.vmap(jax.vmap(one)))(places, jnp.broadcast_to(values, places.shape))
+
+
+def _list_forward(
+    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The log-probabilities, and the logarithms of the total of all tokens and of those that are
+    not in the list, [B, M]. One less what is in the list would have few digits."""
+    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+    chosen = jnp.zeros((*zeros.shape, tokens_BMK.shape[-1]), zeros.dtype)
+
+    def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
+        sums, rest, chosen = carry
+        logits = _logits(spec, hidden_BMD, *block)
+        S = logits.shape[-1]
+        places = _places(spec, tokens_BMK, block[1], block[0])
+        # a token that is elsewhere finds any logit here, which is left out below
+        found = jnp.take_along_axis(logits, jnp.minimum(places, S - 1), axis=-1)
+        is_listed = _spread(places, jnp.ones((), jnp.int32), S) > 0
+        rest = _grown(rest, jnp.where(is_listed, BELOW_ALL, logits))
+        return (_grown(sums, logits), rest, chosen + jnp.where(places < S, found, 0.0)), None
+
+    empty = (zeros + BELOW_ALL, zeros)
+    found, _ = jax.lax.scan(add_block, (empty, empty, chosen), _numbered(table_NPSD))
+    log_total, log_rest = (_log_total(sums) for sums in found[:2])
+    both = jnp.concatenate([jnp.sum(found[2], axis=2), log_rest[..., None]], axis=-1)
+    return both - log_total[..., None], (log_total, log_rest)
+
+
+def _list_with_residuals(spec: HeadSpec, *primals: CustomVJPPrimal) -> tuple[jax.Array, tuple]:
+    hidden, table, tokens = (primal.value for primal in primals)
+    arrays = (hidden, _placed(table), tokens)
+    logprobs, totals = _list_forward(spec, *arrays)
+    trains = () if primals[1].perturbed else None
+    return logprobs, (arrays, totals, trains)
+
+
+def _list_backward(
+    spec: HeadSpec, residuals: tuple, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
+    """d s_v = sum_k g_k 1[v = token k] + g_rest 1[v is in no list] p_v / p_rest - p_v sum_k g_k."""
+    (hidden_BMD, table_NPSD, tokens_BMK), totals, trains = residuals
+    log_total, log_rest = (x[..., None, None] for x in totals)
+    of_each = g[:, :, None, :-1]
+    of_rest = g[..., -1][..., None, None]
+    of_all = jnp.sum(g, axis=-1)[..., None, None]
+
+    def cotangent(products: jax.Array, block: tuple) -> jax.Array:
+        index, block_PSD = block
+        logits, pull = jax.vjp(partial(softcapped, spec), products)
+        is_token = block_tokens(spec, block_PSD, index) >= 0
+        real = jnp.where(is_token, logits, BELOW_ALL)
+
+        # of the tokens of the lists, each at its place in the block; and of all others
+        places = _places(spec, tokens_BMK, block_PSD, index)
+        is_listed = _spread(places, jnp.ones((), jnp.int32), logits.shape[-1]) > 0
+        slope = _spread(places, of_each, logits.shape[-1])
+        slope += jnp.where(is_listed, 0.0, of_rest * jnp.exp(real - log_rest))
+        return pull(slope - jnp.exp(real - log_total) * of_all)[0]
+
+    return *_pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
+
+
+_logprobs_of.defvjp(_list_with_residuals, _list_backward, symbolic_zeros=True)

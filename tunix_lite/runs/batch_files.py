@@ -1,0 +1,33 @@
+"""A batch as a file keeps it: arrays by name."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from tunix_lite.types import Batch
+
+# how the name of a stream begins among the arrays of a batch
+STREAM = "streams."
+
+
+def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
+    """All arrays of a batch by name, `streams.NAME` for a stream; without its constants, which are
+    of a model and no part of it."""
+    named = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    streams = named.pop("streams")
+    del named["constants"]
+    named |= {f"{STREAM}{name}": value for name, value in streams.items()}
+    return {name: np.asarray(value) for name, value in named.items() if value is not None}
+
+
+def batch_of_arrays(arrays: dict[str, np.ndarray]) -> Batch:
+    """The batch of what `arrays_of_batch` gives. Raises TypeError for another name."""
+    streams = {
+        name.removeprefix(STREAM): value
+        for name, value in arrays.items()
+        if name.startswith(STREAM)
+    }
+    others = {name: value for name, value in arrays.items() if not name.startswith(STREAM)}
+    if "streams" in others:
+        raise TypeError("a batch has no array named streams")
+    return Batch(**others, streams=streams)

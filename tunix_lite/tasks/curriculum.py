@@ -1,0 +1,264 @@
+"""Curricula: which prompts are asked, by how often the policy has solved them so far.
+
+A curriculum is a function of grades alone, which are the same on all processes, and of seed and
+position in the data. Its state is kept with each checkpoint (runs/curriculum.py).
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.tasks.sources import Walk, digest, order_of
+from tunix_lite.types import Metrics
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Which prompts are asked, by their pass rate: the share of right ones of all completions that
+    were sampled for a prompt so far. By default all are asked alike.
+
+    Example: CurriculumConfig(drop_at=0.9) asks no prompt again that was solved 9 of 10 times.
+    """
+
+    # the pass rate from which on a prompt is not asked again; null: none is dropped
+    drop_at: float | None = None
+    # two pass rates: a prompt that is not between them is asked less often; empty: all alike
+    band: tuple[float, ...] = ()
+    # how often it is asked then, as a share of the other prompts
+    outside: float = 0.25
+    # of a prompt, until its pass rate counts
+    min_completions: int = 8
+    # settings of task.source, the easiest first; training begins with the first
+    levels: tuple[dict, ...] = ()
+    # the pass rate of a level with which the next one begins
+    rise_at: float = 0.7
+    # the newest prompts of a level, whose pass rate that is
+    over_prompts: int = 64
+
+    def __post_init__(self):
+        if self.drop_at is not None and not 0 < self.drop_at <= 1:
+            raise ValueError(f"drop_at={self.drop_at} is a pass rate above 0, at most 1; or null")
+        if self.band and not (len(self.band) == 2 and 0 <= self.band[0] <= self.band[1] <= 1):
+            raise ValueError(f"band={list(self.band)}: two pass rates, such as [0.2,0.8]; or []")
+        if not 0 <= self.outside <= 1:
+            raise ValueError(f"outside={self.outside} is a share, from 0 to 1")
+        if not 0 < self.rise_at <= 1:
+            raise ValueError(f"rise_at={self.rise_at} is a pass rate above 0, at most 1")
+        for name in ("min_completions", "over_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def judges_prompts(self) -> bool:
+        """Whether the pass rate of each prompt counts."""
+        return self.drop_at is not None or bool(self.band)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it changes anything."""
+        return self.judges_prompts or bool(self.levels)
+
+    def drops(self, right: int, judged: int) -> bool:
+        """Whether a prompt is not asked again; right: of `judged` completions."""
+        known = self.drop_at is not None and judged >= self.min_completions
+        return known and right / judged >= self.drop_at
+
+    def share(self, right: int, judged: int) -> float:
+        """How often a prompt is asked where the data have it, 0 to 1."""
+        if judged < self.min_completions:
+            return 1.0
+        if self.drops(right, judged):
+            return 0.0
+        is_outside = self.band and not self.band[0] <= right / judged <= self.band[1]
+        return self.outside if is_outside else 1.0
+
+    def words(self) -> str:
+        """What it does, for people."""
+        found = []
+        if self.levels:
+            found.append(
+                f"{len(self.levels)} levels, the next one at a pass rate of {self.rise_at:g} over "
+                f"{self.over_prompts} prompts"
+            )
+        if self.drop_at is not None:
+            found.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
+        if self.band:
+            low, high = self.band
+            found.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
+        if self.judges_prompts:
+            found.append(f"after {self.min_completions} completions of a prompt")
+        return ", ".join(found)
+
+
+@dataclass(frozen=True)
+class CurriculumState:
+    """What a curriculum knows at some step of a run.
+
+    Example: CurriculumState(rates={"5feceb66ffc86f38": (8, 8)}) knows one prompt, always solved.
+    """
+
+    # counted from 0
+    level: int = 0
+    # of the newest prompts of the level: right ones, of so many completions
+    recent: tuple[tuple[int, int], ...] = ()
+    # by level and round, "0.0": how far the data have been gone through
+    positions: dict[str, int] = field(default_factory=dict)
+    # by digest of the example: right ones, of so many completions
+    rates: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def as_json(self) -> dict:
+        """The state as JSON has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict, levels: int) -> "CurriculumState":
+        """The state that `as_json` wrote. levels: of the settings. Raises ValueError."""
+        try:
+            state = cls(
+                _count(found["level"]),
+                tuple(_pair(item) for item in found["recent"]),
+                {str(key): _count(item) for key, item in found["positions"].items()},
+                {str(key): _pair(item) for key, item in found["rates"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not the state of a curriculum ({error!r})") from error
+        if state.level >= max(levels, 1):
+            raise ValueError(f"level {state.level + 1} of a curriculum with {levels} levels")
+        return state
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{str(value)[:40]} is no count")
+    return value
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    right, judged = value
+    return _count(right), _count(judged)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Prompts to ask, and what was passed over for them.
+
+    Example: draw_prompts(...).examples, a batch of rows of data.
+    """
+
+    examples: list[dict]
+    # where the next draw begins
+    position: int
+    # examples not asked for their pass rate, those among them that are asked all the same since
+    # there are no others, and examples that are too long
+    passed_over: int
+    refilled: int
+    too_long: int
+
+
+def draw_prompts(
+    settings: CurriculumConfig,
+    state: CurriculumState,
+    examples: Sequence[dict],
+    count: int,
+    seed: int,
+    stream: str,
+    length: Any = None,
+    limit: int = 0,
+) -> Draw:
+    """The next `count` examples in the order of `seed`, without those that are not asked now.
+
+    stream: the key in state.positions. length: example -> tokens, of which `limit` are allowed;
+    None: all fit. A batch looks at each example at most once. If too few are asked, the first that
+    were passed over are asked all the same. Raises ValueError if too few are short enough.
+    """
+    walk = Walk(order_of(examples, seed), state.positions.get(stream, 0), len(examples), count)
+    chosen: list[dict] = []
+    passed: list[dict] = []
+    too_long = 0
+    for position, place in walk:
+        example = examples[place]
+        if length is not None and length(example) > limit:
+            too_long += 1
+        elif is_asked(settings, state, example, seed, position):
+            chosen.append(example)
+        else:
+            passed.append(example)
+        if len(chosen) == count:
+            break
+    refilled = passed[: count - len(chosen)]
+    if len(chosen) + len(refilled) < count:
+        raise ValueError(
+            f"of {len(examples):,} training prompts too few fit generation.max_prompt_length="
+            f"{limit}, and a batch takes {count}; raise it, or set generation.long_prompts=truncate"
+        )
+    return Draw(chosen + refilled, walk.position, len(passed), len(refilled), too_long)
+
+
+def is_asked(
+    settings: CurriculumConfig, state: CurriculumState, example: dict, seed: int, position: int
+) -> bool:
+    """Whether an example is asked at this position of the data: always, never, or by chance."""
+    if not state.rates:
+        return True
+    share = settings.share(*state.rates.get(digest(example), (0, 0)))
+    if share in (0.0, 1.0):
+        return share == 1.0
+    return np.random.default_rng((seed, position)).random() < share
+
+
+def record_groups(
+    settings: CurriculumConfig,
+    state: CurriculumState,
+    groups: Iterable[tuple[dict, int, int]],
+) -> CurriculumState:
+    """The state after these groups, all of the current level: (example, right completions, all of
+    them)."""
+    recent = list(state.recent)
+    rates = dict(state.rates)
+    for example, right, judged in groups:
+        recent.append((right, judged))
+        if settings.judges_prompts:
+            key = digest(example)
+            before = rates.get(key, (0, 0))
+            rates[key] = (before[0] + right, before[1] + judged)
+    recent = recent[-settings.over_prompts :] if settings.levels else []
+    state = replace(state, recent=tuple(recent), rates=rates)
+    rises = len(recent) == settings.over_prompts and pass_rate(recent) >= settings.rise_at
+    if rises and state.level + 1 < len(settings.levels):
+        return replace(state, level=state.level + 1, recent=())
+    return state
+
+
+def pass_rate(groups: Iterable[tuple[int, int]]) -> float:
+    """The share of right completions; 0 where there are none."""
+    groups = list(groups)
+    judged = sum(judged for _, judged in groups)
+    return sum(right for right, _ in groups) / judged if judged else 0.0
+
+
+def state_metrics(settings: CurriculumConfig, state: CurriculumState, num_prompts: int) -> Metrics:
+    """Metrics of what is known. num_prompts: those to train on."""
+    metrics: Metrics = {}
+    if settings.judges_prompts:
+        dropped = sum(settings.drops(*rate) for rate in state.rates.values())
+        metrics["curriculum/dropped"] = dropped / num_prompts
+    if settings.levels:
+        metrics["curriculum/level"] = state.level + 1
+        metrics["curriculum/level_pass_rate"] = pass_rate(state.recent)
+    return metrics
+
+
+def source_of_level(source: Any, settings: CurriculumConfig, level: int) -> Any:
+    """The source with the settings of a level, counted from 0; without levels as it is. Raises
+    ValueError if it has no such settings, or refuses them."""
+    if not settings.levels:
+        return source
+    changes = settings.levels[level]
+    known = [one.name for one in dataclasses.fields(source) if one.init]
+    if unknown := changes.keys() - {*known}:
+        raise ValueError(f"task.source has no {sorted(unknown)[0]}; it has {', '.join(known)}")
+    values = {key: tuple(x) if isinstance(x, list) else x for key, x in changes.items()}
+    return replace(source, **values)
