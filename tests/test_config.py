@@ -23,6 +23,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.report import Report
 from tunix_lite.config import (
     RENAMED,
     EvaluationConfig,
@@ -65,6 +66,7 @@ KINDS = {
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
     "command/replay": Replay,
+    "command/report": Report,
     "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,

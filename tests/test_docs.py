@@ -202,8 +202,9 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
-            if "check" in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
-                return ["tunix-lite", *rest[rest.index("check") :]]
+            for command in ("check", "evaluate"):
+                if command in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
+                    return ["tunix-lite", *rest[rest.index(command) :]]
             return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
