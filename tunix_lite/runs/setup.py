@@ -104,6 +104,15 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     return replace(parts, reference=reference)
 
 
+def check_trackers(run: RunConfig) -> None:
+    """Raises ConfigError where the package of a tracker is not installed."""
+    for name, open_tracker in run.tracking.trackers.items():
+        check = getattr(open_tracker, "check", None)
+        if check is not None:
+            with error_context(f"tracking.trackers.{name}"):
+                check()
+
+
 def find_parts(run: RunConfig) -> Parts:
     """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
 
@@ -111,6 +120,7 @@ def find_parts(run: RunConfig) -> Parts:
     sharding rules those of the process.
     """
     # Messages begin with the setting.
+    check_trackers(run)
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
