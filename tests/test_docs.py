@@ -33,6 +33,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
@@ -42,6 +43,7 @@ from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.resolved import check_generation, check_model_divides
+from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
@@ -67,10 +69,15 @@ PROGRAMS = {
     "replay": Replay,
     "report": Report,
     "check": Check,
+    "watch": WatchRun,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
-POSITIONAL = {"doctor": "folder", "replay": "checkpoint"}  # the setting that a first word without = is short for
+POSITIONAL = {
+    "watch": "folder",
+    "doctor": "folder",
+    "replay": "checkpoint",
+}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -203,8 +210,9 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
-            if "check" in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
-                return ["tunix-lite", *rest[rest.index("check") :]]
+            for command in ("check", "evaluate"):
+                if command in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
+                    return ["tunix-lite", *rest[rest.index(command) :]]
             return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:
@@ -258,7 +266,8 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    if run.model.weights in ("bundled", "random"):
+    is_made = not isinstance(run.task.source, reasoning_gym.ReasoningGym) or reasoning_gym.reasoning_gym is not None
+    if run.model.weights in ("bundled", "random") and is_made:
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)

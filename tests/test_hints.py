@@ -1,20 +1,29 @@
 """Words of other projects are answered with the setting that was meant, or with none: never with another one."""
 
+import importlib
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tunix_lite.commands import program
 from tunix_lite.commands.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
 from tunix_lite.commands.program import compose, compose_values, conf_dir
+from tunix_lite.distributed import process_place
+from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.errors import ConfigError
 from tunix_lite.hints import Hint, translated
+from tunix_lite.parallel.mesh import spec
+from tunix_lite.planning.batch_size import plan_batch
+from tunix_lite.runs import setup
 from tunix_lite.synonyms import FAMILIES, WORDS
 
-LINES = (Path(__file__).parent / "foreign_names.txt").read_text().split("## traps")
+ROOT = Path(__file__).parents[1]
+LINES = (ROOT / "tests" / "foreign_names.txt").read_text().split("## traps")
 
 
 def rows(text: str) -> list[tuple[str, str]]:
@@ -143,6 +152,12 @@ def test_everything_that_the_table_says_to_write_can_be_written():
     assert len(bundles) < 15
 
 
+def test_the_page_for_people_from_other_projects_is_the_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = importlib.import_module("coming_from")
+    assert page.PAGE.read_text() == page.render(), "python docs/coming_from.py"
+
+
 def test_flags_are_read_with_their_values():
     words = ["-m", "--cfg", "job", "--lr", "1e-5", "--bf16", "seed=1", "--top-k=-1", "training.max_steps=3"]
     assert [(f.name, f.value) for f in foreign_flags(words, HYDRA)] == [
@@ -197,3 +212,61 @@ def test_a_foreign_word_ends_the_program_with_one_line(words, message, tmp_path,
 def test_a_file_of_ones_own_is_read_as_hydra_reads_it(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
     assert compose_values(["training.max_steps=5"], str(tmp_path), config_name="mine")["seed"] == 3
+
+
+def test_what_torchrun_overwrote_is_named(monkeypatch):
+    exported = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "16", "RANK": "8", "HOME": "x"}
+    now = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+    told = overwritten_by_torchrun(now, exported)
+    assert told.startswith("torchrun overwrote what was exported: RANK=8 became 1, WORLD_SIZE=16 became 4; it takes ")
+    assert overwritten_by_torchrun(now, {"HOME": "x"}) == overwritten_by_torchrun({"WORLD_SIZE": "4"}, exported) == ""
+    for name, value in now.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_place, "environment_of_parent", lambda: exported)
+    with pytest.raises(ValueError, match=r"needs 16 devices, but jax sees 4; .*; torchrun overwrote .*RANK=8 became 1"):
+        setup.mesh_of(compose(["model.mesh_shape=[[8,2],[fsdp,tp]]"]))
+
+
+def test_the_variables_of_the_process_that_started_this_one_are_read():
+    code = "from tunix_lite.distributed.process_place import environment_of_parent as e; print(e()['WORLD_SIZE'])"
+    script = f'export WORLD_SIZE=16; env WORLD_SIZE=4 {sys.executable} -c "{code}"; true'
+    done = subprocess.run(["bash", "-c", f"exec env WORLD_SIZE=16 bash -c {shlex.quote(script)}"], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "16\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        # 128 sequences on one shard in parts of 2, and not 2 of them
+        (["training.micro_batch_size=2", "training.gradient_accumulation_steps=2"],
+         "training.gradient_accumulation_steps=null makes it 64"),
+        # 5 does not divide 128: the size nearest below that does
+        (["training.micro_batch_size=5"], "training.micro_batch_size=4 does"),
+        (["training.gradient_accumulation_steps=3"], "training.micro_batch_size=128 training.gradient_accumulation_steps=null does"),
+        (["training.prompts_per_step=null", "training.micro_batch_size=12"], "training.micro_batch_size=16 would do"),
+        (["training.micro_batch_size=32", "training.sync_gradients_every=3"], "training.sync_gradients_every=2 does"),
+        (["training.packing=prefix", "training.prompts_per_step=null"], "training.prompts_per_step=16"),
+    ],
+)  # fmt: skip
+def test_arithmetic_that_does_not_work_out_names_a_line_that_does(overrides, line):
+    run = compose(overrides)
+    with pytest.raises(ConfigError) as error:
+        plan_batch(run, 1)
+    assert line in str(error.value)
+    keys = dict(word.split("=", 1) for word in line.split() if word.startswith("training."))
+    again = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in overrides} | keys
+    plan_batch(compose([f"{key}={value}" for key, value in again.items()]), 1)
+
+
+def test_a_mesh_that_does_not_divide_the_model_names_one_that_does():
+    mesh = SimpleNamespace(shape={"fsdp": 1, "tp": 4})
+    with pytest.raises(ValueError, match=r"tp could be 1, 3.*: 'model.mesh_shape=\[\[4,1\],\[fsdp,tp\]\]'"):
+        spec(("heads",), (3,), mesh)
+    with pytest.raises(ValueError, match=r"'model.mesh_shape=\[\[2,2\],\[fsdp,tp\]\]'"):
+        spec(("heads",), (6,), mesh)
+
+
+def test_settings_that_go_by_whole_rollouts_name_the_next_multiples():
+    with pytest.raises(ConfigError, match=r"training.save_interval_steps=21 training.max_steps=60"):
+        compose(["algorithm.updates_per_rollout=3"])

@@ -404,12 +404,15 @@ def _unreachable(
     place: ProcessPlace, host: str, port: int, seconds: float, own_host: str, error: OSError
 ) -> str:
     why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    # Whoever exports RANK=1 on the second machine waits here for processes that nobody started.
+    by_hand = "MASTER_ADDR" in place.source
+    rank = "RANK counts processes, not machines. " if by_hand else ""
     return (
         f"process {place.process_id} of {place.num_processes} ({own_host}) could not reach process "
         f"0 at {host}:{port} "
         f"in {seconds:g} s: {why}. Check that process 0 was started and still runs, that this is "
         "its address (it is "
-        f"from {place.source}), and that no firewall is between them: nc -zv {host} {port}. "
+        f"from {place.source}), and that no firewall is between them: nc -zv {host} {port}. {rank}"
         "launch.timeout=SECONDS "
         "waits longer"
     )

@@ -1,8 +1,10 @@
 """Which of the processes of a run this one is: from its settings, or its launcher's variables."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 # The default port of torchrun.
 TORCH_PORT = "29500"
@@ -235,6 +237,43 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
     if "," in workers or int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
         return ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
     return None
+
+
+TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+def overwritten_by_torchrun(
+    environ: Mapping[str, str], exported: Mapping[str, str] | None = None
+) -> str:
+    """Which variables somebody exported, and torchrun replaced, in words; "" if there are none.
+
+    exported: what torchrun itself was given; None: as the system tells of the process that started
+    this one.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return ""
+    given = environment_of_parent() if exported is None else exported
+    changed = [
+        f"{name}={given[name]} became {environ.get(name)}"
+        for name in TORCH_SETS
+        if name in given and given[name] != environ.get(name)
+    ]
+    if not changed:
+        return ""
+    return (
+        f"torchrun overwrote what was exported: {', '.join(changed)}; it takes --nnodes, "
+        "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the variables"
+    )
+
+
+def environment_of_parent() -> dict[str, str]:
+    """The variables that the process which started this one was given; {} where the system does not
+    say."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 # ---- numbers, ports, addresses

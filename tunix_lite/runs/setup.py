@@ -1,8 +1,9 @@
 """Before a run: every check that needs files or devices, and the summary shown at its start."""
 
 import json
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tunix_lite.algorithms.algorithm import frozen_models as frozen_models_of
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
+from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
@@ -24,7 +26,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
@@ -102,6 +104,15 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     return replace(parts, reference=reference)
 
 
+def check_trackers(run: RunConfig) -> None:
+    """Raises ConfigError where the package of a tracker is not installed."""
+    for name, open_tracker in run.tracking.trackers.items():
+        check = getattr(open_tracker, "check", None)
+        if check is not None:
+            with error_context(f"tracking.trackers.{name}"):
+                check()
+
+
 def find_parts(run: RunConfig) -> Parts:
     """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
 
@@ -109,10 +120,11 @@ def find_parts(run: RunConfig) -> Parts:
     sharding rules those of the process.
     """
     # Messages begin with the setting.
+    check_trackers(run)
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
-        mesh = make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+        mesh = mesh_of(run)
         set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
     resolved = resolve_run(
@@ -133,6 +145,21 @@ def find_parts(run: RunConfig) -> Parts:
     )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+
+
+def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
+    """The mesh of the run on the devices that there are.
+
+    Raises ValueError where it does not fit them; under torchrun with what torchrun replaced, for
+    then there are fewer processes than somebody meant.
+    """
+    try:
+        return make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+    except ValueError as error:
+        overwritten = overwritten_by_torchrun(os.environ)
+        if not overwritten:
+            raise
+        raise ValueError(f"{error}; {overwritten}") from error
 
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
@@ -370,12 +397,22 @@ def _size(model: FoundModel) -> str:
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
     """What status.json says of the run beside its progress."""
+    task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
+        # of adapters, those alone
+        "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
+        "data": {
+            # null: of a stream nobody has counted them
+            "train": len(task_source.train) if isinstance(task_source.train, Sized) else None,
+            "held_out": len(task_source.held_out),
+            # null: not looked for, since the examples are not in memory
+            "held_out_in_train": held_out_in_training(parts.task),
+        },
         "versions": {
             "tunix_lite": __version__,
             "jax": jax.__version__,
