@@ -28,6 +28,7 @@ from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
     EvaluationConfig,
+    MeshShape,
     ModelConfig,
     RunConfig,
     TrackingConfig,
@@ -181,6 +182,11 @@ def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
     assert conf_dir() == CONF
     monkeypatch.setattr("tunix_lite.distributed.launcher.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
     assert conf_dir() == tmp_path / "site-packages" / "tunix_lite" / "conf"
+
+
+def test_a_mesh_from_the_folder_of_a_run_is_read_again():
+    read_before = ((-1, 1), ("fsdp", "tp"))
+    assert build(MeshShape, read_before, "model.mesh_shape") == read_before
 
 
 @pytest.mark.parametrize(
