@@ -14,6 +14,7 @@ import dataclasses
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +81,16 @@ def always_0(completion: str, example: dict) -> float:
 
 def always_1(completion: str, example: dict) -> float:
     return 1.0
+
+
+def of_the_prompt(completion: str, example: dict) -> float:
+    """Whether the question is an easy one: nothing of the completion."""
+    return float(len(example["answer"]) % 2)
+
+
+def coin(completion: str, example: dict) -> float:
+    """A number that has to do with nothing, the same for the same text."""
+    return float(zlib.crc32(f"{example['question']} {completion}".encode()) % 2)
 
 
 def short(completion: str, example: dict) -> float:
@@ -237,6 +248,15 @@ SPOILT = {
         ("algorithm.updates_per_rollout=6", "optimizer.learning_rate=1e-3"),
     ),
 }
+# faults that no check was written for, run once before any check was changed by them
+UNSEEN = {
+    "reward of the prompt alone": Case(("rewards_constant", "reward_of_prompt"), spoil=with_reward(of_the_prompt)),
+    "reward of a coin": Case(("reward_sign", "reward_noise", "evaluation_falls"), spoil=with_reward(coin)),
+    "a stop text that cuts": Case(("parse_failures", "truncated"), ("generation.stop=['er']",)),
+    "greedy rollouts": Case(("completions_identical", "temperature_low"), ("generation.top_k=1",)),
+    "weight decay of 1000": Case(("step_too_large",), ("optimizer.weight_decay=1000.0",)),
+    "adapters, learning rate x 100": Case(("step_too_large",), ("model.lora.rank=8", "optimizer.learning_rate=0.2")),
+}
 SOUND = {
     "sound: seed 1": Case((), ("seed=1",)),
     "sound: seed 2, 16 prompts": Case((), ("seed=2", "training.prompts_per_step=16")),
@@ -262,7 +282,7 @@ def main(out: Path, words: list[str]) -> None:
     more = [word for word in words if "=" in word]
     chosen = [word for word in words if word not in more]
     verdicts = {}
-    for name, case in (SPOILT | SOUND).items():
+    for name, case in (SPOILT | UNSEEN | SOUND).items():
         if chosen and name not in chosen:
             continue
         folder = out / folder_name(name)
@@ -275,7 +295,7 @@ def main(out: Path, words: list[str]) -> None:
         mark = "right" if is_right else f"WRONG, expected {' or '.join(case.right) or 'none'}"
         seconds = time.perf_counter() - began
         print(f"{name:<36}{(names or ['none'])[0]:<24}{mark}  ({seconds:.0f} s)", flush=True)
-    for title, group in (("spoilt", SPOILT), ("sound", SOUND)):
+    for title, group in (("spoilt", SPOILT), ("unseen", UNSEEN), ("sound", SOUND)):
         done = [verdicts[name]["right"] for name in group if name in verdicts]
         print(f"{title}: {sum(done)} of {len(done)} right")
     (out / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n")
@@ -333,7 +353,7 @@ METRICS = {
 def record(out: Path, file: Path) -> None:
     """Writes what there is to know of each run in OUT, a few KB each."""
     kept = {}
-    for name, case in (SPOILT | SOUND).items():
+    for name, case in (SPOILT | UNSEEN | SOUND).items():
         if not (out / folder_name(name)).exists():
             continue
         run = read_evidence(out / folder_name(name))

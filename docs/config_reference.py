@@ -34,6 +34,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay, ReplayOptions
+from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -140,6 +141,8 @@ GROUPS = (
     Group("The command replay", "", Replay, None),
     Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
     Group("The command check", "", Check, None),
+    Group("The command watch", "", WatchRun, None),
+    Group("How the command watch looks", "watch.", WatchOptions, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )

@@ -15,7 +15,7 @@ from tunix_lite.checks import devices, host, nvidia, probe
 from tunix_lite.checks.lines import CheckLine, LinePrinter, exit_code, fails, look_within, ok, warns
 from tunix_lite.commands import check
 from tunix_lite.distributed import join
-from tunix_lite.distributed.launcher import training_command
+from tunix_lite.distributed.launcher import process_command
 from tunix_lite.distributed.process_place import LaunchConfig
 
 ROOT = Path(__file__).parents[1]
@@ -214,8 +214,8 @@ def test_wrong_settings_are_a_line_among_the_others(words, lines, monkeypatch, c
 
 
 def test_a_launcher_starts_checks_as_it_starts_runs():
-    assert training_command(["check", "devices=2"])[1:] == ["-m", "tunix_lite", "check", "devices=2"]
-    assert training_command(["seed=1"])[1:] == ["-m", "tunix_lite", "train", "seed=1"]
+    assert process_command(["check", "devices=2"])[1:] == ["-m", "tunix_lite", "check", "devices=2"]
+    assert process_command(["seed=1"])[1:] == ["-m", "tunix_lite", "train", "seed=1"]
 
 
 @pytest.mark.wide

@@ -23,6 +23,8 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
+from tunix_lite.commands.report import Report
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
     EvaluationConfig,
@@ -60,11 +62,13 @@ KINDS = {
     "task": TaskConfig,
     "command/chat": ChatConfig,
     "command/check": Check,
+    "command/watch": WatchRun,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
     "command/replay": Replay,
+    "command/report": Report,
     "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,

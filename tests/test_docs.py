@@ -31,6 +31,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
@@ -66,10 +67,15 @@ PROGRAMS = {
     "replay": Replay,
     "report": Report,
     "check": Check,
+    "watch": WatchRun,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
-POSITIONAL = {"doctor": "folder", "replay": "checkpoint"}  # the setting that a first word without = is short for
+POSITIONAL = {
+    "watch": "folder",
+    "doctor": "folder",
+    "replay": "checkpoint",
+}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -202,8 +208,9 @@ def without_launcher(words: list[str]) -> list[str]:
             flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[len(start) :]))
             assert {flag.partition("=")[0] for flag in flags} <= options, f"unknown option in {flags}"
             rest = words[len(start) + len(flags) :]
-            if "check" in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
-                return ["tunix-lite", *rest[rest.index("check") :]]
+            for command in ("check", "evaluate"):
+                if command in (*rest[:1], *rest[2:3]):  # check, or -m tunix_lite check
+                    return ["tunix-lite", *rest[rest.index(command) :]]
             return ["python", *rest] if rest and rest[0].endswith(".py") else ["tunix-lite", "train", *rest]
     start = next((s.split() for s in SCRIPTS if words[: len(s.split())] == s.split()), None)
     if start is None:

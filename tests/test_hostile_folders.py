@@ -5,6 +5,7 @@ would run leaves a file behind (the canary), and every test looks for it. See do
 """
 
 import base64
+import contextlib
 import json
 import math
 import os
@@ -24,11 +25,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import yaml
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.checkpoint import LATER, Checkpoints
-from tunix_lite.commands import chat, export, generate, program, replay
+from tunix_lite.commands import chat, doctor, evaluate, export, generate, program, replay
 from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
@@ -46,6 +48,9 @@ from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import FILES, Tokenizer
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
+from tunix_lite.plain_text import escaped
+from tunix_lite.report.evidence import read_evidence
+from tunix_lite.report.findings import diagnose
 from tunix_lite.runs import leaving
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
@@ -341,6 +346,8 @@ COMMANDS = {
     "chat": (chat.main, []),
     "export": (export.main, ["out=exported"]),
     "replay": (replay.main, ["skipped=2"]),
+    "evaluate": (evaluate.main, ["evaluate.num_examples=1", "out=exported"]),
+    "replay step": (replay.main, ["step=1"]),
 }
 
 
@@ -796,6 +803,189 @@ def test_a_batch_in_which_nothing_is_wrong_is_read(good):
     """Else every one of those above could be refused for one reason that has nothing to do with it."""
     batch = replay.read_batch(RunDir(good / "run"), replay.Replay(str(good / "run"), skipped=2))
     np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
+
+
+# ---- replay step=, which takes the settings of the run
+
+
+@pytest.fixture(scope="module")
+def composed() -> tuple[dict, dict]:
+    """The settings of the run of a stranger, and those of `tunix-lite replay evil.plug step=1`."""
+    ours = ["checkpoint=evil.plug", "step=1", 'model.mesh_shape=[[4,1],["fsdp","tp"]]']
+    return program.compose_values(["seed=3"]), program.compose_values(ours, of=("+command=replay",))
+
+
+OURS = "tunix_lite."
+NOT_TAKEN = {  # key -> what stands there, and words of the refusal
+    "task.correct": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
+    "task.extract._target_": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
+    "task.rewards.more": ({"fn": "os.system", "weight": 1.0}, "'os.system' is named by"),
+    # the folder itself has such a name, and Python finds evil.py beside it
+    "task.correct ": ("evil.plug", "'evil.plug' is named by"),
+    "task.rewards.judge": (
+        {"fn": {"_target_": f"{OURS}rewards.judge.Judge"}, "weight": 1.0},
+        "judge.Judge' is named by",
+    ),
+    "task.rewards.code": ({"fn": {"_target_": f"{OURS}rewards.code.PassesTests"}, "weight": 1.0}, "Tests' is named by"),
+    "algorithm._target_": ("subprocess.Popen", "'subprocess.Popen' is named by"),
+    "optimizer._target_": ("subprocess.Popen", "optimizer._target_"),
+    "training.prompts_per_step": (10**9, "prompts_per_step=1000000000 is beyond 65,536"),
+    "algorithm.num_generations": (10**9, "num_generations=1000000000 is beyond"),
+    "generation.stop_token_ids": ([10**4000], "stop_token_ids=1000"),
+    "task.source.max_terms": (10**6, "max_terms=1000000 is beyond"),
+    "task.prompt": ("{question:>1000000000}", "makes a text of any length"),
+    "task.system": ("{question:>{question}}", "makes a text of any length"),
+    "training": ([1], "training is [1], not a group of settings"),
+    "task.source": (5, "task.source: expected a group of settings"),
+    "task": (None, "task is None"),
+    "task.\x1b[2J": (1, "task.\\x1b[2J=1 has a name of no text"),
+    "task.\x1b[2J ": (10**9, "task.\\x1b[2J=1000000000 "),
+    "seed": (10**30, "seed=1000"),
+}
+
+
+def settings_of_a_stranger(composed, folder: Path, key: str, value) -> RunConfig:
+    """What `replay FOLDER step=1` builds of a config.yaml with another value at this key."""
+    theirs, ours = json.loads(json.dumps(composed))
+    place, *path = theirs, *key.removesuffix(" ").split(".")
+    for name in path[:-1]:
+        if not isinstance(place[name], dict):
+            place[name] = {"_target_": place[name]}
+        place = place[name]
+    place[path[-1]] = value
+    (folder / ".hydra").mkdir(exist_ok=True)
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(theirs))
+    ours["checkpoint"] = os.path.relpath(folder)
+    with contextlib.ExitStack() as until_its_end:
+        values = replay.with_settings_of_run(until_its_end, ours, ["checkpoint", "step"])
+        return build(RunConfig, {name: item for name, item in values.items() if name not in replay.OWN})
+
+
+@pytest.mark.parametrize("key", NOT_TAKEN)
+def test_what_replay_does_not_take_from_the_settings_of_a_run(key, composed, tmp_path, canary, monkeypatch):
+    value, words = NOT_TAKEN[key]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.plug").mkdir()
+    (tmp_path / "evil.py").write_text(PLUG.format(canary=str(canary)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    is_refused(lambda: settings_of_a_stranger(composed, tmp_path / "evil.plug", key, value), words)
+
+
+def test_what_replay_takes_is_the_runs_but_for_what_belongs_to_this_machine(composed, tmp_path):
+    run = settings_of_a_stranger(composed, tmp_path, "rewards.workers", 10**6 // 16)
+    assert run.seed == 3 and run.rewards.workers == 1 and run.evaluation.num_examples == 0
+    observers = {"mine": "hostile_plug.Plug"}
+    assert settings_of_a_stranger(composed, tmp_path, "tracking.observers", observers).tracking.observers == {}
+    assert settings_of_a_stranger(composed, tmp_path, "task.prompt", "{{5}} {question:>9999}").task.prompt
+
+
+YAML = {
+    "tags": "!!python/object/apply:os.system ['touch CANARY']",
+    "a billion laughs": "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+    "brackets": "a: " + DEEP,
+    "a colon without an end": "a: " + "{" * 3000,
+}
+
+
+@pytest.mark.parametrize("kind", [*FILES_THAT_ARE_NONE, *YAML])
+def test_settings_that_are_none_are_refused_by_replay_and_named_by_the_doctor(kind, composed, tmp_path, canary):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    if kind in YAML:
+        (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
+    else:
+        put_in(folder / ".hydra", "config.yaml", kind)
+    ours = {**composed[1], "checkpoint": str(folder)}
+
+    def replayed():
+        with contextlib.ExitStack() as until_its_end:
+            return replay.with_settings_of_run(until_its_end, ours, ["step"])
+
+    said = within_two_seconds(replayed)
+    is_file = (folder / ".hydra" / "config.yaml").is_file()
+    if isinstance(said, dict):  # as if there were none, or with a setting that a run has not
+        assert not is_file or said == ours or "a" not in said
+    else:
+        assert said.startswith("checkpoint: ") and "config.yaml" in said
+    lines = within_two_seconds(lambda: doctor_says(folder))
+    assert all(line.isprintable() for line in lines)
+
+
+# ---- doctor
+
+
+def doctor_says(folder: Path) -> list[str]:
+    """The lines of `tunix-lite doctor FOLDER`."""
+    evidence = read_evidence(folder)
+    json.dumps(doctor.as_object(evidence, diagnose(evidence)))
+    return [escaped(line, 1000) for line in doctor.as_lines(evidence, diagnose(evidence))]
+
+
+@pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
+def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
+    (tmp_path / "samples").mkdir()
+    for name in ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json"):
+        put_in(tmp_path, name, kind)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    said = within_two_seconds(lambda: doctor_says(tmp_path))
+    # for Python a link to itself is not there
+    assert any("not read: " in line for line in said) or kind == "a link to itself"
+    put_in(tmp_path, "metrics.jsonl", kind)
+    within_two_seconds(lambda: doctor_says(tmp_path))
+
+
+def test_the_doctor_shows_nothing_of_a_text_that_acts_on_a_terminal(tmp_path):
+    row = {"prompt": "\x1b[2J", "completion": "\x1b]0;owned\x07" * 9, "reward": 0.0, "correct": False}
+    row |= {"extracted": None, "advantage": 0.0, "finish_reason": "\u202e", "group": 0}
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step_000001.jsonl").write_text((json.dumps(row) + "\n") * 16)
+    steps = [{"step": i, "train/loss": 0.0, "reward/\x1b[2J": 1.0, "rewards/errors": 9} for i in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "status.json").write_text(json.dumps({"status": "failed", "error": "\x1b[2J\n\x07"}))
+    said = doctor_says(tmp_path)
+    assert len(said) > 3 and all(line.isprintable() for line in said)
+
+
+def test_a_line_without_an_end_is_given_up(tmp_path):
+    """A hole of a terabyte, which takes no room on the disk."""
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(2**40)
+    is_refused(lambda: doctor_says(tmp_path), "metrics.jsonl has a line of more than 67,108,864 bytes")
+    is_refused(lambda: check_rows(tmp_path / "metrics.jsonl", 1, 0), "has a line of more than")
+
+
+# ---- evaluate, which writes into the folder
+
+
+def evaluation(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(out=None, checkpoint=str(folder), step=1, overwrite=False)
+
+
+def test_the_results_of_an_evaluation_do_not_follow_a_link_out_of_the_run(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    for place in ("evaluation", "evaluation/step_000001", "evaluation/step_000001/arithmetic"):
+        link = tmp_path / "run" / place
+        link.symlink_to(tmp_path / "mine")
+        is_refused(lambda: evaluate.output_folder(None, evaluation(tmp_path / "run"), ["arithmetic"]), "is a link to")
+        link.unlink()
+        link.mkdir()
+    assert evaluate.output_folder(None, evaluation(tmp_path / "run"), ["arithmetic"]) == link
+    (tmp_path / "by another way").symlink_to(tmp_path / "run")
+    evaluate.output_folder(None, evaluation(tmp_path / "by another way"), ["arithmetic"])
+
+
+@pytest.mark.parametrize("name", ["model.arithmetic.jsonl", "model.arithmetic.jsonl.tmp"])
+def test_a_result_replaces_a_link_or_a_pipe_and_does_not_write_into_it(name, tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    (tmp_path / name).symlink_to(mine)
+    within_two_seconds(lambda: evaluate._replace(tmp_path / "model.arithmetic.jsonl", "new"))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    within_two_seconds(lambda: evaluate._replace(tmp_path / "model.arithmetic.jsonl", "newer"))
+    assert mine.read_text() == "kept" and (tmp_path / "model.arithmetic.jsonl").read_text() == "newer"
 
 
 # ---- resume, and checkpoints

@@ -494,8 +494,10 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
 
 
 def test_without_a_file_it_trains():
-    assert launcher.training_command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
-    assert launcher.training_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
+    assert launcher.process_command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
+    assert launcher.process_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
+    evaluate = ["-m", "tunix_lite", "evaluate", "checkpoint=RUN"]
+    assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
 
 
 def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():

@@ -12,7 +12,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import prepare, startup_summary
-from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.row_files import Rows
 from tunix_lite.tasks.row_stream import RowStream
@@ -96,7 +96,9 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)
     assert [e["prompt"] for e in task.config.source.held_out] == ["9", "19"]
     assert len(task.config.source.train) == 23 and task.config.source.train.where(9).endswith("line 11")
+    assert held_out_in_training(task) == 0, "before it was looked for, and afterwards"
     assert check_all_rows(task, False, 2) == "23 examples to train on, 2 held out"
+    assert held_out_in_training(task) == 0
 
 
 def test_a_file_that_stays_on_disk_gives_the_same_batches(tmp_path, tokenizer):

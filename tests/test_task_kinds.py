@@ -17,7 +17,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.pool import check_portable
 from tunix_lite.runs.setup import prepare
 from tunix_lite.tasks.chat import like_answer, same_as_answer
-from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.gsm8k import flexible, strict
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
@@ -55,6 +55,7 @@ def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     assert task.config.correct(first["completion"], first) == strict(first["completion"], first) == 1
     assert task.text.ask(second) == "How much?\nThink step by step, and end with #### and the number."
     assert check_all_rows(task, True, 2).startswith("2 examples to train on, 2 held out; 2 of the held-out prompts are")
+    assert held_out_in_training(task) == 2
     assert task.text.place(second).endswith("train.jsonl, line 2: ")
     for row, says in (
         ({"question": "x", "answer": "72"}, "line 1: the answer ends in '72', not in `#### 72`"),

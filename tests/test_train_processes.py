@@ -1,12 +1,18 @@
 """A run of several hosts is the run of one host with the same devices: same samples, same numbers, one folder."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import train_worker
 from processes import LIMIT, run_together
+
+ROOT = Path(__file__).parents[1]
 
 
 def kept(folder) -> tuple[list[dict], dict[str, list[dict]]]:
@@ -97,3 +103,26 @@ def test_a_run_goes_on_with_other_processes_on_another_mesh(count, mesh, alone, 
         np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
     assert [row["step"] for row in kept(together)[0]] == [0, 1, 2]
     assert_same_samples(kept(together)[1], kept(folder)[1])
+
+
+@pytest.mark.wide
+def test_two_processes_evaluate_as_one_with_their_devices_does(tmp_path):
+    """The same bytes: tables, numbers, and every completion with its log-probabilities."""
+    words = ["evaluate.num_examples=12", "evaluate.num_samples=2", "generation.max_new_tokens=16"]
+    asked = ["evaluate", *words, "model.mesh_shape=[[2,1],[fsdp,tp]]"]
+    said = {}
+    for count, call in ((1, ["tunix_lite"]), (2, ["tunix_lite.launch", "--nprocs=2"])):
+        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+        environment |= {"JAX_NUM_CPU_DEVICES": str(2 // count), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", *call, *asked, f"out=results{count}"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        said[count] = done.stdout
+    assert said[1] == said[2] and "accuracy" in said[1]
+    names = sorted(file.name for file in (tmp_path / "results1").iterdir())
+    assert names == ["model.arithmetic.jsonl", "results.json", "results.md"]
+    for name in names:
+        assert (tmp_path / "results1" / name).read_bytes() == (tmp_path / "results2" / name).read_bytes()
+    assert not (tmp_path / "outputs").exists(), "an evaluation is no run"

@@ -5,6 +5,7 @@ import sys
 
 from tunix_lite.commands import completion
 from tunix_lite.commands import help as help_pages
+from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.commands.help import COMMANDS
 from tunix_lite.hints import near_word
 
@@ -36,6 +37,7 @@ ELSEWHERE = {
 }
 
 
+@as_long_as_read()
 def main() -> None:
     words = sys.argv[1:]
     command = words[0] if words else ""

@@ -208,16 +208,21 @@ class TrackingConfig:
     tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
     samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
     samples_shown: int = 3  # completions of such a step shown on the console
+    # updates between two sets of histograms for TensorBoard and other trackers; 0: none
+    histograms_interval_steps: int = 10
     # the screen: rich: a live region; plain: a line a step; quiet: hints, errors and results only;
     # auto: rich on a terminal that can show it, else plain
     console: str = "auto"
     report: bool = True  # report.html and report.md at the end of the run, however it ends
+    # trackers beside the files by name, each (tracking.plugs.TrackedRun) -> Tracker
+    trackers: dict[str, Callable] = field(default_factory=dict)
     # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
-        if self.samples_interval_steps < 0 or self.samples_shown < 0:
-            raise ValueError("samples_interval_steps and samples_shown must not be negative")
+        for name in ("samples_interval_steps", "samples_shown", "histograms_interval_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.console not in CONSOLES:
             raise ValueError(f"console={self.console!r} is one of {', '.join(CONSOLES)}")
 

@@ -3,12 +3,14 @@ is; or two models at several tasks."""
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
@@ -16,8 +18,19 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig, build
-from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.config import RunConfig, build, plain
+from tunix_lite.distributed.agreement import process_info, user_code_digests
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.join import (
+    agree,
+    exit_at_once_on_failure,
+    exit_when_a_peer_is_lost,
+    hosts,
+    initialise,
+    is_first,
+)
+from tunix_lite.distributed.meeting import NotMet
+from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.evaluation import report
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
@@ -28,6 +41,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import visible
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
 # the files of an evaluation
@@ -81,7 +95,8 @@ class EvaluateConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("evaluate", EvaluateConfig, evaluate_models, composes_again=True)
+    with exit_at_once_on_failure():
+        program.run_command("evaluate", EvaluateConfig, evaluate_models, composes_again=True)
 
 
 def evaluate_models(
@@ -89,23 +104,74 @@ def evaluate_models(
 ) -> None:
     """Evaluates the model, and the one that it is compared with; prints and writes the results.
 
-    Raises ConfigError for tasks or an `out` that cannot be used, before a model is loaded.
+    Of several processes each samples and grades its share, and the first one prints and writes.
+    Raises ConfigError for tasks or an `out` that cannot be used, on all of them, before a model is
+    loaded.
     """
-    asked = settings.evaluate
-    runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
-    for name in asked.tasks:
-        runs[name] = composed_again([f"task={name}"])
-    out = output_folder(run, settings, list(runs))
+    join_evaluation(run, settings)
+    with exit_when_a_peer_is_lost():
+        asked = settings.evaluate
+        runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
+        out, seen, error = None, {}, None
+        # What is wrong may be of this machine alone, and the others must hear of it.
+        try:
+            for name in asked.tasks:
+                runs[name] = composed_again([f"task={name}"])
+            out = output_folder(run, settings, list(runs)) if is_first() else None
+            seen = check_models(run, asked, runs)
+        except ConfigError as problem:
+            error = str(problem)
+        with error_context(""):
+            agree(seen, error)
+
+        models, scores, rows = score_models(run, settings, runs)
+        results = {
+            name: report.task_result(found, asked.level, run.seed) for name, found in scores.items()
+        }
+        if out is not None:
+            _write(out, run, settings, models, results, rows)
+
+
+def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:
+    """One evaluation of all processes that were started as one, which is mostly this one alone."""
+    asked = {"evaluate": plain(settings.evaluate), "step": settings.step}
     with error_context(""):
-        tokenizers = [source.locate(run.model).tokenizer]
+        try:
+            initialise(run.launch, os.environ, process_info(plain(run) | asked))
+        except NotMet as error:
+            raise RunFailed(str(error)) from error
+
+
+def check_models(
+    run: RunConfig, asked: EvaluateTaskConfig, runs: dict[str, RunConfig]
+) -> dict[str, str]:
+    """Finds the models, and checks the examples of every task. Returns what must be the same on all
+    processes and is not in the settings. Raises ConfigError."""
+    with error_context(""):
+        found = {"weights": source.locate(run.model)}
     if asked.against is not None:
         with _naming_against(asked):
-            tokenizers.append(source.locate(_other_settings(asked)).tokenizer)
-    for tokenizer in tokenizers:
-        for name, each in runs.items():
-            _examples(name, each, tokenizer, asked)
+            found["weights of evaluate.against"] = source.locate(_other_settings(asked))
+    examples = {
+        f"data of {name}": _examples(name, each, model.tokenizer, asked)
+        for model in found.values()
+        for name, each in runs.items()
+    }
+    if len(hosts()) == 1:
+        return {}
+    seen = {name: source.weights_digest(model) for name, model in found.items()}
+    seen |= {name: held_out.task.digest(held_out.examples) for name, held_out in examples.items()}
+    for each in runs.values():
+        seen |= user_code_digests(each)
+    return seen
 
-    # One model after the other: the second may need the memory of the first.
+
+def score_models(
+    run: RunConfig, settings: EvaluateConfig, runs: dict[str, RunConfig]
+) -> tuple[dict[str, dict], dict[str, dict[str, dict[str, np.ndarray]]], dict[str, list[dict]]]:
+    """(what each model is, scores by task and model, completions by file) of one model after the
+    other: the second may need the memory of the first."""
+    asked = settings.evaluate
     models = {}
     scores: dict[str, dict[str, dict[str, np.ndarray]]] = {name: {} for name in runs}
     rows: dict[str, list[dict]] = {}
@@ -119,11 +185,7 @@ def evaluate_models(
             found, scores[name][which] = _evaluate_one(each, asked, model, held_out, which, name)
             rows[f"{which}.{name}"] = found
         del model
-
-    results = {
-        name: report.task_result(found, asked.level, run.seed) for name, found in scores.items()
-    }
-    _write(out, run, settings, models, results, rows)
+    return models, scores, rows
 
 
 def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) -> Path:
@@ -137,6 +199,9 @@ def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) ->
         if step is None:
             step = Checkpoints(RunDir(folder).checkpoints).latest_step()
         out = folder / "evaluation" / f"step_{step or 0:06d}" / "+".join(tasks)
+        # A link in the folder of somebody else could lead to a folder of yours.
+        if not out.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"out: {out} is a link to another place; give out=FOLDER")
     else:
         now = time.strftime("%Y-%m-%d/%H-%M-%S")
         out = Path("outputs") / run.project_name / "evaluation" / now
@@ -214,7 +279,8 @@ def _evaluate_one(
     counts = [(count, max(asked.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
-    with held_out.task.with_workers(run.rewards, _say) as task:
+    processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
+    with held_out.task.with_workers(run.rewards, _say, processes) as task:
         evaluated, scores = model_scores(
             Policy(generate, None),
             model.params,
@@ -229,8 +295,9 @@ def _evaluate_one(
 
 
 def _say(text: str) -> None:
-    """Results go to standard output, all else to standard error."""
-    print(visible(text), file=sys.stderr, flush=True)
+    """Results go to standard output, all else to standard error, of the first process."""
+    if is_first():
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def _write(
@@ -249,14 +316,24 @@ def _write(
     }
     text = report.as_markdown(models, asked, results)
     print(escape_for_terminal(text), end="")
-    plain = json_value(report.as_plain(models, asked, results))
+    numbers = json_value(report.as_plain(models, asked, results))
     with error_context("out"):
         try:
             out.mkdir(parents=True, exist_ok=True)
             for name, found in rows.items():
-                (out / f"{name}.jsonl").write_text(json_lines(found))
-            (out / "results.md").write_text(text, encoding="utf-8")
-            (out / "results.json").write_text(json.dumps(plain, indent=2) + "\n")
+                _replace(out / f"{name}.jsonl", json_lines(found))
+            _replace(out / "results.md", text)
+            _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
         except OSError as error:
             raise ValueError(f"{out} cannot be written: {error.strerror}") from error
     _say(f"results.json, results.md and all completions are in {out}")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Writes a file, in the place of one that is there: neither a link nor a pipe of that name is
+    followed. Raises OSError."""
+    fresh = file.with_name(f"{file.name}.tmp")
+    fresh.unlink(missing_ok=True)
+    with fresh.open("x", encoding="utf-8") as opened:
+        opened.write(text)
+    fresh.replace(file)

@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunix_lite.commands import help as help_pages
+from tunix_lite.commands.closed_pipe import as_long_as_read, end_when_unread
 from tunix_lite.commands.flags import (
     HYDRA,
     OF_COMMANDS,
@@ -41,6 +42,7 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.distributed.launcher import (
+    SHOWS_ONLY,
     check_config_dir,
     conf_dir,
     config_dir,
@@ -259,6 +261,8 @@ def main(
     the process with a message and an exit code.
     """
     keep_freed_memory()
+    if SHOWS_ONLY & set(sys.argv[1:]):
+        end_when_unread()
     if _only_shows(sys.argv[1:]):
         return
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
@@ -322,17 +326,17 @@ def run_command(
 
     composes_again: `action` gets a third argument, a function from overrides that come last,
     ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word without `=` is short for; is_list: all such words are, as a list.
-    change_settings: (values, keys that the command line gives) -> the values to build from, all
-    plain. without_run: (settings, error) is called where the settings of a run are wrong, in place
-    of ending. Errors end the process with a message and an exit code.
+    that a first word is short for: one without `=`, or the name of a folder that is there; is_list:
+    all such words are, as a list. change_settings: (values, keys that the command line gives) ->
+    the values to build from, all plain. without_run: (settings, error) is called where the settings
+    of a run are wrong, in place of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     known = _words_of(name)
     if known.help:
         _print_help(name, f"{positional} ..." if is_list else positional)
         return
-    folders = _without_equals(known.overrides, is_list) if positional else []
+    folders = _folders_of(known.overrides, is_list) if positional else []
 
     def act() -> None:
         # Hydra reads all but the texts for the model, which are taken as they are.
@@ -363,7 +367,7 @@ def run_command(
             action(run, settings)
 
     guarded = _wrong_settings_to(without_run, name, kind, known.overrides)
-    _or_exit(lambda: _as_long_as_read(guarded(act)), interrupted="")
+    _or_exit(as_long_as_read()(guarded(act)), interrupted="")
 
 
 @contextlib.contextmanager
@@ -413,17 +417,20 @@ def _take_literals(values: dict, words: list[str]) -> None:
             values[key] = _unquoted(literal)
 
 
+@as_long_as_read()
 def _print_help(name: str, positional: str | None) -> None:
     place = f" [{positional.upper()}]" if positional else ""
     print(f"usage: tunix-lite {name}{place} [key=value ...] [--cfg job] [--config-dir DIR]\n")
     print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
 
 
-def _without_equals(words: list[str], is_list: bool) -> list[str]:
-    """Takes the first word out if it has no `=`, and with is_list all such words; returns them."""
-    taken = [word for word in words if "=" not in word] if is_list else words[:1]
-    if not is_list and taken and "=" in taken[0]:
-        return []
+def _folders_of(words: list[str], is_list: bool) -> list[str]:
+    """Takes the first word out if it is a folder, and with is_list all that are; returns them.
+
+    A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
+    """
+    looked_at = words[:] if is_list else words[:1]
+    taken = [word for word in looked_at if "=" not in word or os.path.isdir(word)]
     for word in taken:
         words.remove(word)
     return taken
@@ -567,14 +574,6 @@ def _run_dir(overrides: list[str]) -> Path:
     Without hydra.run.dir Hydra takes a new folder, named after the time: it holds nothing.
     """
     return Path(folder_given(overrides) or "outputs/not-made-yet")
-
-
-def _as_long_as_read(action: Callable[[], object]) -> None:
-    """Runs `action`, and takes a closed pipe for success: `| head` has read all that it wants."""
-    try:
-        action()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 RESUME_HINT = (

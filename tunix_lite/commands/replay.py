@@ -25,7 +25,7 @@ from tunix_lite.files.imports import importing_only
 from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
-from tunix_lite.plain_text import escaped
+from tunix_lite.plain_text import escaped, shown, visible
 from tunix_lite.runs.batch_files import STREAM, arrays_of_batch, batch_of_arrays
 from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
 from tunix_lite.tracking.rundir import RunDir
@@ -46,6 +46,12 @@ ARRAYS = (
     "old_logprobs",
     "ref_logprobs",
 )
+# the largest whole number that the settings in a folder may hold
+MOST_OF_A_STRANGER = 2**16
+# but for those that say where in a stream something is, beside those in steps
+OF_A_STREAM = ("seed", "num_train", "num_held_out", "num_problems")
+# in a text with {names}: a width of five digits and more, or one that a field gives
+WIDE = re.compile(r"\{[^{}]*(?:\{|\d{5})")
 # of a batch, unpacked: a small file can hold very many zeros
 MOST_BYTES = 2**32
 
@@ -91,6 +97,10 @@ class Replay:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
 
 
+# settings of the command itself
+OWN = {f.name for f in dataclasses.fields(Replay)}
+
+
 def main() -> None:
     with contextlib.ExitStack() as until_its_end:
         program.run_command(
@@ -110,9 +120,13 @@ def replay(run: RunConfig, settings: Replay) -> None:
     folder = Path(settings.checkpoint).expanduser()
     is_exact = settings.replay.precision == "float64"
     with error_context(""):
-        done = replay_step(run, folder, settings.step, is_exact, print)
+        done = replay_step(run, folder, settings.step, is_exact, _say)
     for line in as_lines(done):
-        print(line)
+        print(visible(line))
+
+
+def _say(text: str) -> None:
+    print(visible(text))
 
 
 # ---- the settings of the run
@@ -134,20 +148,55 @@ def with_settings_of_run(
     file = Path(values["checkpoint"]).expanduser() / ".hydra" / "config.yaml"
     if not file.is_file():
         return values
+    # What is this machine's, or was decided for the model already; nothing is evaluated.
+    kept = {"model", "launch", "resume", "tracking", "evaluation", *OWN}
     with error_context("checkpoint"):
         theirs = with_new_names(read_yaml(file))
+        check_groups(theirs, values, file)
+        changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
+        if not values["replay"]["trust"]:
+            check_sizes(changed, file)
     if not values["replay"]["trust"]:
         refusal = f"is named by {file}, and a folder does not say what to import. {IF_YOURS}"
         until_its_end.enter_context(importing_only(names_known(values), refusal))
-
-    # What is this machine's, or was decided for the model already.
-    kept = {"model", "launch", "resume", *(f.name for f in dataclasses.fields(Replay))}
-    changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
     found = {**values, **changed}
     for key in (key.lstrip("+~") for key in keys):
         if key.partition(".")[0] not in kept:
             _copy_setting(values, found, key.split("."))
+    found["evaluation"] = {**values["evaluation"], "num_examples": 0, "num_samples": 0}
+    found["rewards"] = {**found["rewards"], "workers": values["rewards"]["workers"]}
     return _on_this_mesh(found, theirs)
+
+
+def check_groups(theirs: dict, ours: dict, file: Path) -> None:
+    """Raises ValueError, with the file, unless what is a group of settings here is one there."""
+    for key in theirs.keys() & ours.keys():
+        if isinstance(ours[key], dict) and not isinstance(theirs[key], dict):
+            raise ValueError(f"{file}: {key} is {shown(theirs[key])}, not a group of settings")
+
+
+def check_sizes(theirs: dict, file: Path) -> None:
+    """Raises ValueError, with the file and the key, for a number or a text that makes work without
+    an end: the settings of a stranger decide how much a step is."""
+    left: list = [("", theirs)]
+    while left:
+        place, value = left.pop()
+        name = place.rpartition(".")[2]
+        wrong = "" if place.isprintable() else "has a name of no text"
+        if isinstance(value, dict):
+            left += [(f"{place}.{key}".strip("."), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [(place, item) for item in value]
+        elif type(value) is int and not (name in OF_A_STREAM or name.endswith("steps")):
+            if abs(value) > MOST_OF_A_STRANGER:
+                wrong = f"is beyond {MOST_OF_A_STRANGER:,}"
+        elif isinstance(value, str) and WIDE.search(value.replace("{{", "").replace("}}", "")):
+            wrong = "makes a text of any length"
+        if wrong:
+            raise ValueError(
+                f"{file}: {escaped(place)}={shown(value)} {wrong}, and is not taken from a folder. "
+                f"{IF_YOURS}"
+            )
 
 
 def _copy_setting(source: dict, target: dict, path: list[str]) -> None:
@@ -155,7 +204,8 @@ def _copy_setting(source: dict, target: dict, path: list[str]) -> None:
     *groups, name = path
     for group in groups:
         source = source[group]
-        target[group] = dict(target.get(group) or {})
+        there = target.get(group)
+        target[group] = dict(there) if isinstance(there, dict) else {}
         target = target[group]
     if name in source:
         target[name] = source[name]
@@ -183,14 +233,16 @@ def _on_this_mesh(values: dict, theirs: dict) -> dict:
 
 
 def names_known(values: dict) -> set[str]:
-    """All texts of the command line's settings, and what of ours conf/ names: what a run's
+    """All texts of the command line's settings of a run, and what of ours conf/ names: what a run's
     folder names beside them is not imported.
 
     values: the settings that the command line gives. Those of the model come from the folder, but
     for its family: a family of one's own is refused unless the command line names it.
     """
     known = set()
-    left: list = [{**values, "model": values["model"].get("family")}]
+    # The name of a folder is no name of a function: evil.plug/ would import evil.py beside it.
+    given = {key: value for key, value in values.items() if key not in OWN}
+    left: list = [{**given, "model": values["model"].get("family")}]
     while left:
         value = left.pop()
         if isinstance(value, str):

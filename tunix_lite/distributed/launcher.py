@@ -32,6 +32,8 @@ SHOWS_ONLY = {
     "--info",
     "-i",
 }
+# The commands that several processes can run together.
+COMMANDS = ("train", "evaluate", "check")
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
@@ -105,12 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    writes = not is_check(program) and not SHOWS_ONLY & set(program)
+    writes = program[:1] not in (["check"], ["evaluate"]) and not SHOWS_ONLY & set(program)
     if group.first == 0 and writes and folder_given(program) is None:
         program = program + in_folder(fresh_folder(project_name(program), program), program)
 
     try:
-        code = supervise(training_command(program), group.environments, logs_of(program), rules)
+        code = supervise(process_command(program), group.environments, logs_of(program), rules)
     # No memory for another process, or no temporary folder.
     except OSError as error:
         print(
@@ -142,7 +144,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="between asking a process to end and ending it; 5",
     )
-    what = "what each runs: FILE.py key=value ..., or check; without them it is tunix-lite train"
+    what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     return parser.parse_args(arguments)
 
@@ -387,16 +389,14 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
-def is_check(program: list[str]) -> bool:
-    """Whether the processes look at their machines and train nothing."""
-    return program[:1] == ["check"]
-
-
-def training_command(program: list[str]) -> list[str]:
-    """The command that each process runs: a file, `check`, or else `tunix-lite train`."""
-    is_file = bool(program) and program[0].endswith(".py")
-    command = ["-m", "tunix_lite"] if is_check(program) else ["-m", "tunix_lite", "train"]
-    module = [] if is_file else command
+def process_command(program: list[str]) -> list[str]:
+    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
+    first = program[0] if program else ""
+    module = ["-m", "tunix_lite"]
+    if first.endswith(".py"):
+        module = []
+    elif first not in COMMANDS:
+        module += ["train"]
     return [sys.executable, *module, *program]
 
 
@@ -461,7 +461,7 @@ def project_name(words: list[str]) -> str:
 
 def logs_of(program: list[str]) -> Path:
     """The folder for the output of the processes: in the run's folder, if that is known."""
-    if is_check(program):
+    if program[:1] == ["check"]:
         return Path("outputs") / "check"
     folder = folder_given(program)
     return Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"

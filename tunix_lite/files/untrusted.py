@@ -18,10 +18,17 @@ from tunix_lite.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
 MOST_BYTES = 16 * 2**20
+# Most bytes of a YAML file, which takes far longer to read. The settings of a run have 10 KB.
+MOST_YAML = 2**18
 # Most bytes of a line of metrics.jsonl. A step has a few thousand.
 MOST_LINE = 2**20
+# Most bytes that are read in search of the end of a longer line.
+MOST_SKIPPED = 2**26
 # Most lists and objects inside one another.
 MOST_DEPTH = 64
+
+# libyaml reads ten times as fast, where PyYAML has it.
+_SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # The key with which a user's own settings name what to import and call.
 TARGET = "_target_"
@@ -52,7 +59,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     return found
 
 
-def read_yaml(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
     """The mapping of plain values in a YAML file. Raises ValueError, beginning with the file.
 
     Anchors are refused: a few lines of them stand for more than fits into memory.
@@ -63,7 +70,7 @@ def read_yaml(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     return found
 
 
-def read_yaml_texts(file: Path, most: int = MOST_BYTES) -> list[str]:
+def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
     """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError, beginning
     with the file."""
     found = _parsed_yaml(file, most)
@@ -75,14 +82,25 @@ def read_yaml_texts(file: Path, most: int = MOST_BYTES) -> list[str]:
 def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
-        if any(isinstance(event, yaml.events.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError(f"{file} has an alias (*name), which is not read")
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        _check_yaml(text)
+        found = yaml.load(text, _SAFE)
+    # ValueError: a number of too many digits, a date that is none
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
-    if _is_deeper(found, MOST_DEPTH):
-        raise ValueError(f"{file} is nested too deep: {MOST_DEPTH} in one another are read")
     return found
+
+
+def _check_yaml(text: str) -> None:
+    """Raises ValueError for an alias, and at the first place that is nested too deep: what comes
+    behind it, which may take minutes, is not looked at."""
+    depth = 0
+    for event in yaml.parse(text, _SAFE):
+        if isinstance(event, yaml.events.AliasEvent):
+            raise ValueError("an alias, *name, is not read")
+        depth += isinstance(event, yaml.events.CollectionStartEvent)
+        depth -= isinstance(event, yaml.events.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"nested too deep: {MOST_DEPTH} in one another are read")
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
@@ -109,8 +127,22 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
         while part := stream.readline(most + 1):
             is_whole = len(part) <= most or part.endswith(b"\n")
             yield (part.removesuffix(b"\n") if is_whole else part[:most]), is_whole
+            skipped = 0
             while not is_whole and part and not part.endswith(b"\n"):
                 part = stream.readline(most)
+                skipped += len(part)
+                # A file of holes has a line without an end, and takes no room on a disk.
+                if skipped > MOST_SKIPPED:
+                    raise ValueError(f"{file} has a line of more than {MOST_SKIPPED:,} bytes")
+
+
+def read_from(file: Path, offset: int, most: int = MOST_LINE) -> tuple[bytes, int]:
+    """At most `most` bytes of a file from `offset` on, and how many bytes it has now. Raises
+    ValueError, beginning with the file."""
+    with _opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        stream.seek(offset)
+        return stream.read(most), size
 
 
 @contextlib.contextmanager

@@ -233,7 +233,7 @@ def _about_curves(runs: list[Compared], shown: list[Compared]) -> Iterator[Block
 # ---- differences and findings
 
 
-def differences(runs: list[Compared]) -> list[tuple[str, list[str]]]:
+def setting_differences(runs: list[Compared]) -> list[tuple[str, list[str]]]:
     """The settings in which runs differ: (name, its value in each run); - where it has none."""
     settings = [dict(flat(run.run.settings)) for run in runs]
     names = dict.fromkeys(name for found in settings for name in found)
@@ -246,7 +246,7 @@ def differences(runs: list[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def _differences(runs: list[Compared]) -> Iterator[Block]:
-    found = differences(runs)
+    found = setting_differences(runs)
     if not found:
         yield Text("In none: the runs have the same settings.")
         return

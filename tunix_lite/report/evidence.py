@@ -28,8 +28,6 @@ MOST_SAMPLES = 4096
 MOST_SAMPLE_BYTES = 24 * 2**20
 # no setting, and no metric that counts something, is as large as this
 MOST_NUMBER = 1e18
-# most bytes of config.yaml and of a line of samples/
-MOST_SETTINGS = 2**20
 
 
 @dataclass(frozen=True)
@@ -205,9 +203,7 @@ def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict
 def _read_settings(run_dir: RunDir, unread: list[str]) -> dict:
     """The settings that Hydra kept; of a run from Python those of its fingerprint, which are
     fewer."""
-    settings = _read(
-        unread, run_dir.path / ".hydra" / "config.yaml", lambda f: read_yaml(f, MOST_SETTINGS)
-    )
+    settings = _read(unread, run_dir.path / ".hydra" / "config.yaml", read_yaml)
     return settings or _read(unread, run_dir.fingerprint, read_object)
 
 
@@ -291,7 +287,7 @@ def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     if not file.exists():
         return None
     try:
-        return read_yaml_texts(file, MOST_SETTINGS)
+        return read_yaml_texts(file)
     except ValueError as error:
         unread.append(escaped(str(error)))
         return None

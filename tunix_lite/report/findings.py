@@ -7,10 +7,11 @@ run does not have shows nothing. WEIGHTS orders the findings: causes before what
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tunix_lite.report.evidence import Evidence, Series, shortened
+from tunix_lite.report.evidence import MOST_NUMBER, Evidence, Series, shortened
 
 # What a finding weighs. A cause weighs more than its symptoms: a run at a temperature of 5 has cut
 # completions and no rewards, too.
@@ -21,12 +22,14 @@ WEIGHTS = {
     "groups_mixed": 94,
     "sampler_gap": 92,
     "sampler_stale": 91,
+    "reward_of_prompt": 90,
     "reward_sign": 89,
     "rewards_constant": 88,
     "temperature_high": 86,
     "step_too_large": 84,
     "never_ends": 82,
     "truncated": 80,
+    "stop_text": 79,
     "parse_failures": 78,
     "completions_identical": 76,
     "temperature_low": 75,
@@ -40,6 +43,7 @@ WEIGHTS = {
     "entropy_collapse": 62,
     "outside_of_clip": 60,
     "evaluation_falls": 58,
+    "held_out_in_train": 57,
     "groups_agree": 56,
     "schedule_over": 54,
     "lengths": 40,
@@ -164,17 +168,30 @@ SMALL_STEP = 2e-7
 
 def relative_step(run: Evidence) -> Series | None:
     """Root mean square of an update's elements over that of weights, by step: rms of the update
-    times sqrt(embed_dim). None for adapters, whose number is not known here."""
+    times sqrt(embed_dim).
+
+    Of adapters it is what they add to a weight over its size. `a` is drawn uniformly within 1 /
+    sqrt(inputs) and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times
+    1 / sqrt(inputs), the size of the weight. None where the files do not have the numbers.
+    """
     moved = run.series("train/update_norm")
-    parameters = run.status.get("parameters")
-    width = run.architecture.get("embed_dim")
     rank = run.number("model.lora.rank", 0)
-    if moved is None or rank or type(parameters) is not int or type(width) is not int:
+    name = "trained_parameters" if rank else "parameters"
+    count = run.status.get(name)
+    width = run.architecture.get("embed_dim")
+    if moved is None or not _is_count(count) or not _is_count(width):
         return None
-    if parameters < 1 or width < 1:
-        return None
-    factor = np.sqrt(width / parameters)
+    factor = np.sqrt(width / count)
+    if rank:
+        alpha = run.number("model.lora.alpha", 0.0)
+        if not _is_count(rank) or alpha <= 0:
+            return None
+        factor = alpha / rank * np.sqrt(rank / 3 / count)
     return Series("update / weights", moved.steps, moved.values * factor)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < MOST_NUMBER
 
 
 def step_too_large(run: Evidence) -> Finding | None:
@@ -184,7 +201,9 @@ def step_too_large(run: Evidence) -> Finding | None:
     is_large = step is not None and step.largest > LARGE_STEP
     fell = _fell(run)
     rises = _worse(run)
-    if not (is_large and (fell or rises or step.largest > 4 * LARGE_STEP)) and not (
+    # Adapters are usually given steps ten times as large, and bear them.
+    enough = 16 * LARGE_STEP if run.number("model.lora.rank", 0) else 4 * LARGE_STEP
+    if not (is_large and (fell or rises or step.largest > enough)) and not (
         step is None and len(fell) >= 1 and rises
     ):
         return None
@@ -468,7 +487,7 @@ def reward_sign(run: Evidence) -> Finding | None:
     shown = []
     if len(pairs) >= 16:
         rewards, right = np.array(pairs, np.float64).T
-        if 0 < right.mean() < 1 and rewards[right > 0].mean() < rewards[right == 0].mean() - 1e-6:
+        if 0 < right.mean() < 1 and _is_below(rewards[right > 0], rewards[right == 0]):
             shown.append(
                 f"in samples/ a right completion has the reward {rewards[right > 0].mean():.3g}, a "
                 f"wrong one {rewards[right == 0].mean():.3g}"
@@ -488,6 +507,35 @@ def reward_sign(run: Evidence) -> Finding | None:
         "the reward is higher for what the task calls wrong",
         shown,
         _weights_of_rewards(run),
+    )
+
+
+def _is_below(ours: np.ndarray, others: np.ndarray) -> bool:
+    """Whether a mean is below another one by more than their noise."""
+    noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
+    return bool(ours.mean() < others.mean() - max(4 * noise, 1e-6))
+
+
+def reward_of_prompt(run: Evidence) -> Finding | None:
+    """The reward is one number for all completions of a prompt, and another for another prompt."""
+    mixed = []
+    values = set()
+    for step in run.samples:
+        for group in run.groups(step):
+            rewards = {row["reward"] for row in group if type(row.get("reward")) in (int, float)}
+            values |= rewards
+            if len({row.get("correct") for row in group}) > 1:
+                mixed.append(len(rewards) == 1)
+    if len(mixed) < 4 or not all(mixed) or len(values) < 2:
+        return None
+    return Finding(
+        "reward_of_prompt",
+        "the reward depends on the prompt alone, so it says nothing of a completion",
+        [
+            f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
+            "of a group have one reward"
+        ],
+        ["task.rewards: a function that reads the completion, (completion, example) -> number"],
     )
 
 
@@ -683,6 +731,26 @@ def _holds_answer(row: dict) -> bool:
     return re.search(whole, text) is not None
 
 
+def stop_text(run: Evidence) -> Finding | None:
+    """A stop text ends completions before they have answered."""
+    texts = run.setting("generation.stop")
+    ended = [row for row in run.sampled if row.get("finish_reason") == "stop"]
+    unread = [row for row in ended if "extracted" in row and row["extracted"] is None]
+    if not texts or len(ended) < 16 or len(unread) < 0.1 * len(ended):
+        return None
+    return Finding(
+        "stop_text",
+        "a stop text ends completions that have not answered yet",
+        [
+            f"{len(unread)} of the {len(ended)} completions in samples/ that a stop text ended "
+            "have extracted: null",
+            f"generation.stop={shortened(texts)}",
+            *_example(run),
+        ],
+        ["generation.stop=[]", "generation.stop: a text that comes only after the answer"],
+    )
+
+
 def parse_failures(run: Evidence) -> Finding | None:
     """No answer can be read out of most completions, though they ended."""
     unread = run.share(lambda row: "extracted" in row and row["extracted"] is None)
@@ -832,6 +900,21 @@ def evaluation_falls(run: Evidence) -> Finding | None:
     )
 
 
+def held_out_in_train(run: Evidence) -> Finding | None:
+    """Held-out examples are trained on, so the held-out accuracy says too much."""
+    data = run.status.get("data")
+    both = data.get("held_out_in_train") if isinstance(data, dict) else None
+    count = data.get("held_out") if isinstance(data, dict) else None
+    if not _is_count(both) or not _is_count(count) or both > count:
+        return None
+    return Finding(
+        "held_out_in_train",
+        "the run trains on examples that are held out, so its held-out accuracy is too high",
+        [f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"],
+        ["task.held_out: a file of rows that are not in task.train"],
+    )
+
+
 def lengths(run: Evidence) -> Finding | None:
     """Completions grow or shrink, and the reward does not rise."""
     length = run.series("completions/mean_length")
@@ -879,6 +962,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     kl_large,
     rewards_fail,
     groups_mixed,
+    reward_of_prompt,
     reward_sign,
     rewards_constant,
     all_wrong,
@@ -886,6 +970,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     groups_agree,
     truncated,
     never_ends,
+    stop_text,
     parse_failures,
     temperature_high,
     temperature_low,
@@ -893,6 +978,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     repeated_prompts,
     entropy_collapse,
     evaluation_falls,
+    held_out_in_train,
     lengths,
     failed,
 )

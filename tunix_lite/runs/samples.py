@@ -21,8 +21,9 @@ def keep_samples(
     graded: Graded,
     num_shown: int,
     batch: Batch | None = None,
-) -> None:
-    """Write all completions of a step, and show so many of them, from best to worst.
+) -> list[dict[str, Any]]:
+    """Write all completions of a step, and show so many of them, from best to worst. Returns the
+    lines written.
 
     batch: what the step learned from, which has their advantages.
     """
@@ -33,6 +34,41 @@ def keep_samples(
     count = min(num_shown, len(ranked))
     chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
     console.samples(step, [ranked[i] for i in chosen], rows if num_shown else ())
+    return rows
+
+
+def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
+    """What is worth seeing as a distribution, over the completions of a step or over their tokens:
+    float64 arrays by name, empty ones left out."""
+    found = {"histograms/reward": graded.rewards}
+    found |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
+    advantages_B = advantages_of(graded, batch)
+    if advantages_B is not None:
+        found["histograms/advantage"] = advantages_B
+    if graded.rollout is not None:
+        mask_BT = np.asarray(graded.rollout.completion_mask)
+        logprobs_BT = np.asarray(graded.rollout.logprobs, np.float64)
+        found["histograms/completion_length"] = mask_BT.sum(axis=1)
+        found["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
+        ratios = _sampler_ratios(graded, batch)
+        if ratios is not None:
+            found["histograms/sampler_ratio"] = ratios
+    arrays = {name: np.asarray(values, np.float64) for name, values in found.items()}
+    finite = {name: values[np.isfinite(values)] for name, values in arrays.items()}
+    return {name: values for name, values in finite.items() if values.size}
+
+
+def _sampler_ratios(graded: Graded, batch: Batch | None) -> np.ndarray | None:
+    """p of the trainer over p of the sampler for each token; None where the trainer did not compute
+    its own, which it does with algorithm.old_logprobs=rescored."""
+    if batch is None or batch.old_logprobs is None or advantages_of(graded, batch) is None:
+        return None
+    mask_BT = np.asarray(graded.rollout.completion_mask)
+    ours = np.asarray(batch.old_logprobs, np.float64)[mask_BT]
+    whole = np.asarray(graded.rollout.full_logprobs, np.float64)[mask_BT]
+    drawn = np.asarray(graded.rollout.logprobs, np.float64)[mask_BT]
+    is_the_samplers = np.array_equal(ours, whole) or np.array_equal(ours, drawn)
+    return None if is_the_samplers else np.exp(ours - whole)
 
 
 def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:

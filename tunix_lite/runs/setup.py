@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
@@ -104,6 +104,15 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     return replace(parts, reference=reference)
 
 
+def check_trackers(run: RunConfig) -> None:
+    """Raises ConfigError where the package of a tracker is not installed."""
+    for name, open_tracker in run.tracking.trackers.items():
+        check = getattr(open_tracker, "check", None)
+        if check is not None:
+            with error_context(f"tracking.trackers.{name}"):
+                check()
+
+
 def find_parts(run: RunConfig) -> Parts:
     """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
 
@@ -111,6 +120,7 @@ def find_parts(run: RunConfig) -> Parts:
     sharding rules those of the process.
     """
     # Messages begin with the setting.
+    check_trackers(run)
     with error_context(""):
         model = source.locate(run.model)
     with error_context("model.mesh_shape"):
@@ -387,12 +397,22 @@ def _size(model: FoundModel) -> str:
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
     """What status.json says of the run beside its progress."""
+    task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
         "batch": str(parts.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
+        # of adapters, those alone
+        "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
+        "data": {
+            # null: of a stream nobody has counted them
+            "train": len(task_source.train) if isinstance(task_source.train, Sized) else None,
+            "held_out": len(task_source.held_out),
+            # null: not looked for, since the examples are not in memory
+            "held_out_in_train": held_out_in_training(parts.task),
+        },
         "versions": {
             "tunix_lite": __version__,
             "jax": jax.__version__,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import plain
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.errors import RunFailed, SamplerFault, error_context
@@ -40,14 +41,15 @@ from tunix_lite.runs.leaving import (
     unmeasured,
 )
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, keep_samples
+from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, histograms, keep_samples
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
+from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Metrics, TrainState
+from tunix_lite.types import Graded, Metrics, TrainState
 
 
 @dataclass(frozen=True)
@@ -309,15 +311,28 @@ class Watch:
     def log_step(self, done: StepDone, metrics: Metrics) -> None:
         """All there is to know of a whole step: its metrics, and its completions when due."""
         self.log(done.step, metrics)
-        graded = done.experience.graded
-        if graded is not None and self.is_due(
-            done.step, self.session.run.tracking.samples_interval_steps
-        ):
-            shown = self.session.run.tracking.samples_shown
-            batch = done.experience.batch
-            console = self.session.console
-            keep_samples(self.session.run_dir, console, done.step, graded, shown, batch)
+        if done.experience.graded is not None:
+            self.log_completions(done, done.experience.graded)
         self.session.status.steps = done.step
+
+    def log_completions(self, done: StepDone, graded: Graded) -> None:
+        """The completions of a step, and histograms of them, each where it is due."""
+        tracking = self.session.run.tracking
+        batch = done.experience.batch
+        if self.is_due(done.step, tracking.samples_interval_steps):
+            rows = keep_samples(
+                self.session.run_dir,
+                self.session.console,
+                done.step,
+                graded,
+                tracking.samples_shown,
+                batch,
+            )
+            give(self.trackers, "log_samples", done.step, rows)
+        takers = [tracker for tracker in self.trackers if hasattr(tracker, "log_histograms")]
+        every = tracking.histograms_interval_steps
+        if takers and every and self.is_due(done.step, every):
+            give(takers, "log_histograms", done.step, histograms(graded, batch))
 
     def save(self) -> None:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
@@ -433,9 +448,35 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
         trackers.append(JsonLines(session.run_dir.metrics, resume_at=last_line))
         if session.run.tracking.tensorboard:
             trackers.append(TensorBoard(session.run_dir.path, resume_at=start or None))
+        trackers += opened_plugs(session, start or None)
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
+
+
+def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
+    """The trackers of the settings. Raises RunFailed, naming the one that cannot be opened."""
+    run = session.run
+    folder = session.run_dir.path
+    about = TrackedRun(folder, run_name(folder), run.project_name, plain(run), resume_at)
+    found: list[Tracker] = []
+    for name, open_tracker in run.tracking.trackers.items():
+        where = f"tracking.trackers.{name}"
+        try:
+            opened = open_tracker(about)
+        # What other projects raise is not known here.
+        except Exception as error:
+            raise RunFailed(f"{where}: {type(error).__name__}: {error}") from error
+        found.append(Guarded(where, opened, session.console.say))
+    return found
+
+
+def give(trackers: list[Tracker], method: str, step: int, what: Any) -> None:
+    """Calls a method of the trackers that have it."""
+    for tracker in trackers:
+        action = getattr(tracker, method, None)
+        if action is not None:
+            action(step, what)
 
 
 def _checked_metrics(found: Any) -> Metrics:

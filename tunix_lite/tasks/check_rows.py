@@ -1,6 +1,6 @@
 """The check of all rows before a run starts: each must make a prompt, and must not be too long."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tunix_lite.tasks.row_files import Rows, RowsOnDisk, hash_of, where
 from tunix_lite.tasks.row_stream import RowStream
@@ -84,9 +84,11 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
-    in_training = {*asked}
     said += _left_out(train, held_out)
-    said += _coinciding(sum(prompt in in_training for prompt in asked_then))
+    both = _count(asked_then, asked)
+    if isinstance(train, Rows):
+        train.known[_of_both(task)] = both
+    said += _coinciding(both)
     if count := len(special) + (0 if held_out is train else len(special_then)):
         taken = {"text": "as mere text", "control": "as control tokens"}[
             task.config.special_tokens_in_data
@@ -97,11 +99,40 @@ def _check(task: Task, demonstrates: bool, num_held_out: int) -> str:
     return "; ".join(said)
 
 
+def held_out_in_training(task: Task) -> int | None:
+    """How many of the held-out prompts are training prompts, too; None where examples are made, and
+    not looked through."""
+    train = task.config.source.train
+    held_out = task.config.source.held_out
+    if not isinstance(held_out, list | tuple):
+        return None
+    if isinstance(train, RowsOnDisk):
+        return _count(_hashes(task, held_out), train.prompts)
+    if isinstance(train, Rows) and _of_both(task) in train.known:
+        return train.known[_of_both(task)]
+    if not isinstance(train, list | tuple):
+        return None
+    return _count(_hashes(task, held_out), _hashes(task, train))
+
+
+def _of_both(task: Task) -> tuple:
+    """What `held_out_in_training` depends on, beside the training examples."""
+    return "both", task.config.template, id(task.config.source.held_out)
+
+
+def _hashes(task: Task, examples: Sequence) -> list[int]:
+    return [hash_of(task.config.template.messages(example)) for example in examples]
+
+
+def _count(hashes: list[int], among: Iterable[int]) -> int:
+    """How many of these hashes are among those."""
+    both = {*hashes}.intersection(among)
+    return sum(prompt in both for prompt in hashes)
+
+
 def _in_both(task: Task, train: RowsOnDisk, held_out: Sequence) -> list[str]:
     """What a start says of held-out prompts that a file on disk has, too."""
-    hashes = [hash_of(task.config.template.messages(example)) for example in held_out]
-    both = {*hashes}.intersection(train.prompts)
-    return _coinciding(sum(prompt in both for prompt in hashes))
+    return _coinciding(_count(_hashes(task, held_out), train.prompts))
 
 
 def _coinciding(both: int) -> list[str]:

@@ -7,14 +7,23 @@ import numbers
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from tunix_lite.plain_text import visible
 from tunix_lite.tracking.rows import drops_rows, rows_until
 from tunix_lite.types import Metrics
+
+# most characters of a completion in a text
+MOST_TEXT = 4_000
 
 
 class Tracker(Protocol):
     """What a class must have to take metrics; it needs no base class.
+
+    It may also have `log_samples(step, rows)`, which gets the completions of a step as samples/ has
+    them, and `log_histograms(step, values)`, which gets arrays of plain numbers by name.
 
     Example: `tracker.log(12, {"train/loss": 0.31, "reward/mean": 0.5})`.
     """
@@ -82,16 +91,22 @@ class TensorBoard:
 
     # Seconds between two flushes.
     FLUSH_SECONDS = 30
+    # completions of a step that are shown as text
+    SAMPLES = 5
+    # of a histogram
+    BINS = 30
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
         # Imported here, because it imports torch if there is one, which takes over a second.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import histogram, scalar, text
 
         self._event = Event
         self._scalar = scalar
+        self._histogram = histogram
+        self._text = text
         # the clock at the last flush
         self._flushed = 0.0
         self._file = EventsWriter(str(folder / "events"))
@@ -104,12 +119,43 @@ class TensorBoard:
         """Writes the metrics of a step, one event for each number."""
         for name, value in metrics.items():
             if isinstance(value, numbers.Real):
-                self._file.write_event(
-                    self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
-                )
+                self._write(step, self._scalar(name, value))
         if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
+    def log_samples(self, step: int, rows: list[dict]) -> None:
+        """Writes some completions of a step as text, from the best to the worst."""
+        ranked = sorted(rows, key=lambda row: -(row.get("reward") or 0.0))
+        count = min(self.SAMPLES, len(ranked))
+        places = np.linspace(0, len(ranked) - 1, count).round().astype(int)
+        text = "\n".join(sample_text(ranked[i]) for i in places)
+        if text:
+            self._write(step, self._text("samples", text))
+
+    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
+        """Writes a histogram of each, of at most BINS bins."""
+        for name, found in values.items():
+            found = np.asarray(found, np.float64)
+            found = found[np.isfinite(found)]
+            if found.size:
+                self._write(step, self._histogram(name, found, bins=self.BINS))
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
     def close(self) -> None:
         self._file.close()
+
+
+def sample_text(row: dict) -> str:
+    """A completion as Markdown, code from end to end: TensorBoard would read markup in it."""
+    mark = "right" if row.get("correct") else "wrong"
+    reward = row.get("reward")
+    head = f"{mark}, reward {reward:.4g}" if isinstance(reward, float) else mark
+    rewards = (row.get("rewards") or {}).items()
+    named = [f"{name} {value:.4g}" for name, value in rewards if isinstance(value, float)]
+    lines = [f"[{', '.join([head, *named])}]", f"prompt: {row.get('prompt')}"]
+    lines += ["completion:", str(row.get("completion"))]
+    shown = visible("\n".join(lines)[:MOST_TEXT])
+    return "".join(f"    {line}\n" for line in shown.split("\n"))

@@ -1,0 +1,286 @@
+"""Trackers beside the files: TensorBoard's text and histograms read back, and the calls that other libraries get.
+
+wandb, mlflow and trackio are not needed here: a stand-in of each records its calls. The tests at the end use the real
+ones where they are installed.
+"""
+
+import json
+import re
+import struct
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from tunix_lite.commands import program
+from tunix_lite.runs.samples import histograms
+from tunix_lite.tracking import plugs
+from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of, flat_texts, with_plain_keys
+from tunix_lite.tracking.tracker import TensorBoard
+from tunix_lite.types import Batch, Graded, Rollout
+
+ROW = {"prompt": "2 + 2?", "completion": "# 4 <b>\nyes", "expected": "4", "extracted": "4", "correct": True}
+ROWS = [
+    ROW | {"reward": 1.0, "rewards": {"right": 1.0, "short": 0.5}, "advantage": 0.7},
+    ROW | {"reward": None, "rewards": {"right": None}, "correct": False, "advantage": None, "completion": "\x1b[31m"},
+]
+SETTINGS = {"seed": 0, "algorithm": {"_target_": "a.B", "clip": [0.2]}}
+
+
+def tracked(folder, **more) -> TrackedRun:
+    return TrackedRun(folder, "today/noon", "tunix_lite", SETTINGS, **{"resume_at": None, **more})
+
+
+# ---- TensorBoard
+
+
+def events(folder) -> list[Event]:
+    """The records of the one event file: length, its checksum, the event, its checksum."""
+    (file,) = folder.glob("events*")
+    data, found = file.read_bytes(), []
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        found.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_gets_samples_as_text_that_is_no_markup(tmp_path):
+    board = TensorBoard(tmp_path)
+    board.log_samples(10, ROWS)
+    board.close()
+    (value,) = [value for event in events(tmp_path) for value in event.summary.value]
+    (text,) = value.tensor.string_val
+    assert value.metadata.plugin_data.plugin_name == "text" and value.tag.startswith("samples")
+    lines = text.decode().splitlines()
+    assert all(line.startswith("    ") or not line for line in lines), "a line of code, whatever it holds"
+    assert (
+        "    [right, reward 1, right 1, short 0.5]" in lines and "    # 4 <b>" in lines and "\x1b" not in text.decode()
+    )
+
+
+def test_a_histogram_holds_every_number_once(tmp_path):
+    values = np.array([1.0, 2.0, 2.0, 9.0, np.nan])
+    board = TensorBoard(tmp_path)
+    board.log_histograms(20, {"histograms/length": values, "histograms/none": np.array([np.inf])})
+    board.close()
+    (event,) = [event for event in events(tmp_path) if event.summary.value]
+    (value,) = event.summary.value
+    assert event.step == 20 and value.tag == "histograms/length"
+    found = value.histo
+    assert (found.num, found.sum, found.sum_squares, found.min, found.max) == (4, 14.0, 90.0, 1.0, 9.0)
+    upper = dict(zip(found.bucket_limit, found.bucket))
+    assert sum(upper.values()) == 4 and sum(n for limit, n in upper.items() if limit < 2.5) == 3
+
+
+def test_histograms_are_of_completions_and_of_their_tokens():
+    mask = np.array([[False, True, True, False], [False, True, False, False]])
+    tokens = np.array([[5, 6, 7, 0], [5, 8, 0, 0]])
+    logprobs = np.where(mask, [[0, -1.0, -2.0, 0], [0, -3.0, 0, 0]], 0).astype(np.float32)
+    rollout = Rollout(tokens, tokens > 0, mask, logprobs - 1, np.array([1, 1]), logprobs)
+    graded = Graded(
+        ["p", "p"], ["a", "b"], np.array([1.0, np.nan]), np.array([True, False]), ["a", None], {}, np.array([False, True]),
+        {"right": np.array([1.0, 0.0])}, rollout=rollout,
+    )  # fmt: skip
+    weight = mask * 0.5
+    batch = Batch(tokens, tokens > 0, weight, advantages=np.array([[2.0] * 4, [-2.0] * 4]))
+    found = {name.removeprefix("histograms/"): values.tolist() for name, values in histograms(graded, batch).items()}
+    assert found == {
+        "reward": [1.0],
+        "reward_right": [1.0, 0.0],
+        "advantage": [2.0, -2.0],
+        "completion_length": [2.0, 1.0],
+        "sampled_logprob": [-2.0, -3.0, -4.0],
+    }
+    rescored = batch.replace(old_logprobs=logprobs + np.log(2.0) * mask)
+    assert histograms(graded, rescored)["histograms/sampler_ratio"] == pytest.approx([2.0] * 3)
+    for sampled in (logprobs, rollout.logprobs):
+        assert "histograms/sampler_ratio" not in histograms(graded, batch.replace(old_logprobs=sampled))
+
+
+# ---- stand-ins of three libraries: an attribute is a function that records its call
+
+
+class Recorder:
+    def __init__(self, calls: list, name: str = "", **known):
+        self.__dict__.update(known)
+        self._calls, self._name = calls, name
+
+    def __getattr__(self, name):
+        def call(*arguments, **named):
+            self._calls.append((f"{self._name}{name}", arguments, named))
+            return (name, *arguments, *named.values()) if name[0].isupper() else None
+
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return call
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    def make(name: str, **functions):
+        calls: list = []
+        module = types.ModuleType(name)
+        recorder = Recorder(calls)
+        module.__getattr__ = lambda attribute: getattr(recorder, attribute)
+        for attribute, function in functions.items():
+            setattr(module, attribute, lambda *a, _f=function, _n=attribute, **k: calls.append((_n, a, k)) or _f(calls))
+        monkeypatch.setitem(sys.modules, name, module)
+        return calls
+
+    return make
+
+
+def use(tracker) -> None:
+    tracker.log(3, {"train/loss": 0.5, "eval/failed_rewards": 0})
+    tracker.log_samples(3, ROWS)
+    tracker.log_histograms(3, {"histograms/length": np.array([1.0, 3.0])})
+    tracker.close()
+
+
+def plug(name: str, *overrides: str):
+    return program.compose([f"tracking={name}", *overrides]).tracking.trackers[name]
+
+
+def test_wandb_gets_metrics_tables_and_histograms_and_its_id_back(stand_in, tmp_path):
+    calls = stand_in("wandb", init=lambda calls: Recorder(calls, "run.", id="abc-1"))
+    use(plug("wandb", "project_name=mine", "tracking.trackers.wandb.mode=offline")(tracked(tmp_path)))
+    plug("wandb")(tracked(tmp_path, resume_at=3))
+    first, *logged, last, second = [call for call in calls if call[0][0].islower()]
+    assert first[0] == "init" and first[2] | {"dir": None} == {
+        "project": "mine", "entity": None, "mode": "offline", "name": "today/noon", "id": None, "resume": "allow",
+        "dir": None, "config": SETTINGS,
+    }  # fmt: skip
+    assert second[2]["id"] == "abc-1" and second[2]["resume"] == "allow", "a run that resumes goes on there"
+    assert [(name, named) for name, _, named in logged] == [("run.log", {"step": 3})] * 3
+    metrics, samples, drawn = [arguments[0] for _, arguments, _ in logged]
+    assert metrics == {"train/loss": 0.5, "eval/failed_rewards": 0}
+    assert samples["samples"] == ("Table", *columns_of(ROWS)) and drawn["histograms/length"][0] == "Histogram"
+    assert last[0] == "run.finish"
+
+
+def test_trackio_gets_the_same_and_no_keys_with_underscores(stand_in, tmp_path):
+    calls = stand_in("trackio", init=lambda calls: Recorder(calls, "run."))
+    use(plug("trackio")(tracked(tmp_path)))
+    named = [call for call in calls if call[0][0].islower()]
+    assert [name for name, _, _ in named] == ["init", "run.log", "run.log", "run.log", "run.finish"]
+    assert named[0][2]["config"] == {"seed": 0, "algorithm": {"target": "a.B", "clip": [0.2]}}
+    assert (named[0][2]["project"], named[0][2]["name"], named[0][2]["resume"]) == ("tunix_lite", "today/noon", "allow")
+    assert named[2][1][0]["samples"] == ("Table", *columns_of(ROWS))
+
+
+def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, tmp_path):
+    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="f00"))
+    calls = stand_in("mlflow", start_run=lambda calls: info)
+    open_it = plug("mlflow", "tracking.trackers.mlflow.tracking_uri='sqlite:///here.db'")
+    use(open_it(tracked(tmp_path)))
+    open_it(tracked(tmp_path, resume_at=3))
+    names = [name for name, _, _ in calls]
+    opening = ["set_tracking_uri", "set_experiment", "start_run"]
+    assert names == [*opening, "log_params", "log_metrics", "log_text", "log_metrics", "end_run", *opening]
+    by_name = [call for call in calls if call[0] == "start_run"]
+    assert by_name[0][2] == {"run_id": None, "run_name": "today/noon"} and by_name[1][2]["run_id"] == "f00"
+    assert calls[3][1][0] == {"seed": "0", "algorithm._target_": "a.B", "algorithm.clip": "[0.2]"}
+    assert calls[4][1:] == (({"train/loss": 0.5, "eval/failed_rewards": 0.0},), {"step": 3})
+    text, name = calls[5][1]
+    assert name == "samples/step_000003.jsonl" and [json.loads(line) for line in text.splitlines()] == ROWS
+    assert calls[6][1][0]["histograms/length/p50"] == 2.0
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_package_that_is_not_there_is_named_with_its_extra(name, monkeypatch):
+    monkeypatch.setattr(plugs.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=rf"{name} is not installed: pip install 'tunix_lite\[{name}\]'"):
+        plug(name).check()
+
+
+# ---- what they share
+
+
+def test_a_tracker_that_fails_is_named_once_and_gets_nothing_more():
+    said, calls = [], []
+
+    class Mine:
+        def log(self, step, metrics):
+            calls.append(step)
+            if step == 2:
+                raise ConnectionError("no\nnetwork")
+
+        def close(self):
+            calls.append("closed")
+
+    guarded = Guarded("tracking.trackers.mine", Mine(), said.append)
+    guarded.log_samples(1, ROWS)  # it has none
+    for step in (1, 2, 3):
+        guarded.log(step, {})
+    guarded.close()
+    assert calls == [1, 2]
+    assert said == [r"warning: tracking.trackers.mine failed (ConnectionError: no\nnetwork); it gets nothing more"]
+
+
+def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
+    page = Path(__file__).parents[1] / "docs" / "guide" / "trackers.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    open_it = program.compose(["+tracking.trackers.mine=mine.open_lines"]).tracking.trackers["mine"]
+    said: list[str] = []
+    use(Guarded("mine", open_it(tracked(tmp_path)), said.append))
+    assert not said and (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
+
+
+def test_two_trackers_stand_side_by_side():
+    words = ["tracking=wandb", "+tracking.trackers.trackio._target_=tunix_lite.tracking.trackio.Trackio"]
+    assert list(program.compose(words).tracking.trackers) == ["wandb", "trackio"]
+
+
+def test_tables_and_settings_hold_plain_values():
+    columns, cells = columns_of(ROWS)
+    assert columns[-3:] == ["reward right", "reward short", "advantage"] and columns[:2] == ["prompt", "completion"]
+    assert cells[0][-4:] == [1.0, 1.0, 0.5, 0.7] and cells[1][-4:] == [None] * 4 and cells[1][1] == r"\x1b[31m"
+    assert flat_texts({"a": {"b?": "x" * 99}}, 10) == {"a.b_": "x" * 9 + "…"}
+    assert with_plain_keys({"_a_": {"__b": 1}}) == {"a": {"b": 1}}
+
+
+# ---- the real ones, where they are installed
+
+
+def real(name: str):
+    module = pytest.importorskip(name)
+    if not hasattr(module, "start_run") and not hasattr(module, "init"):
+        pytest.skip(f"{name} is there without its parts")
+    return module
+
+
+@pytest.mark.parity
+def test_real_mlflow_has_what_it_was_given(tmp_path):
+    mlflow = real("mlflow")
+    open_it = plug("mlflow", f"tracking.trackers.mlflow.tracking_uri='sqlite:///{tmp_path}/mlflow.db'")
+    use(open_it(tracked(tmp_path)))
+    (found,) = mlflow.search_runs(experiment_names=["tunix_lite"], output_format="list")
+    assert found.data.metrics["train/loss"] == 0.5 and found.data.params["seed"] == "0"
+    open_it(tracked(tmp_path, resume_at=3)).close()
+    assert len(mlflow.search_runs(experiment_names=["tunix_lite"], output_format="list")) == 1
+
+
+@pytest.mark.parity
+def test_real_wandb_writes_below_the_run_without_a_network(tmp_path):
+    real("wandb")
+    use(plug("wandb", "tracking.trackers.wandb.mode=offline")(tracked(tmp_path)))
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 20
+    while b"train/loss" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.2)  # a process of its own writes it
+    assert b"train/loss" in file.read_bytes()
+
+
+@pytest.mark.parity
+def test_real_trackio_has_what_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    real("trackio")
+    use(plug("trackio")(tracked(tmp_path)))
+    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -1,0 +1,51 @@
+"""Output that nobody reads to its end: `tunix-lite doctor RUN | head`."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def as_long_as_read() -> Iterator[None]:
+    """Takes a closed standard output for success: `| head` has read all that it wants.
+
+    A pipe of something else that breaks, such as one to a worker, is an error as before.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_closed():
+            raise
+        _drop_the_rest()
+    except SystemExit:
+        # The exit code stays; what is left to be written must not fail at the exit.
+        if _is_closed():
+            _drop_the_rest()
+        raise
+
+
+def end_when_unread() -> None:
+    """From here on the process ends without a word when nobody reads its output any more, as `cat`
+    does. For what only shows something: Hydra would print a traceback."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def _is_closed() -> bool:
+    """Whether the reader of standard output has gone."""
+    try:
+        watched = select.poll()
+        watched.register(sys.stdout.fileno(), 0)
+        found = watched.poll(0)
+    # standard output is no file, as in a notebook
+    except (OSError, ValueError):
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in found)
+
+
+def _drop_the_rest() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
