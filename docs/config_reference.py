@@ -201,7 +201,8 @@ def render() -> str:
 def _options() -> str:
     rows = []
     for file in sorted(conf_dir().glob("*/*.yaml")):
-        first = file.read_text().splitlines()[0]
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        first = lines[0]
         # the others are the only file of their group
         if first.startswith("#") and file.parent.name not in OF_PROGRAMS:
             rows.append((f"`{file.parent.name}={file.stem}`", _text(first.lstrip("# "))))

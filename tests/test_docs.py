@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import html
 import importlib
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -610,6 +612,28 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     done = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
+    check_links(tmp_path / "html")
+    # what a browser loads, it finds in the folder; formulas are MathML; history is found by nobody who searches
+    texts = {page: page.read_text() for page in (tmp_path / "html").rglob("*.html")}
+    assert not [page for page, text in texts.items() if re.search(r'<(?:script|img|link rel="style)[^>]*http', text)]
+    assert "<math" in texts[tmp_path / "html" / "explanations" / "one_step.html"]
+    index = (tmp_path / "html" / "searchindex.js").read_text()
+    [terms] = re.findall(r'"?terms"?:(\{.*?\}),"?titles"?:', index)
+    assert "nanochat" not in terms
+    pictures = {name for text in texts.values() for name in re.findall(r'<img[^>]*src="[^"]*?([\w-]+\.svg)"', text)}
+    assert len(pictures) >= 10
+
+
+def check_links(site: Path) -> None:
+    """Every link inside the site leads to a file, and to a place in it that exists."""
+    pages = {page: page.read_text() for page in site.rglob("*.html")}
+    places = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^":]+)"', text):
+            path, _, place = html.unescape(link).partition("#")
+            target = Path(os.path.normpath(page.parent / path.partition("?")[0])) if path else page
+            assert target.exists(), f"{page.relative_to(site)} links to {link}"
+            assert not place or target not in places or place in places[target], f"{page.relative_to(site)}: {link}"
 
 
 @pytest.mark.parametrize("page, before", [("README.md", "## Train it"), ("docs/getting_started/quick_start.md", "or, where"),
