@@ -255,7 +255,7 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     choices = []
     for override in overrides:
         key, _, value = override.partition("=")
-        parts = re.findall(r"(?:\[.*\]|\{.*\}|\"[^\"]*\"|[^,])+", value) or [""]
+        parts = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\{.*\}|\"[^\"]*\"|[^,])+", value) or [""]
         choices.append([f"{key}={part}" if "=" in override else key for part in parts])
     return [list(combination) for combination in itertools.product(*choices)]
 
@@ -345,6 +345,7 @@ def test_every_program_can_be_checked():
 def test_a_sweep_is_split_into_its_runs():
     sweep = ["a=1,2", "b=[[2,2],[fsdp,tp]]", "~c"]
     assert combinations(sweep) == [[f"a={a}", "b=[[2,2],[fsdp,tp]]", "~c"] for a in (1, 2)]
+    assert combinations(["b=[[1,1],[x]],[[2,2],[x]]"]) == [["b=[[1,1],[x]]"], ["b=[[2,2],[x]]"]]
 
 
 def test_a_command_that_could_not_run_is_noticed(with_the_example):
