@@ -825,7 +825,7 @@ REVERSE = "KL(p || q) = sum_v p_v (log p_v - log q_v)"
 MIXTURE = "0.25 KL(q || m) + 0.75 KL(p || m), m = 0.25 q + 0.75 p"
 
 
-def compared(name: str, apart: Any, formula: str, top_k: int = 0) -> Variant:
+def between_models(name: str, apart: Any, formula: str, top_k: int = 0) -> Variant:
     """A divergence of policy and teacher with its own gradient, no rewards."""
     settings = DISTILL_OURS | {"divergence": name} | ({"top_k": top_k} if top_k else {})
     if name == "jensen_shannon":
@@ -867,12 +867,12 @@ _DEMONSTRATIONS = [
         "there is no teacher in its gradient, as verl's page warns",
     ),
     # The distributions of both, p of the policy and q of the teacher.
-    compared("forward", f.forward_kl, FORWARD),
-    compared("reverse", f.reverse_kl, REVERSE),
-    compared("jensen_shannon", f.jensen_shannon(0.25), MIXTURE),
-    compared("forward", f.forward_kl, FORWARD, top_k=2),
-    compared("reverse", f.reverse_kl, REVERSE, top_k=2),
-    compared("jensen_shannon", f.jensen_shannon(0.25), MIXTURE, top_k=2),
+    between_models("forward", f.forward_kl, FORWARD),
+    between_models("reverse", f.reverse_kl, REVERSE),
+    between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE),
+    between_models("forward", f.forward_kl, FORWARD, top_k=2),
+    between_models("reverse", f.reverse_kl, REVERSE, top_k=2),
+    between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE, top_k=2),
     # All agree.
     Variant(
         "sft",
