@@ -761,6 +761,11 @@ def test_which_steps_can_be_made_again(finished, tmp_path):
         nearest_before(RunDir(tmp_path), 0)
 
 
+def test_a_step_after_the_last_is_not_made(tmp_path):
+    with pytest.raises(ConfigError, match="step: 5: this run has 4 steps; give step=4 or an earlier one"):
+        replay_step(compose(SHORT), tmp_path, 5, False, print)
+
+
 def build_run(values: dict) -> RunConfig:
     """As the command builds a run of values that are composed."""
     own = {f.name for f in fields(Replay)}

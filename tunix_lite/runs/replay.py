@@ -155,7 +155,12 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
 
     Writes nothing. Raises ConfigError if the folder holds no state to begin from, or another run.
     """
+    last = run.training.max_steps
     with error_context("step"):
+        if step > last:
+            raise ValueError(
+                f"{step}: this run has {last} steps; give step={last} or an earlier one"
+            )
         began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
     parts = find_parts(run)
     parts = download_models(parts)
