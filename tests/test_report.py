@@ -257,6 +257,9 @@ def test_the_head_and_the_examples_are_those_of_the_files(run):
     assert f"{before.mean():.1%} → {after.mean():.1%}".replace("%", " %") in words
     rewards = np.array([row["reward/mean"] for row in rows[1:]])
     assert f"{rewards[:20].mean():.3g} → {rewards[-20:].mean():.3g}" in words
+    loss = np.array([row["train/loss"] for row in rows[1:]])
+    first, last = number_text(loss[:20].mean()), number_text(loss[-20:].mean())
+    assert f"<div>loss</div><span>{first} → {last}</span>" in page_as_html(run_page(folder))
     assert "60 of 60" in words and "60,000" in words
     improved, spoilt = (~before & after).sum(), (before & ~after).sum()
     both, none = (before & after).sum(), (~before & ~after).sum()
@@ -365,7 +368,7 @@ def test_lines_to_paste_are_quoted_and_name_the_run(run):
     lines = read(folder).lines
     assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
     assert f"tunix-lite chat checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
-    given = ["task.prompt='a b'; rm -rf ~", "seed=$(reboot)"]
+    given = ["task.prompt='a b'; echo one >&2", "seed=$(echo two)"]
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
     (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
     heard = subprocess.run(
