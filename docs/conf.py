@@ -31,6 +31,9 @@ exclude_patterns = ["_build", "generated", "Thumbs.db", ".DS_Store"]
 html_theme = "furo"
 html_title = "tunix_lite"
 html_show_sphinx = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 copybutton_prompt_text = "$ "
 
 autodoc_member_order = "bysource"

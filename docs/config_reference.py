@@ -34,6 +34,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay, ReplayOptions
+from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -140,6 +141,8 @@ GROUPS = (
     Group("The command replay", "", Replay, None),
     Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
     Group("The command check", "", Check, None),
+    Group("The command watch", "", WatchRun, None),
+    Group("How the command watch looks", "watch.", WatchOptions, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
@@ -198,7 +201,8 @@ def render() -> str:
 def _options() -> str:
     rows = []
     for file in sorted(conf_dir().glob("*/*.yaml")):
-        first = file.read_text().splitlines()[0]
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        first = lines[0]
         # the others are the only file of their group
         if first.startswith("#") and file.parent.name not in OF_PROGRAMS:
             rows.append((f"`{file.parent.name}={file.stem}`", _text(first.lstrip("# "))))

@@ -118,7 +118,17 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     # What is looked at before a run: this machine, and its devices from a process of their own.
     "checks": {"checks", "distributed", "errors", "plain_text", "planning.hardware"},
     # What names mean elsewhere, and whether our algorithms can give it.
-    "conformance": {"conformance", "algorithms.algorithm", "config", "errors", "learner", "types"},
+    "conformance": {
+        "conformance",
+        "algorithms.algorithm",
+        "config",
+        "errors",
+        "learner",
+        "models.divergence",
+        "models.vocabulary",
+        "parallel.mesh",
+        "types",
+    },
     "train.py": {"config", "errors", "learner", "runs", "types"},
     # Programs.
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax

@@ -78,9 +78,12 @@ def of_the_formulas(algorithm: Distill):
             return jax.value_and_grad(loss)(trained)
 
         found = []
+        width = batch.tokens.shape[1]
         for b, mask in enumerate(np.asarray(batch.token_mask)):
-            weight = np.float64(batch.loss_weight[b][mask][1:])
-            found.append(of_sequence(trained, batch.tokens[b][mask], weight))
+            # what follows a token does not reach it, so all sequences share one compiled shape
+            after = (0, width - mask.sum())
+            weight = np.pad(np.float64(batch.loss_weight[b][mask][1:]), after)
+            found.append(of_sequence(trained, np.pad(batch.tokens[b][mask], after), weight))
     losses, grads = zip(*found, strict=True)
     return batch, float(sum(losses)), jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *grads)
 

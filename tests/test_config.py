@@ -24,9 +24,11 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
     EvaluationConfig,
+    MeshShape,
     ModelConfig,
     RunConfig,
     TrackingConfig,
@@ -61,6 +63,7 @@ KINDS = {
     "task": TaskConfig,
     "command/chat": ChatConfig,
     "command/check": Check,
+    "command/watch": WatchRun,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
@@ -179,6 +182,11 @@ def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
     assert conf_dir() == CONF
     monkeypatch.setattr("tunix_lite.distributed.launcher.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
     assert conf_dir() == tmp_path / "site-packages" / "tunix_lite" / "conf"
+
+
+def test_a_mesh_from_the_folder_of_a_run_is_read_again():
+    read_before = ((-1, 1), ("fsdp", "tp"))
+    assert build(MeshShape, read_before, "model.mesh_shape") == read_before
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,29 @@ def test_values_and_gradients_by_hand():
     np.testing.assert_allclose(gradient, 0.1 * rest * np.array([[-1, -1], [1, 1]]), rtol=1e-12)
 
 
+def test_divergences_of_four_tokens_by_hand():
+    """Of (1, 1, 1/e, 1/e^2) / total in both models, and of a teacher whose first token is twice as likely."""
+    here = np.array([[0.0]])
+    total, log2 = 2 + np.exp(-1) + np.exp(-2), np.log(2)
+    far = small([[1]], [[1]], here, ref=np.array([[log2]]))
+    near = small([[1]], [[1]], here)
+    # q is p times total / (total + 1), and twice that at the first token
+    gap = np.log((total + 1) / total)
+    forward, slope = value_and_gradient(formulas.divergence(formulas.forward_kl), far)
+    assert forward == pytest.approx(2 / (total + 1) * log2 - gap)
+    np.testing.assert_allclose(slope, [[1 / total - 2 / (total + 1)]])
+    reverse, _ = value_and_gradient(formulas.divergence(formulas.reverse_kl), far)
+    assert reverse == pytest.approx(gap - log2 / total)
+    # all others have one ratio, so one bin of them loses nothing
+    for apart, whole in ((formulas.forward_kl, forward), (formulas.reverse_kl, reverse)):
+        assert value_and_gradient(formulas.divergence(apart, top_k=1), far)[0] == pytest.approx(whole)
+        assert value_and_gradient(formulas.divergence(apart), near)[0] == pytest.approx(0, abs=1e-12)
+    mixed, _ = value_and_gradient(formulas.divergence(formulas.jensen_shannon(0.5)), far)
+    assert 0 < mixed < forward / 2
+    entropy = formulas.objective(formulas.less_group_mean, lambda t: 0 * t.lp, kl=formulas.less_entropy, kl_coef=1.0)
+    assert -value_and_gradient(entropy, near)[0] == pytest.approx(np.log(total) + (np.exp(-1) + 2 * np.exp(-2)) / total)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_reference_is_finite_and_moves_with_its_log_probabilities(name):
     """Its gradient foretells what a small step does, but where a stop gradient is part of the formula."""
@@ -117,6 +140,10 @@ def test_a_wrong_constant_is_found():
     assert any(found.values())
     found = ours.differs(replace(VARIANTS["grpo@paper"], ours=VARIANTS["dapo@paper"].ours))
     assert found["long_and_short"] and not found["agreeing"]
+    # of whole distributions
+    for name, constant in (("entropy_bonus", {"entropy_coef": 0.02}), ("distill_jensen_shannon_top_k", {"mix": 0.75})):
+        variant = VARIANTS[f"{name}@paper"]
+        assert ours.differs(replace(variant, ours=variant.ours | constant))["plain"]
 
 
 # what algorithm.variant=X of a preset means by its name, where the row of that name is about another setting

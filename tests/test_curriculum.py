@@ -219,6 +219,10 @@ def test_a_wrong_curriculum_is_named(overrides, message):
     [
         ("[{max_term: 6}]", r"curriculum.levels\[0\]: task.source has no max_term; it has min_terms, max_"),
         ("[{max_terms: 3}]", r"curriculum.levels\[0\]: min_terms=4, max_terms=3"),
+        ("[{max_terms: x}]", r"levels\[0\]: max_terms='x': expected int, such as max_terms: 4"),
+        ("[{max_terms: 4.5}]", r"levels\[0\]: max_terms=4.5: expected int"),
+        ("[{worked: 0.5, min_terms: true}]", r"levels\[0\]: min_terms=True: expected int"),
+        ("[{operators: +}]", r"levels\[0\]: operators='\+': expected "),
     ],
 )
 def test_a_level_that_the_source_does_not_have_is_named(levels, message):

@@ -45,13 +45,25 @@ def test_the_length_of_a_prompt_that_is_not_there_is_refused():
         TeacherConfig("bundled", max_prompt_length=4)
 
 
-def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(tmp_path):
+def test_the_teacher_reads_the_answer_of_each_example():
+    parts = find_parts(compose([*TEACHER, *QUICK]))
+    examples = [{"question": "1 + 2", "answer": "3"}, {"question": "4 + 5", "answer": "9"}]
+    found = parts.task.prompts_with(examples, "{question} is {answer}", 44)
+    read = [parts.model.tokenizer.decode(tokens) for tokens in found]
+    assert ["1 + 2 is 3" in read[0], "4 + 5 is 9" in read[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "low", "high"),
+    [
+        ("What is {question}?", 0.0, 1e-6),
+        pytest.param("What is {question}? The answer is {answer}.", 1e-3, 100.0, marks=pytest.mark.wide),
+    ],
+)
+def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(prompt, low, high, tmp_path):
     """The same weights with the same message, in longer rows: nothing to learn; with the answer there is."""
-    gaps = []
-    for number, prompt in enumerate(("What is {question}?", "What is {question}? The answer is {answer}.")):
-        asked = [f"algorithm.teacher.prompt='{prompt}'", "algorithm.teacher.max_prompt_length=44"]
-        more = ["algorithm.divergence=reverse", "training.max_steps=1", "training.packing=prefix"]
-        train(compose([*TEACHER, *asked, *more, *QUICK]), tmp_path / str(number))
-        (line,) = (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()
-        gaps.append(json.loads(line)["train/teacher_divergence"])
-    assert abs(gaps[0]) < 1e-6 and gaps[1] > 1e-3
+    asked = [f"algorithm.teacher.prompt='{prompt}'", "algorithm.teacher.max_prompt_length=44"]
+    more = ["algorithm.divergence=reverse", "training.max_steps=1", "training.packing=prefix"]
+    train(compose([*TEACHER, *asked, *more, *QUICK]), tmp_path)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert low <= abs(json.loads(line)["train/teacher_divergence"]) <= high

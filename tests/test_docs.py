@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import html
 import importlib
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -31,6 +33,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
@@ -66,10 +69,15 @@ PROGRAMS = {
     "replay": Replay,
     "report": Report,
     "check": Check,
+    "watch": WatchRun,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
-POSITIONAL = {"doctor": "folder", "replay": "checkpoint"}  # the setting that a first word without = is short for
+POSITIONAL = {
+    "watch": "folder",
+    "doctor": "folder",
+    "replay": "checkpoint",
+}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -247,7 +255,7 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     choices = []
     for override in overrides:
         key, _, value = override.partition("=")
-        parts = re.findall(r"(?:\[.*\]|\{.*\}|\"[^\"]*\"|[^,])+", value) or [""]
+        parts = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\{.*\}|\"[^\"]*\"|[^,])+", value) or [""]
         choices.append([f"{key}={part}" if "=" in override else key for part in parts])
     return [list(combination) for combination in itertools.product(*choices)]
 
@@ -337,6 +345,7 @@ def test_every_program_can_be_checked():
 def test_a_sweep_is_split_into_its_runs():
     sweep = ["a=1,2", "b=[[2,2],[fsdp,tp]]", "~c"]
     assert combinations(sweep) == [[f"a={a}", "b=[[2,2],[fsdp,tp]]", "~c"] for a in (1, 2)]
+    assert combinations(["b=[[1,1],[x]],[[2,2],[x]]"]) == [["b=[[1,1],[x]]"], ["b=[[2,2],[x]]"]]
 
 
 def test_a_command_that_could_not_run_is_noticed(with_the_example):
@@ -603,6 +612,29 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     done = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
+    check_links(tmp_path / "html")
+    # what a browser loads, it finds in the folder; formulas are MathML; history is found by nobody who searches
+    texts = {page: page.read_text() for page in (tmp_path / "html").rglob("*.html")}
+    assert not [page for page, text in texts.items() if re.search(r'<(?:script|img|link rel="style)[^>]*http', text)]
+    assert "<math" in texts[tmp_path / "html" / "explanations" / "one_step.html"]
+    index = (tmp_path / "html" / "searchindex.js").read_text()
+    [terms] = re.findall(r'"?terms"?:(\{.*?\}),"?titles"?:', index)
+    log = " ".join((DOCS / "log.md").read_text().split())
+    assert "xnnpack" not in terms and "xnnpack" in log.lower(), "a word of the log alone"
+    pictures = {name for text in texts.values() for name in re.findall(r'<img[^>]*src="[^"]*?([\w-]+\.svg)"', text)}
+    assert len(pictures) >= 10
+
+
+def check_links(site: Path) -> None:
+    """Every link inside the site leads to a file, and to a place in it that exists."""
+    pages = {page: page.read_text() for page in site.rglob("*.html")}
+    places = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^":]+)"', text):
+            path, _, place = html.unescape(link).partition("#")
+            target = Path(os.path.normpath(page.parent / path.partition("?")[0])) if path else page
+            assert target.exists(), f"{page.relative_to(site)} links to {link}"
+            assert not place or target not in places or place in places[target], f"{page.relative_to(site)}: {link}"
 
 
 @pytest.mark.parametrize("page, before", [("README.md", "## Train it"), ("docs/getting_started/quick_start.md", "or, where"),

@@ -236,3 +236,27 @@ def test_a_sweep_over_meshes_is_checked_run_by_run(monkeypatch, capsys, tmp_path
     code, out, err = said(monkeypatch, capsys, train.main, "--multirun", f"{sweep},[[8,1],[fsdp,tp]]")
     assert code == 2 and "[[8,1],[fsdp,tp]] needs 8 devices, but jax sees 4" in err
     assert not list(tmp_path.iterdir())
+
+
+# ---- sweeps with packages that need not be there
+
+
+@pytest.mark.parametrize("option, extra", [("launcher=submitit_slurm", "submitit"), ("sweeper=optuna", "optuna")])
+def test_a_plugin_that_is_not_installed_is_named_with_its_extra(option, extra, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(monkeypatch, capsys, program_main, "--multirun", f"hydra/{option}", "seed=0,1")
+    wanted = f"error: hydra/{option} needs a package that is not installed: pip install 'tunix_lite[{extra}]'\n"
+    assert code == 2 and err == wanted and not list(tmp_path.iterdir())
+    assert f'\n{extra} = ["hydra-' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_numbers_that_a_sweeper_draws_are_checked_at_their_lower_end():
+    for drawn in ("interval(1e-6,1e-3)", "tag(log, interval(1e-6,1e-3))"):
+        runs = program._runs_of([f"optimizer.learning_rate={drawn}", "seed=0,1"])
+        assert runs == [["optimizer.learning_rate=1e-06", "seed=0"], ["optimizer.learning_rate=1e-06", "seed=1"]]
+
+
+def test_what_a_sweeper_compares_is_the_last_held_out_accuracy(tmp_path):
+    assert train.last_accuracy(tmp_path) is None
+    (tmp_path / "status.json").write_text('{"eval": {"first": {"accuracy": 0.2}, "last": {"accuracy": 0.4}}}')
+    assert train.last_accuracy(tmp_path) == 0.4

@@ -820,6 +820,13 @@ def test_a_variant_changes_what_it_says_from_what_the_preset_is(name, framework)
     apply_variant(theirs)  # one that is made of its own settings again stays as it is
 
 
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_pp"])
+def test_a_preset_that_has_the_upper_clip_of_trl_by_itself_is_not_taken_for_its_grpo(name):
+    """Their clip_high is 0.2, which is all that trl changes of grpo; trl defines neither."""
+    with pytest.raises(ValueError, match=f"variant='trl': there is no such definition of {name}; there is"):
+        compose([f"algorithm={name}", "algorithm.variant=trl"])
+
+
 def _same(one, other):
     pieces = [(getattr(x, "func", x), getattr(x, "keywords", {})) for x in (one, other)]
     return pieces[0] == pieces[1]

@@ -31,7 +31,7 @@ from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.planning.programs import policy_of
 from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.runs.setup import check_resumed, find_parts, write_fingerprint
+from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
 from tunix_lite.tasks.sources import Jsonl
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -234,6 +234,21 @@ def test_a_teacher_of_other_tokens_is_refused():
     wider = replace(student, cfg=replace(student.cfg, vocab_size=student.cfg.vocab_size + 64))
     with pytest.raises(ValueError, match="may sample any of"):
         source.locate_teacher(TeacherConfig("bundled"), wider)
+
+
+@pytest.mark.parametrize(("below", "is_refused"), [(0, True), (-99_000, True), (1, False)])
+def test_a_list_of_the_teacher_leaves_tokens_out(below, is_refused):
+    """With every token in the list, the bin of all others is empty, and what was learned was noise."""
+    size = source.locate(source.ModelConfig()).cfg.vocab_size
+    settings = ["algorithm=distill", "algorithm.divergence=reverse", f"algorithm.top_k={size - below}"]
+    run = compose(settings)
+    if not is_refused:
+        assert set(locate_frozen(run, source.locate(run.model))) == {"teacher"}
+        return
+    with pytest.raises(
+        ConfigError, match=f"top_k={size - below} leaves no token out of vocab_size={size}; algorithm.top_k=0"
+    ):
+        locate_frozen(run, source.locate(run.model))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
-from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.prompt_text import PromptTemplate
+from tunix_lite.tasks.row_files import Rows, RowsOnDisk
 from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
@@ -302,3 +303,28 @@ def test_a_reward_may_be_the_path_of_a_class_with_settings():
     task = compose(["task=jsonl", "task.train=a", "task.reward={_target_: tunix_lite.rewards.text.brevity, length: 8}"])
     assert task.task.rewards["brevity"].fn("four", {}) == 0.5
     assert replace(task.task, on_error="skip").rewards == task.task.rewards
+
+
+def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
+    """PowerShell and Notepad write EF BB BF before UTF-8; CSV was read with it before JSON lines were."""
+    plain = b'{"q": "1"}\n{"q": "2"}\n'
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
+    file = str(tmp_path / "marked.jsonl")
+    on_disk = RowsOnDisk(file)
+    assert list(Rows(file)) == [on_disk[0], on_disk[1]] == [{"q": "1"}, {"q": "2"}]
+    assert RowStream(file, 1).first(2) == [{"q": "1"}, {"q": "2"}]
+
+
+@pytest.mark.parametrize("prompt", ["What is {q}?", "{q!r:>9}"])
+def test_null_in_a_column_of_the_prompt_does_not_become_the_word_none(tmp_path, prompt):
+    file = json_lines(tmp_path / "rows.jsonl", [{"q": "1", "hint": None}, {"q": None}])
+    checker = PromptTemplate(prompt)
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: task.prompt names 'q', which is null here"):
+        Rows(str(file), checker=checker)
+    assert len(Rows(str(file), on_error="skip", checker=checker)) == 1
+
+
+def test_a_row_that_is_a_list_is_refused_with_a_line_to_copy(tmp_path):
+    file = json_lines(tmp_path / "rows.jsonl", ["[1]"])
+    with pytest.raises(ValueError, match=r"line 1: not an object .* such as \{.question.: "):
+        Rows(str(file))

@@ -509,8 +509,9 @@ def _path(named: Any) -> str:
 
 def _check_mesh_form(value: Any, where: str) -> None:
     """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
-    is_pair = isinstance(value, list) and len(value) == 2
-    lists = is_pair and all(isinstance(part, list) for part in value)
+    # A run's model.json was read before, so its lists are tuples.
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    lists = is_pair and all(isinstance(part, list | tuple) for part in value)
     named = lists and all(name in AXES for name in value[1])
     meant = mesh_setting(str(value))
     if named or not meant:

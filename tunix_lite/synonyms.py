@@ -856,14 +856,16 @@ RUNS = (
         note="resume is auto, none, or the folder of a run",
         verl="resume_mode",
     ),
-    # Other trackers are functions of one's own: tracking.observers.
     word(
         values={
             "tensorboard": "tracking.tensorboard=true",
             "none": "tracking.tensorboard=false",
+            "wandb": "tracking=wandb",
+            "mlflow": "tracking=mlflow",
+            "trackio": "tracking=trackio",
         },
-        note="a run writes metrics.jsonl and, with tracking.tensorboard=true, event files of "
-        "TensorBoard",
+        note="a run writes metrics.jsonl and event files of TensorBoard; tracking=wandb, mlflow or "
+        "trackio adds one",
         TRL="report_to",
         verl="trainer.logger",
         accelerate="log_with",
@@ -1023,5 +1025,4 @@ FAMILIES = {
     "dataloader_": "rows are read from memory or ahead of the run; there is nothing to set",
     "hub_": "nothing is uploaded; tunix-lite export checkpoint=RUN writes a Hugging Face folder",
     "bnb_4bit_": "a base of 4 bits is model.lora.base=nf4, its scales are float32",
-    "wandb": "a run writes metrics.jsonl and event files of TensorBoard, and no other tracker",
 }

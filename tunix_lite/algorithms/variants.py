@@ -6,6 +6,7 @@ Read in the frameworks' code of 2026-07 and 2026-08 (docs/guide/objectives.md). 
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tunix_lite.algorithms import advantages as adv
@@ -162,6 +163,16 @@ def apply_variant(algorithm: Any) -> None:
         object.__setattr__(algorithm, setting, theirs)
 
 
+def _was_changed(algorithm: Any, name: str, changes: Changes) -> bool:
+    """Whether the settings are those of objective `name` after the changes of a variant. Another
+    preset may have the changed values by itself, as dr_grpo has the upper clip of grpo's trl."""
+    if not all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
+        return False
+    looked_at = ("advantages", "surrogate", "ratio", "agreeing_groups")
+    before = {k: changes[k][0] if k in changes else getattr(algorithm, k) for k in looked_at}
+    return objective_of(SimpleNamespace(**before)) == name
+
+
 def _changes(algorithm: Any) -> tuple[str, Changes]:
     """(objective, what the variant changes). Raises ValueError if there is no such variant."""
     name = objective_of(algorithm)
@@ -171,7 +182,7 @@ def _changes(algorithm: Any) -> tuple[str, Changes]:
     # made of the settings of one that was changed already: its pieces may be of another objective
     for other, variants in VARIANTS.items():
         changes = variants.get(algorithm.variant, {})
-        if changes and all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
+        if changes and _was_changed(algorithm, other, changes):
             return other, changes
     listed = ", ".join(known) or "none"
     reason = REFUSED.get(name, {}).get(algorithm.variant)

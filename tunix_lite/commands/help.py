@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "what fits on which devices, there or not, and how fast it can be",
     "check": "whether this machine, its devices and its processes are in order",
     "doctor": "why a run does not learn, from its files alone",
+    "watch": "the numbers of a run that goes on elsewhere, from its files",
     "report": "what came of a run, or of several, on one page",
     "replay": "why an update was skipped, sequence by sequence",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",

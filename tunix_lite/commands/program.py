@@ -176,13 +176,25 @@ def explain(
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
         is_added = text.startswith("+") and key not in groups
-        if key.startswith("hydra.") or is_added:
+        if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
+            return (
+                f"{text} needs a package that is not installed: pip install 'tunix_lite[{extra}]'"
+            )
+        if key.startswith(("hydra.", "hydra/")) or is_added:
             continue
         value = override.value() if key in groups else text.partition("=")[2]
         message = wrong_override(key, value, known, groups, folders)
         if message is not None:
             return message
     return str(error).replace("\n", " ")
+
+
+# Options of Hydra that a package brings, and the extra of ours that installs it.
+PLUGINS = {
+    "launcher=submitit_local": "submitit",
+    "launcher=submitit_slurm": "submitit",
+    "sweeper=optuna": "optuna",
+}
 
 
 def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
@@ -263,9 +275,12 @@ def main(
         return
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-    def job(settings: DictConfig) -> None:
+    def job(settings: DictConfig) -> object:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        _or_exit(lambda: task(_run_of(settings, checked), folder), made_by_hydra=folder)
+        found: list[object] = []
+        _or_exit(lambda: found.append(task(_run_of(settings, checked), folder)), folder)
+        # what a sweeper that looks for the best settings compares, as optuna
+        return found[0] if found else None
 
     job()
 
@@ -534,7 +549,10 @@ def _runs_of(overrides: list[str]) -> list[list[str]]:
             # Composing this override will raise an error that says what is wrong.
             return [overrides]
         values = [text]
-        if override.is_sweep_override():
+        if override.is_interval_sweep():
+            # of optuna, which draws numbers from it: its lower end stands for them
+            values = [f"{override.get_key_element()}={override.value().start}"]
+        elif override.is_sweep_override():
             key = override.get_key_element()
             values = [f"{key}={value}" for value in override.sweep_string_iterator()]
         choices.append(values)

@@ -31,7 +31,7 @@ from tunix_lite.models.source import weights_digest
 from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.train import train
 
 # What `check` has found about the run that it checked last. Not of all runs of a sweep: each holds
@@ -94,7 +94,8 @@ def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
     return found | user_code_digests(run)
 
 
-def start(run: RunConfig, folder: Path) -> None:
+def start(run: RunConfig, folder: Path) -> float | None:
+    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = program.sweep_folder()
@@ -116,6 +117,13 @@ def start(run: RunConfig, folder: Path) -> None:
         if sweep is not None and (reason := job.stopping.reason()):
             print(f"{reason}: no further run of the sweep begins", flush=True)
             sys.exit(0)
+    return last_accuracy(folder)
+
+
+def last_accuracy(folder: Path) -> float | None:
+    """The held-out accuracy that a run ended with, by its files; None: it was not evaluated."""
+    found, *_ = read_status(RunDir(folder).status)
+    return found.get("last", {}).get("accuracy")
 
 
 def join(run: RunConfig) -> None:

@@ -575,3 +575,71 @@ def distillation(weighting: Callable = token_mean) -> Loss:
         return np.where(terms.mask, weight * lost, 0.0).sum(axis=(-2, -1))
 
     return loss
+
+
+# ---- of whole distributions
+
+# A fixture has one log-probability of each token, and these need all tokens that could have been
+# drawn. So a token is drawn from four, of logits lp and these; a teacher's first logit is ref.
+OTHER_LOGITS = (0.0, -1.0, -2.0)
+
+
+def distribution(first: np.ndarray) -> np.ndarray:
+    """Log-probabilities [..., 4] of the tokens that could have been drawn."""
+    others = [np.full_like(first, x) for x in OTHER_LOGITS]
+    logits = np.stack([first, *others], axis=-1)
+    # relative to the largest, or an exponential overflows
+    logits = logits - np.real(logits).max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def less_entropy(terms: Terms) -> np.ndarray:
+    """- H, to be added as a KL is."""
+    logs = distribution(terms.lp)
+    return (np.exp(logs) * logs).sum(axis=-1)
+
+
+def forward_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(q || p) of log-probabilities, p of the policy, q of the teacher."""
+    return (np.exp(q) * (q - p)).sum(axis=-1)
+
+
+def reverse_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q)."""
+    return (np.exp(p) * (p - q)).sum(axis=-1)
+
+
+def jensen_shannon(mix: float) -> Callable:
+    """b KL(q || m) + (1 - b) KL(p || m), m = b q + (1 - b) p; b: `mix`."""
+
+    def apart(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        m = np.log(mix * np.exp(q) + (1 - mix) * np.exp(p))
+        return mix * forward_kl(m, q) + (1 - mix) * reverse_kl(p, m)
+
+    return apart
+
+
+def in_bins(logs: np.ndarray, listed: np.ndarray) -> np.ndarray:
+    """The listed tokens, and one bin for all others."""
+    # the others are added up: 1 less the listed ones loses a small rest
+    rest = np.where(listed, 0.0, np.exp(logs)).sum(axis=-1, keepdims=True)
+    count = int(listed[0, 0].sum())
+    places = np.argsort(~listed, axis=-1, kind="stable")[..., :count]
+    places = np.broadcast_to(places, (*logs.shape[:-1], count))
+    return np.concatenate([np.take_along_axis(logs, places, axis=-1), np.log(rest)], axis=-1)
+
+
+def divergence(apart: Callable, top_k: int = 0, weighting: Callable = token_mean) -> Loss:
+    """sum_t w_t D(p_t, q_t), q of the teacher; top_k: over its likeliest tokens and one bin."""
+
+    def loss(fixture: Fixture, logprobs: np.ndarray) -> np.ndarray:
+        terms = _terms(fixture, logprobs, np.zeros((1, 1)))
+        p, q = distribution(terms.lp), distribution(terms.ref)
+        if top_k:
+            # the k-th largest and whatever is above it
+            listed = q >= np.sort(q, axis=-1)[..., -top_k, None]
+            p, q = in_bins(p, listed), in_bins(q, listed)
+        weight = weighting(fixture.counted, fixture)
+        return np.where(terms.mask, weight * apart(p, q), 0.0).sum(axis=(-2, -1))
+
+    return loss

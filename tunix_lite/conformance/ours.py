@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.algorithms.algorithm import Algorithm, Policy, TeacherComparison
 from tunix_lite.config import build
 from tunix_lite.conformance.fixtures import FIXTURES, Fixture
-from tunix_lite.conformance.formulas import value_and_gradient
+from tunix_lite.conformance.formulas import OTHER_LOGITS, value_and_gradient
 from tunix_lite.conformance.rows import LONGEST, Variant
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.types import Batch, Graded, Rollout, RowBatch, TokenScores
+from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
+from tunix_lite.models.vocabulary import head_spec
+from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.types import Batch, ComparedScores, Graded, Rollout, RowBatch, TokenScores
 
 # relative; float32 has 24 bits, and an exponential of 18 keeps 19 of them
 TOLERANCE = 1e-4
@@ -88,6 +91,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         scores=None,
         scorers={name: lambda batch: logprobs("ref") for name in ("reference", "teacher")},
         rescore=lambda params, batch: rescored,
+        compare=lambda batch, seen: batch,
     )
     # And what of a task.
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
@@ -175,16 +179,22 @@ def _unpacked(
         chosen = fixture if fixture.name in names else FIXTURES["binary"]
         batch = collected(algorithm_of(json.loads(settings), chosen), chosen, sampled)
         here = np.nan_to_num(_with_prompt(chosen.logprobs, 0)).astype(np.float32)
-        rows.append((padded(here), jax.tree.map(padded, RowBatch(**vars(batch)))))
+        ref = _with_prompt(chosen.array("ref_logprobs"), 0).astype(np.float32)
+        row = jax.tree.map(padded, RowBatch(**vars(batch)))
+        rows.append((padded(here), padded(ref), row))
     stacked = jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *rows)
     # groups of another size are another algorithm, with the same loss
     algorithm = algorithm_of(json.loads(settings), made[0])
 
-    def loss(here: jax.Array, row: RowBatch) -> jax.Array:
-        return algorithm.loss(TokenScores(here, jnp.zeros_like(here)), row)[0]
+    def losses(here: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = _scores(algorithm, here, stacked[1])
+        each = jax.vmap(lambda one, row: algorithm.loss(one, row)[0])(scores, stacked[2])
+        # no fixture depends on another's log-probabilities
+        return jnp.sum(each), each
 
     # all fixtures in one pass
-    values, gradients = jax.vmap(jax.value_and_grad(loss))(*stacked)
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1])):
+        gradients, values = jax.grad(losses, has_aux=True)(stacked[0])
     # without the padding
     found = {}
     for fixture, value, gradient in zip(made, np.asarray(values), np.asarray(gradients)):
@@ -192,6 +202,38 @@ def _unpacked(
         if fixture.name in names:
             found[fixture.name] = float(value), gradient[:B, 1 : 1 + T]
     return found
+
+
+def _scores(algorithm: Algorithm, here: jax.Array, ref: jax.Array) -> TokenScores | ComparedScores:
+    """What a policy gives of log-probabilities [F, B, T], and of those of a teacher.
+
+    What depends on a whole distribution is that of four tokens, formulas.OTHER_LOGITS.
+    """
+    others = [jnp.full_like(here, x) for x in OTHER_LOGITS]
+    logs = jax.nn.log_softmax(jnp.stack([here, *others], axis=-1))
+    entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    comparison = getattr(algorithm, "comparison", None)
+    if comparison is None:
+        return TokenScores(here, entropy)
+    apart = _divergence(comparison, *(x.reshape(-1, x.shape[-1]) for x in (here, ref)))
+    return ComparedScores(here, entropy, apart.reshape(here.shape))
+
+
+def _divergence(comparison: TeacherComparison, here: jax.Array, ref: jax.Array) -> jax.Array:
+    """[B, T], by the program of a run: hidden states (lp, 1) and a table give the four logits."""
+    table = jnp.array([[1.0, 0.0], *([0.0, x] for x in OTHER_LOGITS)])
+    spec = head_spec(len(table), None, 1.0)
+    kind = Kind(comparison.divergence, comparison.mix)
+
+    @jax.jit
+    def apart(here: jax.Array, ref: jax.Array) -> jax.Array:
+        ours, theirs = (jnp.stack([x, jnp.ones_like(x)], axis=-1) for x in (here, ref))
+        if not comparison.top_k:
+            return head_divergence(kind, spec, ours, table, spec, theirs, table)
+        listed = top_tokens(spec, theirs, table, comparison.top_k)
+        return list_divergence(kind, spec, ours, table, *listed)
+
+    return apart(here, ref)
 
 
 def difference(

@@ -118,6 +118,10 @@ same by the sampler, `ref` by the reference; `rho` is exp(lp - old), `w` is exp(
 the advantage, sg a value without gradient; "token mean" is 1 / all tokens of the batch. Settings
 that a row does not name are `advantages=centre`, `weighting=per_token`, and the defaults.
 
+An entropy or a divergence needs the whole distribution of a token. Here the distribution is over
+four tokens: the policy has the logits (lp, 0, -1, -2), the teacher has (ref, 0, -1, -2).
+`tests/test_comparison.py` checks divergences of whole models, on meshes and in packed rows.
+
 ```bash
 python -m tunix_lite.conformance
 python -m tunix_lite.conformance cispo

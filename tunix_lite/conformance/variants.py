@@ -801,6 +801,15 @@ _KL = [
         "kl_k3_exact",
         "sg[rho] times the value of k3 with the gradient of k2: the gradient of the KL",
     ),
+    # Beside it, and added as it is.
+    Variant(
+        "entropy_bonus",
+        "paper",
+        "- 0.01 H, H = - sum_v p_v log p_v over the tokens that could have been drawn",
+        objective(f.less_group_mean, CLIPPED, kl=f.less_entropy, kl_coef=0.01),
+        grpo(entropy_coef=0.01, **CLIP),
+        "arXiv:1602.01783; its gradient is that of H, not of an estimate by the drawn token",
+    ),
 ]
 
 # ---- preferences, a teacher, demonstrations
@@ -811,6 +820,25 @@ DISTILL_OURS = {
     "teacher": {"_target_": "tunix_lite.models.source.TeacherConfig", "weights": "bundled"},
 }
 SIGMOID = "- log sigmoid(0.1 (s_chosen - s_rejected)), s = sum_t (lp - ref), mean over pairs"
+FORWARD = "KL(q || p) = sum_v q_v (log q_v - log p_v)"
+REVERSE = "KL(p || q) = sum_v p_v (log p_v - log q_v)"
+MIXTURE = "0.25 KL(q || m) + 0.75 KL(p || m), m = 0.25 q + 0.75 p"
+
+
+def between_models(name: str, apart: Any, formula: str, top_k: int = 0) -> Variant:
+    """A divergence of policy and teacher with its own gradient, no rewards."""
+    settings = DISTILL_OURS | {"divergence": name} | ({"top_k": top_k} if top_k else {})
+    if name == "jensen_shannon":
+        settings["mix"] = 0.25
+    over = "all tokens; arXiv:2306.13649"
+    if top_k:
+        over = f"the {top_k} likeliest tokens of q and one bin for all others; arXiv:2601.20802"
+    objective = f"distill_{name}" + ("_top_k" if top_k else "")
+    return Variant(
+        objective, "paper", f"{formula} over {over}", f.divergence(apart, top_k), settings
+    )
+
+
 AS_REWARD = "A_t = - sg[lp - lp_teacher] of each token; - rho A"
 _DEMONSTRATIONS = [
     # All agree.
@@ -838,6 +866,13 @@ _DEMONSTRATIONS = [
         None,
         "there is no teacher in its gradient, as verl's page warns",
     ),
+    # The distributions of both, p of the policy and q of the teacher.
+    between_models("forward", f.forward_kl, FORWARD),
+    between_models("reverse", f.reverse_kl, REVERSE),
+    between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE),
+    between_models("forward", f.forward_kl, FORWARD, top_k=2),
+    between_models("reverse", f.reverse_kl, REVERSE, top_k=2),
+    between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE, top_k=2),
     # All agree.
     Variant(
         "sft",

@@ -136,6 +136,15 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
                     raise ValueError(f"{file} has a line of more than {MOST_SKIPPED:,} bytes")
 
 
+def read_from(file: Path, offset: int, most: int = MOST_LINE) -> tuple[bytes, int]:
+    """At most `most` bytes of a file from `offset` on, and how many bytes it has now. Raises
+    ValueError, beginning with the file."""
+    with _opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        stream.seek(offset)
+        return stream.read(most), size
+
+
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
     """Opens an ordinary file for reading. Raises ValueError, beginning with the file."""

@@ -63,6 +63,23 @@ def advice(
     return least.overrides, refine(found) if found.fits else found
 
 
+def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
+    """Single changes that take less memory, by an estimate: (overrides, bytes less on a device).
+
+    In the order of what they cost, the cheapest first; of each only its first step. A larger mesh
+    is not among them.
+    """
+    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
+    now = _peak(start)
+    found = []
+    for make in CHANGES:
+        trial = next(iter(make(start)), None)
+        peak = now if trial is None else _peak(trial)
+        if trial is not None and peak < now:
+            found.append((trial.overrides, int(now - peak)))
+    return found
+
+
 def _estimate(trial: Trial) -> Plan | None:
     """None for what cannot be, such as a mesh that does not divide the model."""
     try:

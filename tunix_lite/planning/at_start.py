@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
 from tunix_lite.models.lora import acting_params
-from tunix_lite.planning import estimate
-from tunix_lite.planning.advice import advice
+from tunix_lite.planning import estimate, hardware
+from tunix_lite.planning.advice import advice, savings
 from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import attached_machine
+from tunix_lite.planning.machine import Machine, attached_machine
 from tunix_lite.planning.plan import Phase, Plan, assemble_plan, compile_plan, largest_micro_batch
 from tunix_lite.planning.programs import (
     abstract,
@@ -177,6 +179,32 @@ def _remedy(plan: Plan) -> str:
         f"nothing that was tried fits here, {least}; a smaller model, a shorter "
         "generation.max_new_tokens or a larger model.mesh_shape takes less"
     )
+
+
+def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
+    """What to try after a device ran out of memory, by formulas, the cheapest change first."""
+    # The hub is not asked again, and the devices may not answer.
+    run = replace(resolved.run, model=replace(resolved.run.model, architecture=resolved.cfg))
+    known = replace(resolved, run=run)
+    device = jax.local_devices()[0]
+    limit = hardware.memory_limit(device)
+    kind = hardware.of_device(device)
+    machine = Machine("attached", device.platform, jax.device_count(), kind, limit, "")
+    plan = assemble_plan(machine, known, {})
+    lines = ["out of memory; what takes less, by an estimate, the cheapest first:"]
+    for overrides, size in savings(plan):
+        shown = f"{size / GiB:.2f} GiB" if size >= GiB / 100 else f"{size / 2**20:.2f} MiB"
+        lines.append(f"  {' '.join(overrides)}   ({shown} a device less)")
+    return lines if len(lines) > 1 else []
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a device had no memory left, as XLA says it."""
+    while error is not None:
+        if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def memory_line(plan: Plan) -> str:

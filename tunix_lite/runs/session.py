@@ -15,8 +15,13 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed import gloo
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.at_start import choose_micro_batch
+from tunix_lite.planning.at_start import (
+    choose_micro_batch,
+    is_out_of_memory,
+    out_of_memory_lines,
+)
 from tunix_lite.planning.resolved import chooses_micro_batch
 from tunix_lite.report.write import report_at_end
 from tunix_lite.runs.leaving import saved
@@ -215,6 +220,11 @@ def _failed(session: Session, error: BaseException) -> None:
         session.status.write(word, error=f"{type(error).__name__}: {error}")
         text = f"{word} after step {session.status.steps}; {saved(session.run_dir)}"
         session.console.say(text, style="red")
+        # What cannot be estimated must not hide the error under way.
+        with contextlib.suppress(ConfigError, jax.errors.JaxRuntimeError):
+            lines = out_of_memory_lines(session.parts.resolved) if is_out_of_memory(error) else []
+            for line in lines:
+                session.console.say(line, style="yellow")
     _write_report(session)
 
 

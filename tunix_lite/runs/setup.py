@@ -168,6 +168,13 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     for name, settings in frozen_models_of(run.algorithm).items():
         with error_context(f"algorithm.{name}"):
             found[name] = source.locate_teacher(settings, model)
+    comparison = getattr(run.algorithm, "comparison", None)
+    if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
+        with error_context("algorithm"):
+            raise ValueError(
+                f"top_k={comparison.top_k} leaves no token out of vocab_size="
+                f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
+            )
     return found
 
 

@@ -261,4 +261,16 @@ def source_of_level(source: Any, settings: CurriculumConfig, level: int) -> Any:
     if unknown := changes.keys() - {*known}:
         raise ValueError(f"task.source has no {sorted(unknown)[0]}; it has {', '.join(known)}")
     values = {key: tuple(x) if isinstance(x, list) else x for key, x in changes.items()}
+    for key, value in values.items():
+        _check_kind(key, value, getattr(source, key))
     return replace(source, **values)
+
+
+def _check_kind(key: str, value: Any, current: Any) -> None:
+    """Raises ValueError if a setting of a level is of another type than the one that it replaces.
+    Nothing is known of one that is None so far."""
+    allowed = (int, float) if isinstance(current, float) else type(current)
+    is_mixed_up = isinstance(value, bool) != isinstance(current, bool)
+    if current is not None and (is_mixed_up or not isinstance(value, allowed)):
+        kind = type(current).__name__
+        raise ValueError(f"{key}={value!r}: expected {kind}, such as {key}: {current!r}")

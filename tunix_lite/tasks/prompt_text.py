@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +77,12 @@ class PromptTemplate:
         return turns[:first], turns[first : answers[-1] + 1]
 
     def _filled_in(self, name: str, template: str, example: dict) -> str:
+        # null would become the word None in the prompt
+        for field in _fields_of(template):
+            if field in example and example[field] is None:
+                raise ValueError(
+                    f"task.{name} names {field!r}, which is null here; it needs a value"
+                )
         try:
             return template.format(**example)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -270,6 +278,15 @@ class PromptText:
             "task.special_tokens_in_data=text takes it "
             "as mere letters, control as the token"
         )
+
+
+@lru_cache(maxsize=64)
+def _fields_of(template: str) -> tuple[str, ...]:
+    """The fields that a template names; none of one that is no template, which is refused later."""
+    try:
+        return tuple(name for _, name, _, _ in Formatter().parse(template) if name)
+    except ValueError:
+        return ()
 
 
 def _misfit(name: str, template: str, example: dict, error: Exception) -> str:

@@ -128,10 +128,12 @@ class RowsOnDisk(Sequence):
     def _find(self, opened: BinaryIO, on_error: str, checker: Any) -> None:
         begin = 0
         for number, line in enumerate(opened, start=1):
-            if number == 1 and line.startswith(UTF_16):
-                raise ValueError(f"{self.file}, line 1: UTF-16; save the file as UTF-8")
             place = begin
             begin += len(line)
+            if number == 1:
+                mark = mark_at_start(line, self.file)
+                place += mark
+                line = line[mark:]
             if not line.strip():
                 continue
             at = f"{self.file}, line {number}"
@@ -172,6 +174,14 @@ def rows_on_disk(
 ) -> RowsOnDisk:
     """As the file is now: a start asks twice. modified: its time in nanoseconds."""
     return RowsOnDisk(file, on_error, checker)
+
+
+def mark_at_start(line: bytes, file: str) -> int:
+    """Bytes of the mark that editors on Windows put before UTF-8; it is no part of the first row.
+    Raises ValueError for the mark of UTF-16."""
+    if line.startswith(UTF_16):
+        raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
+    return len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
 
 
 def hash_of(messages: Iterable) -> int:
@@ -224,8 +234,8 @@ def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
 def _raw_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if number == 1 and line.startswith(UTF_16):
-                raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
+            if number == 1:
+                line = line[mark_at_start(line, str(file)) :]
             # what is no ASCII may be white space, too
             if line.strip() and (not line.isspace() or line.decode(errors="replace").strip()):
                 yield number, line
@@ -268,7 +278,10 @@ def _json_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
 def _json_row(line: bytes, at: str) -> dict:
     row = json_of(_decoded(line, at), at)
     if not isinstance(row, dict):
-        raise ValueError(f"{at}: not an object with named fields")
+        raise ValueError(
+            f"{at}: not an object with named fields; each line is one, such as "
+            '{"question": "1 + 2", "answer": "3"}'
+        )
     return row
 
 

@@ -94,7 +94,7 @@ class Console:
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
-        self._is_live = self._terminal.is_terminal and _is_live(mode, self._terminal)
+        self._is_live = self._terminal.is_terminal and is_live(mode, self._terminal)
         self._is_quiet = mode == "quiet"
         self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
@@ -168,24 +168,12 @@ class Console:
             self._print(line)
 
     def line(self, step: int, metrics: Metrics) -> str:
-        """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
-
-        The numbers of a user's observers come first, so that a narrow terminal shows them.
-        """
-        parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
+        """`step 12/120 10% | eta 2m | reward 0.41 | ...`, with the pace since the first step."""
+        seconds_left = None
         if self._began is not None and step > self._first_step:
             pace = (time.perf_counter() - self._began) / (step - self._first_step)
-            parts.append(f"eta {minutes(pace * (self._max_steps - step))}")
-        for key, value in metrics.items():
-            if key.partition("/")[0] not in OUR_PARTS:
-                parts.append(f"{key} {value:.6g}")
-        for key, text in LINE_METRICS.items():
-            if key in metrics:
-                parts.append(text.format(metrics[key]))
-            if key == "eval/accuracy":
-                found = averages_of_samples(metrics).items()
-                parts += [f"{as_words(name)} {value:.1%}" for name, value in found]
-        return " | ".join(parts)
+            seconds_left = pace * (self._max_steps - step)
+        return step_line(step, self._max_steps, metrics, seconds_left)
 
     def samples(self, step: int, rows: list[dict], all_rows: Sequence[dict] = ()) -> None:
         """Prints completions, each with its extracted answer, marked right or wrong.
@@ -251,7 +239,32 @@ class Console:
         self._log.flush()
 
 
-def _is_live(mode: str, terminal: rich.console.Console) -> bool:
+def step_line(
+    step: int, max_steps: int | None, metrics: Metrics, seconds_left: float | None = None
+) -> str:
+    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
+
+    The numbers of a user's observers come first, so that a narrow terminal shows them. max_steps:
+    None: not known.
+    """
+    parts = [f"step {step}"]
+    if max_steps:
+        parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
+    if seconds_left is not None:
+        parts.append(f"eta {minutes(seconds_left)}")
+    for key, value in metrics.items():
+        if key.partition("/")[0] not in OUR_PARTS:
+            parts.append(f"{key} {value:.6g}")
+    for key, text in LINE_METRICS.items():
+        if key in metrics:
+            parts.append(text.format(metrics[key]))
+        if key == "eval/accuracy":
+            found = averages_of_samples(metrics).items()
+            parts += [f"{as_words(name)} {value:.1%}" for name, value in found]
+    return " | ".join(parts)
+
+
+def is_live(mode: str, terminal: rich.console.Console) -> bool:
     """Whether there is a live region on this terminal."""
     if mode in ("plain", "quiet"):
         return False

@@ -78,11 +78,18 @@ class Dashboard:
     Example: `board.log(1, {"reward/mean": 0.5})`, then `board.drawn(80, 24)` is drawn by rich.
     """
 
-    def __init__(self, max_steps: int | None, clock: Callable[[], float] = time.monotonic):
-        """max_steps: None: not known. clock: seconds, from any start."""
+    def __init__(
+        self,
+        max_steps: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        is_here: bool = True,
+    ):
+        """max_steps: None: not known. clock: seconds, from any start. is_here: the run logs each
+        step as it makes it; False: from files, so the time left is by the seconds of its steps."""
         self.max_steps = max_steps
         self.step = 0
         self._clock = clock
+        self._is_here = is_here
         # metric -> its (step, value), the newest last; and (step, value) of the best
         self._course: dict[str, deque[tuple[int, float]]] = {}
         self._best: dict[tuple[str, str], tuple[int, float]] = {}
@@ -90,9 +97,9 @@ class Dashboard:
         # the clock at the end of the first step, which compiles, and that step
         self._began: tuple[float, int] | None = None
 
-    def busy(self, text: str) -> None:
-        """What is done now: shown with a clock until the next step."""
-        self._busy = (text, self._clock())
+    def busy(self, text: str, since: float | None = None) -> None:
+        """What is done now, with a clock until the next step. since: by the clock; None: now."""
+        self._busy = (text, self._clock() if since is None else since)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step; what is no finite number is left out."""
@@ -112,9 +119,12 @@ class Dashboard:
                 self._best[name, better] = (step, value)
 
     def seconds_left(self) -> float | None:
-        """By the pace since the first step; None: not known yet."""
+        """By the pace since the first step, which compiles; None: not known yet."""
         if self._began is None or self.max_steps is None or self.step <= self._began[1]:
             return None
+        if not self._is_here:
+            seconds = [value for _, value in list(self._course["time/step"])[1:]]
+            return sum(seconds) / len(seconds) * (self.max_steps - self.step)
         pace = (self._clock() - self._began[0]) / (self.step - self._began[1])
         return pace * (self.max_steps - self.step)
 

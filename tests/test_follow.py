@@ -1,0 +1,118 @@
+"""`tunix-lite watch`: a run by its files alone, read-only, bounded, escaped."""
+
+import json
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from tunix_lite.commands import watch
+from tunix_lite.tracking import follow
+from tunix_lite.tracking.dashboard import Dashboard
+from tunix_lite.tracking.follow import FollowedRun
+
+
+def line(step: int, **more) -> bytes:
+    return json.dumps({"step": step, "reward/mean": step / 10, "time/step": 2.0, **more}).encode() + b"\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "samples").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("training:\n  max_steps: 20\n")
+    (tmp_path / "metrics.jsonl").write_bytes(line(1) + line(2))
+    return tmp_path
+
+
+def contents(folder) -> dict:
+    return {str(f): (f.stat().st_mtime_ns, f.read_bytes()) for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def test_new_rows_come_once_and_half_a_line_waits_for_the_rest(folder):
+    run = FollowedRun(folder)
+    assert [step for step, _ in run.new_rows()] == [1, 2] and run.new_rows() == []
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line(3)[:10])
+        file.flush()
+        assert run.new_rows() == []
+        file.write(line(3)[10:])
+        file.flush()
+    assert run.new_rows() == [(3, {"reward/mean": 0.3, "time/step": 2.0})]
+    assert run.max_steps() == 20
+
+
+def test_a_file_that_a_resumed_run_has_cut_is_read_anew(folder):
+    run = FollowedRun(folder)
+    run.new_rows()
+    (folder / "metrics.jsonl").write_bytes(line(1))
+    assert [step for step, _ in run.new_rows()] == [1]
+
+
+def test_what_is_no_row_is_passed_over_and_names_are_escaped(folder):
+    bad = [b"no json\n", b'{"step": "1"}\n', b'{"step": -1}\n', b"\xff\xfe\n", b"[1]\n", b"[" * 100_000 + b"\n"]
+    named = json.dumps({"step": 3, "a\x1b[2J/b": 1.0, "x/y": "text", "n/n": None, "i/i": 1e400}).encode() + b"\n"
+    (folder / "metrics.jsonl").write_bytes(b"".join(bad) + named)
+    assert FollowedRun(folder).new_rows() == [(3, {"a\\x1b[2J/b": 1.0})]
+
+
+def test_only_the_end_of_a_long_file_is_read(folder, monkeypatch):
+    monkeypatch.setattr(follow, "FIRST", 300)
+    (folder / "metrics.jsonl").write_bytes(b"".join(line(step) for step in range(1, 101)))
+    steps = [step for step, _ in FollowedRun(folder).new_rows()]
+    assert steps[-1] == 100 and 2 < len(steps) < 10
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
+    (folder / "samples" / "step_000001.jsonl").unlink(missing_ok=True)
+    os.mkfifo(folder / "samples" / "step_000001.jsonl")
+    (folder / "status.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "status.json")
+    run = FollowedRun(folder)
+    assert run.new_samples() is None and run.status() == {} and not run.has_ended()
+
+
+def test_the_newest_samples_come_once(folder):
+    for step in (10, 20):
+        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"reward": step}) + "\nno json\n")
+    (folder / "samples" / "evaluation_000030.jsonl").write_text("{}\n")
+    run = FollowedRun(folder)
+    assert run.new_samples() == (20, [{"reward": 20}]) and run.new_samples() is None
+
+
+def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):
+    board = Dashboard(20, is_here=False)
+    for step, metrics in FollowedRun(folder).new_rows():
+        board.log(step, metrics)
+    assert board.seconds_left() == pytest.approx(18 * 2.0)
+
+
+def test_the_command_shows_each_step_until_the_run_ends_and_changes_nothing(folder, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "EVERY", 0.02)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(folder)])
+
+    def go_on():
+        time.sleep(0.2)
+        with (folder / "metrics.jsonl").open("ab") as file:
+            file.write(line(3))
+        (folder / "status.json").write_text(json.dumps({"status": "failed", "steps": 3, "error": "out\x1b[2J"}))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    watch.main()
+    thread.join()
+    out = capsys.readouterr().out.splitlines()
+    assert [text.split(" | ")[0] for text in out[:3]] == ["step 1/20 5%", "step 2/20 10%", "step 3/20 15%"]
+    assert out[3] == "failed after step 3: out\\x1b[2J"
+    before = contents(folder)
+    watch.main()
+    assert contents(folder) == before
+
+
+def test_a_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(tmp_path / "gone")])
+    with pytest.raises(SystemExit) as end:
+        watch.main()
+    assert end.value.code == 2 and "is no folder of a run" in capsys.readouterr().err

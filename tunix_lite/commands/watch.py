@@ -1,0 +1,122 @@
+"""`tunix-lite watch RUN`: the numbers of a run that goes on elsewhere, from its files."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import rich.console
+import rich.live
+
+from tunix_lite.commands import program
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError
+from tunix_lite.files.untrusted import as_path
+from tunix_lite.plain_text import escaped
+from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
+from tunix_lite.tracking.dashboard import Dashboard, sample_panel
+from tunix_lite.tracking.follow import FollowedRun
+
+# Seconds between two looks at the files.
+EVERY = 0.5
+# Seconds without a step after which that is said.
+SILENT = 60
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """How a run is looked at.
+
+    Example: `tunix-lite watch RUN watch.once=true` is WatchOptions(once=True).
+    """
+
+    once: bool = False  # show it once and end
+
+
+@dataclass(frozen=True)
+class WatchRun:
+    """Which run is looked at.
+
+    Example: `tunix-lite watch outputs/latest` is WatchRun(folder="outputs/latest").
+    """
+
+    folder: str | None = None  # of the run; `tunix-lite watch FOLDER` is short for it
+    watch: WatchOptions = WatchOptions()
+
+    def __post_init__(self):
+        if self.folder is None:
+            raise ValueError("give the folder of a run: tunix-lite watch outputs/latest")
+
+
+def main() -> None:
+    program.run_command("watch", WatchRun, watch, positional="folder")
+
+
+def watch(run: RunConfig, settings: WatchRun) -> None:
+    """Shows the run until it ends, or until Ctrl-C; the run itself is not touched."""
+    try:
+        folder = as_path(settings.folder)
+        if not folder.is_dir():
+            raise ValueError(f"{escaped(str(folder))} is no folder of a run")
+        followed = FollowedRun(folder)
+        terminal = Terminal(file=Screen(sys.stdout), highlight=False)
+        try:
+            if terminal.is_terminal and is_live(run.tracking.console, terminal):
+                _show_live(followed, terminal, settings.watch.once)
+            else:
+                _print_lines(followed, settings.watch.once)
+        except KeyboardInterrupt:
+            pass
+        _print_end(followed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
+    """A live region, and above it samples as they come."""
+    board = Dashboard(followed.max_steps(), is_here=False)
+    since = time.monotonic()
+
+    def drawn() -> rich.console.RenderableType:
+        return board.drawn(*terminal.size)
+
+    live = rich.live.Live(console=terminal, get_renderable=drawn, refresh_per_second=2)
+    with live:
+        while True:
+            # Before the rows: what an ended run has logged is then all there.
+            has_ended = followed.has_ended()
+            for step, metrics in followed.new_rows():
+                board.log(step, metrics)
+                since = time.monotonic()
+            found = followed.new_samples()
+            panel = sample_panel(*found, terminal.width) if found else None
+            if panel is not None:
+                terminal.print(panel)
+            if has_ended or once:
+                return
+            if time.monotonic() - since > SILENT:
+                board.busy("waiting; no new step for", since)
+            time.sleep(EVERY)
+
+
+def _print_lines(followed: FollowedRun, once: bool) -> None:
+    """A plain line for each step."""
+    max_steps = followed.max_steps()
+    while True:
+        has_ended = followed.has_ended()
+        for step, metrics in followed.new_rows():
+            print(step_line(step, max_steps, metrics), flush=True)
+        if has_ended or once:
+            return
+        time.sleep(EVERY)
+
+
+def _print_end(followed: FollowedRun) -> None:
+    """How the run ended, or that it goes on."""
+    status = followed.status()
+    word = status.get("status")
+    if not isinstance(word, str):
+        print(f"{escaped(str(followed.run_dir.path))} has no status yet")
+        return
+    error = status.get("error")
+    why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
+    print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
