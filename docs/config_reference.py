@@ -34,6 +34,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay, ReplayOptions
+from tunix_lite.commands.report import Report
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.learner.optim import (
@@ -70,6 +71,9 @@ from tunix_lite.tasks.puzzles import (
     string_edit,
     unit_conversion,
 )
+from tunix_lite.tracking.mlflow import Mlflow
+from tunix_lite.tracking.trackio import Trackio
+from tunix_lite.tracking.wandb import Wandb
 
 PAGE = "config/reference"
 MARKER = "<!-- generated: settings -->"
@@ -128,6 +132,9 @@ GROUPS = (
     Group("Evaluation", "evaluation.", config.EvaluationConfig, lambda run: run.evaluation),
     Group("Sharding", "sharding.", ShardingConfig, lambda run: run.sharding),
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
+    Group("Tracker: Weights & Biases", "tracking.trackers.wandb.", Wandb, None),
+    Group("Tracker: MLflow", "tracking.trackers.mlflow.", Mlflow, None),
+    Group("Tracker: Trackio", "tracking.trackers.trackio.", Trackio, None),
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
     Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
@@ -141,6 +148,7 @@ GROUPS = (
     Group("The command replay", "", Replay, None),
     Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
     Group("The command check", "", Check, None),
+    Group("The command report", "", Report, None),
     Group("The command watch", "", WatchRun, None),
     Group("How the command watch looks", "watch.", WatchOptions, None),
     Group("The command doctor", "", Doctor, None),

@@ -108,7 +108,12 @@ def test_a_run_leaves_what_it_promises(finished):
     assert status["status"] == "completed" and status["steps"] == 4
     assert status["eval"]["first"]["accuracy"] == lines(folder)[0]["eval/accuracy"]
     assert status["eval"]["last"]["accuracy"] == lines(folder)[-1]["eval/accuracy"]
-    assert list(folder.glob("events.out.tfevents.*"))
+    (events,) = folder.glob("events.out.tfevents.*")
+    assert b"histograms/completion_length" in events.read_bytes() and b"samples/text_summary" in events.read_bytes()
+    report = (folder / "report.html").read_text()
+    assert ">completed</span>" in report and (folder / "report.md").is_file()
+    accuracies = [f"{100 * status['eval'][which]['accuracy']:.1f} %" for which in ("first", "last")]
+    assert " → ".join(accuracies) in report
     samples = [json.loads(line) for line in (folder / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 16
     of_old = {"prompt", "completion", "extracted", "correct", "reward"}
@@ -122,7 +127,8 @@ def test_a_run_leaves_what_it_promises(finished):
 
 def test_the_same_seed_gives_the_same_file(finished, tmp_path):
     folder, state = finished
-    again = train(compose(SHORT), tmp_path / "again")
+    again = train(compose([*SHORT, "tracking.report=false"]), tmp_path / "again")
+    assert (folder / "report.md").exists() and not list((tmp_path / "again").glob("report.*")), "it was turned off"
     first, second = (["".join(json.dumps(without_time(row))) for row in lines(f)] for f in (folder, tmp_path / "again"))
     assert first == second
     jax.tree.map(np.testing.assert_array_equal, again, state)
@@ -403,6 +409,8 @@ def test_a_run_that_diverges_saves_what_it_has_and_goes_on_only_with_other_setti
             train(replace(again, algorithm=NotFinite(num_generations=4, rollouts=(0, 1, 2))), tmp_path)
         assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     assert f"failed after step 3; checkpoint 3 is in {tmp_path}" in (tmp_path / "train.log").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert ">failed</span>" in report and "3 updates in a row were not finite" in report
     assert checkpoints.steps() == [1, 3]
     train(replace(run, resume=replace(run.resume, force=True)), tmp_path)
     assert [row["train/skipped"] for row in lines(tmp_path)] == [1, 1, 1, 0]
@@ -533,6 +541,7 @@ def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been
     assert int(stopped.step) == 1 and sum(chunks) == 2, "no chunk after the signal"
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["stopped"], status["steps"]) == ("stopped", "SIGTERM", 1)
+    assert "It was stopped by SIGTERM after 1 step" in (tmp_path / "report.html").read_text()
     assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
     log = (tmp_path / "train.log").read_text()
     assert f"hydra.run.dir={tmp_path} goes on" in log
