@@ -202,6 +202,9 @@ def test_a_damaged_state_is_refused(found):
         (["curriculum.band=[0.8,0.2]"], r"curriculum: band=\[0.8, 0.2\]: two pass rates, such as"),
         (["curriculum.outside=2"], "curriculum: outside=2.0 is a share"),
         (["curriculum.rise_at=0"], "curriculum: rise_at=0.0 is a pass rate"),
+        (["curriculum.outside=0.5"], "outside=0.5 would change nothing without band"),
+        (["curriculum.min_completions=4"], "min_completions=4 would change nothing without drop_at or band"),
+        (["curriculum.drop_at=0.9", "curriculum.rise_at=0.5"], "rise_at=0.5 would change nothing without levels"),
         (["curriculum.over_prompts=0"], "curriculum: over_prompts=0 must be at least 1"),
         (
             ["curriculum.drop_at=0.9", "algorithm=sft"],

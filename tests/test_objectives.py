@@ -613,6 +613,7 @@ def test_duplicated_prompts_are_groups_of_their_own():
         ({"reference_every": 5}, "reference_every=5 would change nothing: kl_coef=0"),
         ({"kl_coef": 0.1, "reference_mix": 0.5}, "reference_mix=0.5 would change nothing: reference_every=0"),
         ({"kl_coef": 0.1, "reference_every": 3, "updates_per_rollout": 2}, "must be a multiple of updates_per_rollout=2"),
+        ({"clip_low": 1.5}, "clip_low=1.5 would change nothing: no ratio is below 0"),
         ({"max_rounds": 3}, "max_rounds=3 would change nothing: prompts are drawn once unless"),
         ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 draws nothing"),
         ({"ratio": ratios.no_ratio}, "surrogate=clip is a function of the ratio, which is 1 with ratio=no_ratio"),

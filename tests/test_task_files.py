@@ -182,6 +182,7 @@ def test_a_malformed_row_of_a_stream_is_named_or_left_out_and_counted(tmp_path):
             ["task.shuffle_buffer=5", "task.held_out=null"],
             "shuffle_buffer takes the held-out rows from a file of their own",
         ),
+        (["task.shuffle_buffer=5", "task.in_memory=false"], "leave one of the two out"),
         (["task=preferences", "task.shuffle_buffer=5"], "shuffle_buffer is not for preferences"),
     ],
 )

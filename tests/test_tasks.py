@@ -23,6 +23,7 @@ from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.tasks import check_rows
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.processes import Processes
+from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
@@ -267,6 +268,12 @@ def test_an_empty_prompt_is_named():
 def test_a_prompt_with_an_unknown_field_is_named(task):
     with pytest.raises(ValueError, match="task.prompt names 'question', but an example has problem"):
         task.prompts([{"problem": "1 + 1"}])
+
+
+def test_a_prompt_looks_into_no_column():
+    template = PromptTemplate("{question.__class__}", None)
+    with pytest.raises(ValueError, match=r"task.prompt has \{question.__class__\}; write the name of a column alone"):
+        template.messages({"question": "1 + 1"})
 
 
 def test_demonstrations_end_with_the_end_of_turn_and_count_only_the_completion(task, tokenizer):

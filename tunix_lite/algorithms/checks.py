@@ -54,6 +54,11 @@ def _check_numbers(a: Any) -> None:
         value = getattr(a, name)
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} must not be negative")
+    if a.clip_low is not None and a.clip_low >= 1:
+        raise ValueError(
+            f"clip_low={a.clip_low} would change nothing: no ratio is below 0; give a number below "
+            "1, or null"
+        )
     if a.reference_every < 0 or not 0 < a.reference_mix <= 1:
         raise ValueError(
             f"reference_every={a.reference_every} must not be negative, and "

@@ -50,6 +50,23 @@ class CurriculumConfig:
         for name in ("min_completions", "over_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Raises ValueError for a setting that would change nothing."""
+        needs = {
+            "outside": ("band", bool(self.band)),
+            "min_completions": ("drop_at or band", self.judges_prompts),
+            "rise_at": ("levels", bool(self.levels)),
+            "over_prompts": ("levels", bool(self.levels)),
+        }
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        for name, (other, is_there) in needs.items():
+            value = getattr(self, name)
+            if value != defaults[name] and not is_there:
+                raise ValueError(
+                    f"{name}={value} would change nothing without {other}; leave it out"
+                )
 
     @property
     def judges_prompts(self) -> bool:

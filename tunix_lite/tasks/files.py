@@ -152,6 +152,11 @@ class FilesTaskConfig(TaskConfig):
             return
         if self.shuffle_buffer < 1:
             raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null")
+        if not self.in_memory:
+            raise ValueError(
+                "shuffle_buffer reads the files in order, and in_memory=false reads rows from all "
+                "over one; leave one of the two out"
+            )
         if self.held_out is None:
             raise ValueError(
                 "shuffle_buffer takes the held-out rows from a file of their own: give "

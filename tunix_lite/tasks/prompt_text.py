@@ -79,6 +79,11 @@ class PromptTemplate:
     def _filled_in(self, name: str, template: str, example: dict) -> str:
         # null would become the word None in the prompt
         for field in _fields_of(template):
+            if "." in field or "[" in field:
+                raise ValueError(
+                    f"task.{name} has {{{field}}}; write the name of a column alone, without `.` "
+                    "and `[`"
+                )
             if field in example and example[field] is None:
                 raise ValueError(
                     f"task.{name} names {field!r}, which is null here; it needs a value"
