@@ -23,7 +23,7 @@ class ChatConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("chat", ChatConfig, chat)
+    program.run_command("chat", ChatConfig, chat, positional="checkpoint")
 
 
 def chat(run: RunConfig, settings: ChatConfig) -> None:

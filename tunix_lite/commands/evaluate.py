@@ -96,7 +96,13 @@ class EvaluateConfig(WhichWeights):
 
 def main() -> None:
     with exit_at_once_on_failure():
-        program.run_command("evaluate", EvaluateConfig, evaluate_models, composes_again=True)
+        program.run_command(
+            "evaluate",
+            EvaluateConfig,
+            evaluate_models,
+            composes_again=True,
+            positional="checkpoint",
+        )
 
 
 def evaluate_models(

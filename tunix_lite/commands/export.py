@@ -31,7 +31,7 @@ class ExportConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("export", ExportConfig, export_chosen_model)
+    program.run_command("export", ExportConfig, export_chosen_model, positional="checkpoint")
 
 
 def export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
