@@ -14,6 +14,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.parallel.mesh import put
+from tunix_lite.runs.curriculum import EveryPrompt
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.runs.moving_reference import MovingReference
 from tunix_lite.runs.reference import find_reference
@@ -54,10 +55,13 @@ def source(algorithm, prompts=2):
     def batch(count, seed, rollout):
         return [{"n": seed % 1000 + rollout * count + i} for i in range(count)], 1
 
-    task = SimpleNamespace(batch=batch, long_prompts="drop", at_step=lambda step: None)
+    task = SimpleNamespace(batch=batch, long_prompts="drop", at_step=lambda step: task)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts), rows=RowLayout())
-    session = SimpleNamespace(run=SimpleNamespace(algorithm=algorithm, seed=0), task=task, parts=parts, run_dir=None)
-    return FreshExperience(session, SimpleNamespace(policy=None, seed_key=jax.random.key(0)))
+    run = SimpleNamespace(algorithm=algorithm, seed=0)
+    console = SimpleNamespace(say=print)
+    session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console)
+    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=EveryPrompt())
+    return FreshExperience(session, learner)
 
 
 @pytest.fixture(autouse=True)
