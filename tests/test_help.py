@@ -262,7 +262,7 @@ def test_what_a_sweeper_compares_is_the_last_held_out_accuracy(tmp_path):
     assert train.last_accuracy(tmp_path) == 0.4
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export", "generate", "chat", "doctor"])
+@pytest.mark.parametrize("command", ["evaluate", "export", "chat", "doctor"])
 def test_the_folder_of_a_run_may_come_first(command, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = said(monkeypatch, capsys, entry.main, command, "nowhere")

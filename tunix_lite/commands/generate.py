@@ -44,7 +44,7 @@ class GenerateConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("generate", GenerateConfig, generate, positional="checkpoint")
+    program.run_command("generate", GenerateConfig, generate)
 
 
 def generate(run: RunConfig, settings: GenerateConfig) -> None:
