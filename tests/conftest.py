@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -113,3 +114,12 @@ def rollout(generate, params):
     """Five ragged prompts, four completions each."""
     set_mesh(1, 1)
     return jax.tree.map(jnp.asarray, generate(params, ragged_prompts(5), jax.random.key(7), 4))
+
+
+@pytest.fixture(autouse=True)
+def broken_pipes_stay_errors():
+    """A command that only shows something ends at a closed pipe without a word. Tests call commands in this process,
+    which would die of the next pipe that breaks."""
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)

@@ -342,7 +342,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["prompt=a", "prompts=b"], "one of the two"),
         ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: it has no model.json"),
-        ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'prompt'?"),
+        ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
         ("generate", ["prompt=a", "checkpoint=5"], "checkpoint=5 is not the folder of a run"),
