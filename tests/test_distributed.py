@@ -484,7 +484,7 @@ def test_where_nobody_listens_the_address_is_named_in_the_time_given():
     assert str(caught.value) == (
         f"process 1 of 2 (b) could not reach process 0 at 127.0.0.1:{port} in 3 s: Connection refused. Check that "
         "process 0 was started and still runs, that this is its address (it is from MASTER_ADDR and MASTER_PORT), and "
-        f"that no firewall is between them: nc -zv 127.0.0.1 {port}. launch.timeout=SECONDS waits longer"
+        f"that no firewall is between them: nc -zv 127.0.0.1 {port}. RANK counts processes, not machines. launch.timeout=SECONDS waits longer"
     )
 
 
