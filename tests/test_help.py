@@ -59,6 +59,7 @@ def value_at(values, key):
 
 
 def test_every_setting_in_the_short_help_has_its_default_and_its_meaning(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = said(monkeypatch, capsys, entry.main, "--help")
     assert code == 0 and len(out.splitlines()) < 110
     for key in help_pages.OFTEN:

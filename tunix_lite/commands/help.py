@@ -214,9 +214,11 @@ def show_help(words: list[str]) -> None:
     if not chosen and about not in groups():
         print(f"error: --help {about}: there is no such group or setting", file=sys.stderr)
         sys.exit(2)
-    lines = []
-    for group in groups() if about == "all" else [about] if about in groups() else []:
-        lines += _wrapped(f"{group}=", f"one of {', '.join(options(group, config_dir(words)))}")
+    shown = list(groups()) if about == "all" else [about] if about in groups() else []
+    choices = {
+        f"{group}=": f"one of {', '.join(options(group, config_dir(words)))}" for group in shown
+    }
+    lines = _table(choices)
     if about == "all":
         lines = ["Groups, chosen as group=option:", *lines, "", "Settings, given as key=value:"]
     for setting in chosen.values():
@@ -241,16 +243,15 @@ def short_help(words: Iterable[str] = ()) -> list[str]:
         "",
         "Commands; `tunix-lite COMMAND --help` shows the settings of each:",
     ]
-    for name, text in COMMANDS.items():
-        lines += _wrapped(name, text)
-    lines += ["", "Flags:"]
-    for name, text in FLAGS.items():
-        lines += _wrapped(name, text)
+    lines += _table(COMMANDS)
+    lines += ["", "Flags:", *_table(FLAGS)]
     lines += ["", "Groups, chosen as group=option; the first is the default:"]
+    choices = {}
     for group, default in groups().items():
         others = [option for option in options(group, more) if option != default]
         if others:
-            lines += _wrapped(group, ", ".join([default, *others]))
+            choices[group] = ", ".join([default, *others])
+    lines += _table(choices)
     lines += ["", "Settings that people change, as key=value; --help=all shows the others:"]
     for key in OFTEN:
         lines += described(settings.get(key) or _short_form(key, settings))
@@ -264,10 +265,16 @@ def _short_form(key: str, settings: dict[str, Setting]) -> Setting:
 
 def described(setting: Setting) -> list[str]:
     """A setting with its default and its comment."""
-    return _wrapped(f"{setting.key}={setting.default}", setting.comment)
+    return _wrapped(f"{setting.key}={setting.default}", setting.comment, 34)
 
 
-def _wrapped(name: str, text: str, column: int = 34) -> list[str]:
+def _table(texts: dict[str, str]) -> list[str]:
+    """Names and their texts in two columns, the first as wide as its longest name."""
+    column = max(map(len, texts), default=0) + 2
+    return [line for name, text in texts.items() for line in _wrapped(name, text, column)]
+
+
+def _wrapped(name: str, text: str, column: int) -> list[str]:
     """A name, and beside or below it a text, within the width of the terminal."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     lines = textwrap.wrap(text, width - column - 2) or [""]
