@@ -122,7 +122,9 @@ def evaluate_models(
     with exit_when_a_peer_is_lost():
         asked = settings.evaluate
         runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
-        out, seen, error = None, {}, None
+        out = None
+        seen = {}
+        error = None
         # What is wrong may be of this machine alone, and the others must hear of it.
         try:
             for name in asked.tasks:
