@@ -70,7 +70,7 @@ def test_a_file_that_a_page_shows_is_linked_beside_it(page):
 @pytest.mark.parametrize("page", OUR_PAGES, ids=lambda page: page.stem)
 def test_a_page_is_more_than_directives(page):
     text = page.read_text()
-    for language, argument, body in blocks(page):
+    for language, _, body in blocks(page):
         if language in DIRECTIVES or language == "{toctree}":
             text = text.replace(body, "")
     plain = re.sub(r"^(```|:::).*$|^#.*$|<!--.*?-->", "", text, flags=re.MULTILINE)
