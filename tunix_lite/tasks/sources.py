@@ -268,7 +268,10 @@ def _with_text_as_keys(value: Any) -> Any:
 @dataclass(frozen=True)
 class Jsonl:
     """Examples from files with one JSON object a line; what stands in a file is the whole of that
-    split."""
+    split.
+
+    Example: `Jsonl("data/train.jsonl", "data/held_out.jsonl").train[0]` is the first line's object.
+    """
 
     train_file: str  # path
     held_out_file: str  # path

@@ -81,7 +81,10 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task as YAML writes it: plain functions and texts, no tokenizer yet."""
+    """A task as YAML writes it: plain functions and texts, no tokenizer yet.
+
+    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`.
+    """
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     # the user's message; {names} are fields of the example; null: its field `messages` or `prompt`
