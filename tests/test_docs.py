@@ -622,7 +622,9 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     [terms] = re.findall(r'"?terms"?:(\{.*?\}),"?titles"?:', index)
     log = " ".join((DOCS / "log.md").read_text().split())
     assert "xnnpack" not in terms and "xnnpack" in log.lower(), "a word of the log alone"
-    assert "Parameters are plain nested dicts" in (DOCS / "decisions" / "0001-parameters-are-plain-dicts.md").read_text()
+    assert (
+        "Parameters are plain nested dicts" in (DOCS / "decisions" / "0001-parameters-are-plain-dicts.md").read_text()
+    )
     assert "Parameters are plain nested dicts" not in index, "the title of a decision"
     check_menu(texts[tmp_path / "html" / "index.html"])
     pictures = {name for text in texts.values() for name in re.findall(r'<img[^>]*src="[^"]*?([\w-]+\.svg)"', text)}
