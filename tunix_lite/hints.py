@@ -69,9 +69,11 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
 def _beside(key: str, known: list[str]) -> str:
     """The settings of the section that the key names; without one, the sections."""
     section = key.lstrip("+~").rpartition(".")[0]
-    here = [name for name in known if name.rpartition(".")[0] == section]
-    if here and section:
-        return f"known here: {', '.join(here)}"
+    if section and (here := [name for name in known if name.startswith(f"{section}.")]):
+        # of a group inside the section only its own name
+        parts = section.count(".") + 2
+        names = dict.fromkeys(".".join(name.split(".")[:parts]) for name in here)
+        return f"known here: {', '.join(names)}"
     tops = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
     return f"known here: {', '.join(tops)}"
 
