@@ -55,11 +55,12 @@ def fill(app, page, source):
             source[0] = source[0].replace(made.MARKER, RENDERED[page])
 
 
-def leave_history_out_of_the_search(app, env):
-    """The log and the decisions say what was true on their day. No search finds them."""
+def set_history_apart(app, env):
+    """The log and the decisions say what was true on their day: no search finds them, and they are
+    in no menu. The page about the project links to them."""
     for page in env.found_docs:
         if page == "log" or page.startswith("decisions/"):
-            env.metadata[page]["nosearch"] = "true"
+            env.metadata[page] |= {"nosearch": "true", "orphan": "true"}
     return []
 
 
@@ -74,7 +75,7 @@ def skip_defaults(app, what, name, obj, skip, options):
 
 def setup(app):
     app.connect("source-read", fill)
-    app.connect("env-updated", leave_history_out_of_the_search)
+    app.connect("env-updated", set_history_apart)
     app.connect("autodoc-skip-member", skip_defaults)
     # so read them every time
     app.connect("env-get-outdated", lambda *_: [made.PAGE for made in GENERATED])

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tunix_lite.api import GenerationConfig, compose, export, load, train
+from tunix_lite.api import GenerationConfig, compose, evaluate_model, export, load, train
 
 question = "What is 12 + 7 - 3?"
 # or a folder in Hugging Face layout, a name on the hub, the folder of a run
@@ -19,7 +19,9 @@ for completion in model.generate(question, GenerationConfig(32, 48), num_generat
 print("log p of an answer:", model.score(question, "The answer is 16.")[0].sum())
 
 outputs = Path(f"outputs/notebook/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
-train(compose(["model.lora.rank=8", "optimizer.learning_rate=2e-3", *sys.argv[1:]]), outputs)
+settings = compose(["model.lora.rank=8", "optimizer.learning_rate=2e-3", *sys.argv[1:]])
+train(settings, outputs)
 trained = load(outputs)
+print("right:", evaluate_model(trained, settings)["accuracy"])
 print("".join(trained.stream(question, GenerationConfig(32, 48, temperature=0.0))))
 print(export(trained, outputs / "export" / "merged", kind="merged").serve)

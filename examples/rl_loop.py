@@ -12,19 +12,28 @@ import sys
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.learner.policy import make_policy
-from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
-from tunix_lite.models import source
-from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.rewards.math import correct
-from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.tasks.sources import Arithmetic
-from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.types import TrainState
+from tunix_lite.api import (
+    GRPO,
+    Arithmetic,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Reward,
+    RowLayout,
+    Task,
+    TaskConfig,
+    TrainState,
+    TrainStep,
+    correct,
+    init_opt_state,
+    load_weights,
+    locate,
+    make_generate,
+    make_mesh,
+    make_optimizer,
+    make_policy,
+    put,
+)
 
 PROMPTS = 16
 GENERATIONS = 8
@@ -38,8 +47,8 @@ def main(num_steps: int) -> list[float]:
     jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))
 
     # A model, and a task: questions with answers, and a function that grades a completion.
-    model = source.locate(source.ModelConfig())
-    _, params = source.load_weights(model, SEED)
+    model = locate(ModelConfig())
+    _, params = load_weights(model, SEED)
     rewards = {"correct": Reward(correct)}
     settings = TaskConfig(Arithmetic(), "What is {question}?", rewards)
     task = Task(settings, model.tokenizer, GENERATION.max_prompt_length, GENERATION.max_new_tokens)

@@ -132,7 +132,24 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "train.py": {"config", "errors", "learner", "runs", "types"},
     # Programs.
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax
-    "api.py": {"commands.program", "inference", "rollout.engine", "train"},
+    "api.py": {
+        "algorithms",
+        "commands.evaluate",
+        "commands.program",
+        "config",
+        "errors",
+        "inference",
+        "learner",
+        "models.source",
+        "parallel.mesh",
+        "rewards.math",
+        "rollout",
+        "runs.watch",
+        "tasks",
+        "tracking.tracker",
+        "train",
+        "types",
+    },
     "commands": {
         "__init__",
         "commands",

@@ -218,6 +218,7 @@ def test_algorithms_are_one_yaml_file_each():
     [
         (["training.micro_batchsize=4"], "training.micro_batchsize: there is no such setting; did you mean 'training.micro_batch_size'?"),
         (["micro_batch_size=4"], "micro_batch_size: there is no such setting; did you mean 'training.micro_batch_size'?"),
+        (["algorithm=sft", "algorithm.foo=1"], "no such setting; known here: algorithm._target_, algorithm.weighting"),
         (["+training.max_step=4"], "training.max_step: there is no such setting; did you mean 'training.max_steps'?"),
         (["training.max_steps=four"], "training.max_steps: expected int, got 'four'"),
         (["training.max_steps=1.5"], "training.max_steps: expected int, got 1.5"),

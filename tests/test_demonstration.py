@@ -32,9 +32,14 @@ def test_completions_stand_after_other_prompts_by_hand():
     [
         (["algorithm.teacher.prompt='{question} is {result}'"], "algorithm.teacher: .*result"),
         (["algorithm.teacher.prompt='{question} is {answer}'", "algorithm.teacher.max_prompt_length=5"], "more than 5"),
+        (["algorithm.teacher.weights=/no/teacher"], "^algorithm.teacher.weights: /no/teacher is not a folder"),
+        (
+            ["generation.top_k=512"],
+            "generation: top_k=512 would change nothing: it leaves no token out of vocab_size=512",
+        ),
     ],
 )
-def test_a_wrong_demonstration_is_refused_before_anything_is_compiled(settings, message):
+def test_a_wrong_demonstration_or_teacher_is_refused_before_anything_is_compiled(settings, message):
     with pytest.raises(ConfigError, match=message) as error:
         find_parts(compose([*TEACHER, *settings, *QUICK]))
     assert "\n" not in str(error.value)

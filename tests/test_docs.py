@@ -622,8 +622,24 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     [terms] = re.findall(r'"?terms"?:(\{.*?\}),"?titles"?:', index)
     log = " ".join((DOCS / "log.md").read_text().split())
     assert "xnnpack" not in terms and "xnnpack" in log.lower(), "a word of the log alone"
+    assert (
+        "Parameters are plain nested dicts" in (DOCS / "decisions" / "0001-parameters-are-plain-dicts.md").read_text()
+    )
+    assert "Parameters are plain nested dicts" not in index, "the title of a decision"
+    check_menu(texts[tmp_path / "html" / "index.html"])
     pictures = {name for text in texts.values() for name in re.findall(r'<img[^>]*src="[^"]*?([\w-]+\.svg)"', text)}
     assert len(pictures) >= 10
+
+
+def check_menu(page: str) -> None:
+    """Every page that is not history stands in the menu, and no page that is."""
+    menu = page[page.index('class="sidebar-tree"') : page.index('class="main"')]
+    linked = {link.partition("#")[0] for link in re.findall(r'href="([^":]*)"', menu)} - {""}
+    pages = {
+        str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md") if "_build" not in page.parts
+    }
+    history = {name for name in pages if name == "log.html" or name.startswith("decisions/")}
+    assert len(history) >= 20 and linked == pages - history - {"index.html"}
 
 
 def check_links(site: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite.api import GenerationConfig, compose, export, load, train
+from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.errors import ConfigError
@@ -128,6 +128,19 @@ def test_scores_are_those_of_the_tokens_that_were_said():
     assert first.dtype == np.float32 and second.shape == (2,)  # the digit and the end of the turn
     (again,) = model.score([{"role": "user", "content": QUESTIONS[0]}], said.text)
     np.testing.assert_allclose(again, scored, atol=1e-5)
+
+
+def test_an_evaluation_from_python_counts_the_greedy_completions(model):
+    run = compose(["generation.max_prompt_length=64", "generation.max_new_tokens=12"])
+    scores = evaluate_model(model, run, EvaluateTaskConfig(num_examples=4))
+    examples = [run.task.source.held_out[i] for i in range(4)]
+    greedy = GenerationConfig(64, 12, temperature=0.0)
+    said = model.generate([f"What is {example['question']}?" for example in examples], greedy)
+    right = [correct(completion.text, example) for completion, example in zip(said, examples)]
+    assert scores["accuracy"].value == np.mean(right)
+    assert scores["length"].value == np.mean([len(completion.tokens) for completion in said])
+    with pytest.raises(ConfigError, match="of the command"):
+        evaluate_model(model, run, EvaluateTaskConfig(tasks=("gsm8k",)))
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted, finished):

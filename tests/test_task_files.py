@@ -11,12 +11,15 @@ from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.setup import prepare, startup_summary
+from tunix_lite.runs.fingerprint import check_same_run
+from tunix_lite.runs.setup import check_rewards, prepare, startup_summary
+from tunix_lite.tasks import row_files
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import Rows, RowsOnDisk
 from tunix_lite.tasks.row_stream import RowStream
+from tunix_lite.tasks.sources import digest_of_data
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -80,7 +83,6 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
         "one\\",
         "a\\'b",
         "{{{q}}} \\n",
-        "",
         "'half",
         "0.5",
         "true",
@@ -89,6 +91,7 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
 def test_a_text_needs_only_the_quotes_of_the_shell(text):
     given = compose(["task=jsonl", "task.train=a", REWARD, f"task.prompt={text}", f"task.system={text}"]).task
     assert given.prompt == given.system == text
+    assert compose(["task=jsonl", "task.train=a", REWARD, "task.prompt=null", "task.system="]).task.system == ""
     assert compose(["task=jsonl", "task.train=a", REWARD, "task.prompt=null"]).task.prompt is None
 
 
@@ -279,6 +282,12 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
         (["task.train=a", REWARD, "task.on_error=drop"], "task: on_error='drop'; it is raise or skip"),
         (["task.train=a", REWARD, "task.learned_turns=no"], "task: learned_turns='no'; it is last or all"),
         (
+            ["task.train=a", REWARD, "task.learned_turns=all", "task.prompt='{q}'"],
+            "would change nothing with task.prompt",
+        ),
+        (["task.train=a", REWARD, "task.prompt=''"], "task: prompt='' asks the same nothing of every example; write"),
+        (["task.train=a", "task.reward=near"], "task.reward._target_: 'near' has no module; write module.near, as in"),
+        (
             ["task.train=a", REWARD, "+task.rewards.correct={fn: tunix_lite.rewards.text.brevity}"],
             "task: reward and rewards.correct have the same name",
         ),
@@ -288,6 +297,84 @@ def test_a_wrong_task_of_files_is_named(overrides, says):
     with pytest.raises(ConfigError) as failed:
         compose(["task=jsonl", *overrides])
     assert says in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (["task=jsonl", REWARD, "task.train='{}/r*.jsonl'"], r"r\*.jsonl: only files that are read in order may be"),
+        (["task=jsonl", REWARD, "task.train={}/no.jsonl"], "no.jsonl is not a file"),
+        (
+            ["task=jsonl", REWARD, "task.in_memory=false", "task.train='{}/r*'"],
+            "set task.shuffle_buffer=10000 and task",
+        ),
+        (["task=jsonl", REWARD, "task.shuffle_buffer=5", "task.train='{}/no*.jsonl'"], r"no\*.jsonl: no file has such"),
+        (["task=csv", REWARD, "task.train={}/empty.csv"], "line 1: there are no columns; the first line names them"),
+    ],
+)
+def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
+    json_lines(tmp_path / "rows.jsonl", [{"prompt": "1"}])
+    (tmp_path / "empty.csv").write_text("")
+    source = words([text.format(tmp_path) for text in [*settings, "task.held_out={}/rows.jsonl"]]).config.source
+    with pytest.raises(ValueError, match=says):
+        _ = source.train
+
+
+@pytest.mark.parametrize("more", ["task.shuffle_buffer=5", "task.in_memory=false"])
+def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, more, monkeypatch):
+    held_out = json_lines(tmp_path / "held_out.jsonl", [{"prompt": "q", "answer": "1"}])
+    train = tmp_path / "train.jsonl"
+
+    def of(rows: list, file: Path = train) -> str:
+        json_lines(file, rows)
+        given = ["task=jsonl", f"task.train={file}", f"task.held_out={held_out}", REWARD, more]
+        return digest_of_data(words(given).config.source)["train"]
+
+    rows = [{"prompt": f"{n:05}"} for n in range(2000)]
+    changed = [[*rows[:n], {"prompt": "other"}, *rows[n + 1 :]] for n in (0, 1000, 1899, 1999)]
+    found = [of(rows), *map(of, changed)]
+    assert len({*found}) == 5 and all(digest.startswith("bytes ") for digest in found)
+    assert of(rows, tmp_path / "copy.jsonl") == found[0], "of the bytes, not of the name or the time"
+    # of more bytes than are read as a whole, blocks: here four of twenty bytes
+    for name, value in (("READ_WHOLE", 100), ("READ_BLOCKS", 4), ("BLOCK", 20)):
+        monkeypatch.setattr(row_files, name, value)
+    in_blocks = [of(part, tmp_path / f"{i}.jsonl") for i, part in enumerate([rows, *changed])]
+    assert in_blocks[1] != in_blocks[0] == in_blocks[2] and in_blocks[4] != in_blocks[0] == in_blocks[3]
+
+
+def test_of_several_large_files_the_blocks_are_those_of_all_bytes_together(tmp_path, monkeypatch):
+    """40 bytes in files of 7, 0, 30 and 3: blocks of 10 begin at 0, 15 and 30, worked by hand."""
+    for name, value in (("READ_WHOLE", 39), ("READ_BLOCKS", 3), ("BLOCK", 10)):
+        monkeypatch.setattr(row_files, name, value)
+    whole = bytes(range(40))
+
+    def of(content: bytes) -> str:
+        files = []
+        for begin, end in ((0, 7), (7, 7), (7, 37), (37, 40)):
+            files.append(tmp_path / f"{len(list(tmp_path.iterdir()))}")
+            files[-1].write_bytes(content[begin:end])
+        return row_files.digest_of_files([str(file) for file in files])
+
+    first = of(whole)
+    seen = [place for place in range(40) if of(whole[:place] + b"x" + whole[place + 1 :]) != first]
+    assert seen == [*range(10), *range(15, 25), *range(30, 40)]
+
+
+def test_a_digest_of_some_rows_of_an_earlier_version_is_not_compared_with_one_of_bytes():
+    ours = {"data": {"train": "bytes 12", "held_out": "ab"}}
+    assert check_same_run(ours, {"data": {"train": "3456", "held_out": "ab"}}, "there", force=False) == ""
+    for theirs in ({"train": "bytes 34", "held_out": "ab"}, {"train": "3456", "held_out": "cd"}):
+        with pytest.raises(ValueError, match="this is not the run in there: data"):
+            check_same_run(ours, {"data": theirs}, "there", force=False)
+
+
+def test_pairs_are_not_learned_from_by_a_reward_that_is_for_evaluation(tmp_path):
+    file = json_lines(tmp_path / "pairs.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b"}])
+    given = ["task=preferences", f"task.train={file}"]
+    with pytest.raises(ValueError, match="Learn from the pairs with algorithm=dpo, or give another task.reward="):
+        check_rewards(compose([*given, "algorithm=grpo"]))
+    check_rewards(compose([*given, "algorithm=dpo"]))
+    check_rewards(compose([*given, "algorithm=grpo", REWARD]))
 
 
 def test_nothing_held_out_is_named(tmp_path, tokenizer):

@@ -32,7 +32,7 @@ from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs import session, watch
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.replay import nearest_before, relative_distance, replay_step
+from tunix_lite.runs.replay import check_reached, nearest_before, relative_distance, replay_step
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.tasks import task as task_module
@@ -773,6 +773,15 @@ def test_which_steps_can_be_made_again(finished, tmp_path):
 def test_a_step_after_the_last_is_not_made(tmp_path):
     with pytest.raises(ConfigError, match="step: 5: this run has 4 steps; give step=4 or an earlier one"):
         replay_step(compose(SHORT), tmp_path, 5, False, print)
+    # a run that ended in step 3
+    rows = [f'{{"step": {step}, "train/loss": 0.5}}\n' for step in (0, 1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    check_reached(RunDir(tmp_path), 3)
+    message = "step: 4: this run has made 2 steps; give step=2 or an earlier one, or step=3, in which it ended"
+    with pytest.raises(ConfigError, match=message):
+        replay_step(compose(SHORT), tmp_path, 4, False, print)
+    (tmp_path / "metrics.jsonl").unlink()
+    check_reached(RunDir(tmp_path), 4)
 
 
 def build_run(values: dict) -> RunConfig:

@@ -1,9 +1,77 @@
-"""The names for notebooks: settings, training, a loaded model, export. See examples/notebook.py."""
+"""The names that programs of yours are written with. A name that stands here stays.
 
+Each lives in a module of its own; docs/api/front.md has them by what they are for, with examples.
+"""
+
+from tunix_lite.algorithms.algorithm import Algorithm
+from tunix_lite.algorithms.distill import Distill
+from tunix_lite.algorithms.dpo import DPO
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sft import SFT
+from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
 from tunix_lite.commands.program import compose
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import Completion, LanguageModel, load
-from tunix_lite.rollout.engine import GenerationConfig
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.step import TrainStep
+from tunix_lite.models.source import ModelConfig, load_weights, locate
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.rewards.math import correct
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.runs.watch import StepDone
+from tunix_lite.tasks.sources import Arithmetic, Jsonl
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
+from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
+from tunix_lite.types import Batch, Graded, Rollout, TokenScores, TrainState
 
-__all__ = ["Completion", "GenerationConfig", "LanguageModel", "compose", "export", "load", "train"]
+__all__ = [
+    "DPO",
+    "GRPO",
+    "SFT",
+    "Algorithm",
+    "Arithmetic",
+    "Batch",
+    "Completion",
+    "ConfigError",
+    "Distill",
+    "EvaluateTaskConfig",
+    "GenerationConfig",
+    "Graded",
+    "Jsonl",
+    "LanguageModel",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Reward",
+    "Rollout",
+    "RolloutConfig",
+    "RowLayout",
+    "RunConfig",
+    "RunFailed",
+    "StepDone",
+    "Task",
+    "TaskConfig",
+    "TokenScores",
+    "Tracker",
+    "TrainState",
+    "TrainStep",
+    "compose",
+    "correct",
+    "evaluate_model",
+    "export",
+    "init_opt_state",
+    "load",
+    "load_weights",
+    "locate",
+    "make_generate",
+    "make_mesh",
+    "make_optimizer",
+    "make_policy",
+    "put",
+    "train",
+]

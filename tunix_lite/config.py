@@ -271,7 +271,10 @@ class RuntimeConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run depends on."""
+    """Everything that a run depends on.
+
+    Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it".
+    """
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
     task: TaskConfig

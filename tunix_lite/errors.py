@@ -7,12 +7,18 @@ from collections.abc import Iterator
 
 class ConfigError(ValueError):
     """A setting that cannot be right. The message begins with the setting, or the file and line of
-    it, and says what would be right."""
+    it, and says what would be right.
+
+    Example: `compose(["training.max_step=20"])` raises one that names `training.max_steps`.
+    """
 
 
 class RunFailed(ValueError):
     """A run that failed for another reason than its settings: the same command may succeed another
-    time."""
+    time.
+
+    Example: a reward function raised, and `rewards.on_error=raise`.
+    """
 
 
 class SamplerFault(RunFailed):

@@ -69,9 +69,11 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
 def _beside(key: str, known: list[str]) -> str:
     """The settings of the section that the key names; without one, the sections."""
     section = key.lstrip("+~").rpartition(".")[0]
-    here = [name for name in known if name.rpartition(".")[0] == section]
-    if here and section:
-        return f"known here: {', '.join(here)}"
+    if section and (here := [name for name in known if name.startswith(f"{section}.")]):
+        # of a group inside the section only its own name
+        parts = section.count(".") + 2
+        names = dict.fromkeys(".".join(name.split(".")[:parts]) for name in here)
+        return f"known here: {', '.join(names)}"
     tops = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
     return f"known here: {', '.join(tops)}"
 
@@ -342,14 +344,17 @@ def _closest(name: str, names: Iterable[str]) -> list[str]:
 
 def _mistakes(one: str, other: str) -> int:
     """Letters to add, remove, replace or swap with the next, from one word to the other."""
-    before: list[int] = []
+    # rows of the table of distances: this one, the last, and the one before that
+    earlier: list[int] = []
+    last: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
-        last, row, earlier = row, [i], before
+        earlier = last
+        last = row
+        row = [i]
         for j, b in enumerate(other, 1):
             cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
             if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
                 cost = min(cost, earlier[j - 2] + 1)
             row.append(cost)
-        before = last
     return row[-1]

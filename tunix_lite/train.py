@@ -25,6 +25,8 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
     weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
     function of the user's fails; FloatingPointError if too many updates in a row are not finite;
     DiskError, with how to go on, if the folder can no longer be written.
+
+    Example: `train(compose(["training.max_steps=20"]), "outputs/mine")`.
     """
     # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:

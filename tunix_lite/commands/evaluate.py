@@ -32,6 +32,7 @@ from tunix_lite.distributed.join import (
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.evaluation import report
+from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
@@ -50,7 +51,10 @@ RESULTS = ("results.json", "results.md")
 
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
-    """What is asked, how often, and whom the model is compared with."""
+    """What is asked, how often, and whom the model is compared with.
+
+    Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
+    """
 
     # Task options to evaluate, such as [arithmetic,gsm8k], with a table for each. [] uses task=.
     tasks: tuple[str, ...] = ()
@@ -123,7 +127,9 @@ def evaluate_models(
     with exit_when_a_peer_is_lost():
         asked = settings.evaluate
         runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
-        out, seen, error = None, {}, None
+        out = None
+        seen = {}
+        error = None
         # What is wrong may be of this machine alone, and the others must hear of it.
         try:
             for name in asked.tasks:
@@ -141,6 +147,26 @@ def evaluate_models(
         }
         if out is not None:
             _write(out, run, settings, models, results, rows)
+
+
+def evaluate_model(
+    model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
+) -> dict[str, Estimate]:
+    """How good a loaded model is at the task of `run`: each score with its interval.
+
+    asked: how many examples and samples, and the level of the intervals; None: all held-out
+    examples, greedy. `tasks` and `against` are the command's. Nothing is written. Raises
+    ConfigError.
+
+    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`.
+    """
+    asked = asked or EvaluateTaskConfig()
+    if asked.tasks or asked.against is not None:
+        raise ConfigError("tasks and against are of the command: call this once for each of them")
+    name = type(run.task.source).__name__.lower()
+    held_out = _examples(name, run, model.tokenizer, asked)
+    _, scores = _evaluate_one(run, asked, model, held_out, "model", name)
+    return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
 def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:

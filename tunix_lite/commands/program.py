@@ -68,6 +68,8 @@ def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
 
     overrides: as on the command line, `["model=gemma3_1b", "seed=1"]`. more_conf: a folder with the
     user's own options. Raises ConfigError.
+
+    Example: `compose(["algorithm=dr_grpo", "training.max_steps=20"]).training.max_steps` is 20.
     """
     return build(RunConfig, compose_values(overrides, more_conf))
 

@@ -33,6 +33,11 @@ def import_named(path: str) -> Any:
     if allowed is not None and path not in allowed[0]:
         raise ValueError(f"{shown(path)} {allowed[1]}")
     module, _, name = path.rpartition(".")
+    if not module:
+        name = name or "NAME"
+        raise ValueError(
+            f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
+        )
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

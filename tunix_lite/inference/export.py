@@ -119,10 +119,10 @@ def export(
 ) -> Exported:
     """Writes the model to the folder `out`, reads it back and compares it.
 
-    kind: full (all weights, of a model without adapters), merged (adapters added to their base),
-    adapter (PEFT), or auto: adapter if there are adapters, else full. dtype: bf16, fp16 or fp32;
-    None: as the original stores each tensor, bf16 for a model with random weights. overwrite:
-    replace a folder that export wrote before. Raises ConfigError; then nothing is left behind.
+    kind: full (all weights), merged (adapters added to their base), adapter (PEFT), or auto:
+    adapter if there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has
+    it, bf16 for random weights. overwrite: replace an export. Raises ConfigError, writes nothing.
+    Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
     """
     # What can be wrong is found before anything is written.
     out = Path(out).expanduser().resolve()

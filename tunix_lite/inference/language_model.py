@@ -364,6 +364,8 @@ def load(
     "tp"]]; None: as the settings say, else all devices over fsdp. dtype: of the computation, fp32
     or bf16. family: as the setting model.family; a family of your own, module.NAME, must be named
     here, because nothing is imported that only a folder names. Raises ConfigError.
+
+    Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """
     # A run's seed draws its random weights again, where it has some.
     run = None

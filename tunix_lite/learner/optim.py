@@ -62,7 +62,10 @@ class LearningRateConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig(LearningRateConfig):
-    """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default."""
+    """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default.
+
+    Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`.
+    """
 
     # Decay of the running mean of gradients.
     beta1: float = 0.9
@@ -296,6 +299,8 @@ def make_optimizer(
 
     table: the declared weights that train, stacked by layer as they are; None: none is stacked.
     Muon needs it. Raises ValueError.
+
+    Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`.
     """
     scale = cfg.scale(make_schedule(cfg, max_steps), table)
     if not cfg.max_grad_norm:
@@ -411,7 +416,10 @@ def decay_mask(params: Params) -> Params:
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state, born sharded: its moments lie where their weights lie, its counters
-    everywhere."""
+    everywhere.
+
+    Example: `TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))`.
+    """
     shardings = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 

@@ -43,6 +43,8 @@ def make_policy(
     frozen params of the KL term, or None. rows: how a batch is laid out where `collect` asks for
     scores. scoring: `remat`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward
     takes them.
+
+    Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types

@@ -147,16 +147,11 @@ def _numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _divergence(
-    kind: Kind,
-    specs: tuple[HeadSpec, HeadSpec],
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    teacher_BME: jax.Array,
-    teacher_NPSE: jax.Array,
-) -> jax.Array:
-    arrays = (hidden_BMD, _placed(table_NPSD), teacher_BME, _placed(teacher_NPSE))
-    return _forward(kind, specs, *arrays)[0]
+def _divergence(kind: Kind, specs: tuple[HeadSpec, HeadSpec], *arrays: jax.Array) -> jax.Array:
+    """[B, M] of the four arrays that _forward takes."""
+    hidden, table, teacher, teacher_table = arrays
+    placed = (hidden, _placed(table), teacher, _placed(teacher_table))
+    return _forward(kind, specs, *placed)[0]
 
 
 def _forward(

@@ -106,18 +106,25 @@ def _folder(
     try:
         return Path(snapshot_download(**wanted))
     except (errors.LocalEntryNotFoundError, errors.HTTPError) as error:
-        raise ValueError(_explain(error, repo, revision)) from None
+        raise ValueError(_explain(error, repo, revision, kind)) from None
 
 
 def _explain(
     error: Exception,
     repo: str,
     revision: str | None,
+    kind: str,
 ) -> str:
-    """What went wrong with a download, and what to do about it."""
+    """What went wrong with the download of a model or a dataset, and what to do about it."""
     from huggingface_hub import constants, errors
 
     download = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    place = repo
+    instead = "model.weights=FOLDER"
+    if kind == "dataset":
+        download += " --repo-type dataset"
+        place = f"datasets/{repo}"
+        instead = "task.source.train_file=FILE task.source.held_out_file=FILE"
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(
         error.__cause__, errors.HfHubHTTPError
     ):
@@ -127,18 +134,18 @@ def _explain(
     # The hub answered, and refused.
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run `hf "
+            f"{repo} is gated: accept its licence at https://huggingface.co/{place}, then run `hf "
             "auth login` or set HF_TOKEN to a token of the account that did"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"there is no model {repo} on the hub (and no folder of that name here), or it is "
+            f"there is no {kind} {repo} on the hub (and no folder of that name here), or it is "
             "private: then run `hf auth login` or set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
             f"{repo} has no revision {revision or 'main'}; a revision is a branch, a tag or a full "
-            f"commit hash, and https://huggingface.co/{repo}/commits lists them"
+            f"commit hash, and https://huggingface.co/{place}/commits lists them"
         )
 
     # The hub did not answer.
@@ -151,13 +158,13 @@ def _explain(
         return (
             f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
             f"`{download}` where there is a network and bring that cache here, or give "
-            "model.weights=FOLDER"
+            f"{instead}"
         )
     # A token that is refused, a hub out of order, a proxy that fails, a connection that breaks.
     return (
         f"{repo} could not be downloaded ({_cause(error)}). What has come is kept, so try again; "
         "if the token is refused, `hf auth login` or HF_TOKEN sets another; or give "
-        "model.weights=FOLDER"
+        f"{instead}"
     )
 
 

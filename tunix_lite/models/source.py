@@ -35,7 +35,10 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, how it is divided over the devices, and which part of it trains."""
+    """Which model, how it is divided over the devices, and which part of it trains.
+
+    Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
+    """
 
     # Model weights: bundled, random, a Hugging Face folder, or a hub name such as
     # google/gemma-3-1b-it.
@@ -141,6 +144,8 @@ def locate(model: ModelConfig) -> FoundModel:
     It reads the settings, config.json and the tokenizer; of a hub model it downloads these small
     files. Raises ValueError, beginning with the setting, if something is missing or contradicts
     something else.
+
+    Example: `locate(ModelConfig()).cfg.num_layers` is that of the bundled model.
     """
     with _setting("model.family"):
         family = None if model.family is None else families.find_family(model.family)
@@ -281,6 +286,8 @@ def load_weights(
 
     seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
     its own in model.lora.base. Raises ValueError for weights that do not fit.
+
+    Example: `base, params = load_weights(locate(ModelConfig()))`; base is None without adapters.
     """
     if found.lora is None:
         return None, load_base(found, seed, storage)

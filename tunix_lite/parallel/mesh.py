@@ -228,6 +228,8 @@ def make_mesh(
     All processes must take part in it. Over several nodes, tp stays inside each of them, and only
     fsdp crosses the network. Raises ValueError where that cannot be. On several CPU devices it
     turns off jax's compilation cache (distributed.join).
+
+    Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) > 1 and devices[0].platform == "cpu":
@@ -435,7 +437,10 @@ def gathered_sharding(divided: NamedSharding, axis: str = "fsdp") -> NamedShardi
 
 
 def put(x: ArrayLike, *axes: str) -> jax.Array:
-    """A host array, the same on all processes, on the current mesh with these logical axes."""
+    """A host array, the same on all processes, on the current mesh with these logical axes.
+
+    Example: `put(np.int32(0))` is the step of a state, whole on every device.
+    """
     x = np.asarray(x)
     to = sharding(axes, x.shape)
     # device_put would compare the array across processes, each time.

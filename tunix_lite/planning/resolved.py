@@ -333,6 +333,11 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
             f"tokens, and the model was made for {cfg.max_positions}"
         )
     settings.check_fits(cfg.vocab_size)
+    if settings.top_k >= cfg.vocab_size:
+        raise ValueError(
+            f"top_k={settings.top_k} would change nothing: it leaves no token out of "
+            f"vocab_size={cfg.vocab_size}; generation.top_k=0 draws from all tokens"
+        )
     if settings.temperature == 0 and not run.algorithm.needs_demonstrations:
         raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
 

@@ -4,6 +4,7 @@ The page also carries a content security policy that lets a browser run and load
 text which was not escaped could still do no harm.
 """
 
+from functools import singledispatch
 from html import escape
 from pathlib import Path
 
@@ -102,10 +103,13 @@ def _figure(figure: Figure) -> str:
     )
 
 
+@singledispatch
 def _block(block: Block) -> str:
-    return _WRITERS[type(block)](block)
+    """A block as its kind is written, by one of the functions below."""
+    raise TypeError(f"no block of a page: {type(block).__name__}")
 
 
+@_block.register
 def _table(table: Table) -> str:
     kind = ' class="num"' if table.numbers_from else ""
     note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
@@ -122,6 +126,7 @@ def _row(cells: list[str], tag: str, numbers_from: int) -> str:
     return f"<tr>{''.join(written)}</tr>"
 
 
+@_block.register
 def _charts(block: Charts) -> str:
     legend = _legend(block.legend)
     drawn = "".join(_chart(chart, has_legend=not block.legend) for chart in block.charts)
@@ -146,17 +151,20 @@ def _legend(keys: list[tuple[str, int]]) -> str:
     return f'<div class="legend">{"".join(shown)}</div>'
 
 
+@_block.register
 def _bar(block: Bar) -> str:
     drawn = stacked_bar([(name, amount) for name, amount, _ in block.parts], block.whole)
     keys = [(f"{name} {text}", i) for i, (name, _, text) in enumerate(block.parts)]
     return f'<div class="barbox"><h3>{_text(block.title)}</h3>{drawn}{_legend(keys)}</div>'
 
 
+@_block.register
 def _paragraph(block: Text) -> str:
     kind = ' class="warn"' if block.is_warning else ""
     return f"<p{kind}>{_text(block.text)}</p>"
 
 
+@_block.register
 def _examples(block: Examples) -> str:
     return f"<h3>{_text(block.title)}</h3>" + "".join(map(_example, block.examples))
 
@@ -183,6 +191,7 @@ def _answer(answer: Answer) -> str:
     )
 
 
+@_block.register
 def _commands(block: Commands) -> str:
     return "".join(
         f'<h3>{_text(what)}</h3><pre class="line">{_text(line, 20_000)}</pre>'
@@ -190,6 +199,7 @@ def _commands(block: Commands) -> str:
     )
 
 
+@_block.register
 def _finding(finding: Finding) -> str:
     lines = [f"<li>{_text(line)}</li>" for line in finding.evidence]
     lines += [f"<li>try <code>{_text(line)}</code></li>" for line in finding.overrides]
@@ -197,17 +207,6 @@ def _finding(finding: Finding) -> str:
     return f'<div class="card finding">{head}<ul>{"".join(lines)}</ul></div>'
 
 
+@_block.register
 def _folded(block: Folded) -> str:
     return f"<details><summary>{_text(block.title)}</summary>{_block(block.block)}</details>"
-
-
-_WRITERS = {
-    Table: _table,
-    Charts: _charts,
-    Bar: _bar,
-    Text: _paragraph,
-    Examples: _examples,
-    Commands: _commands,
-    Finding: _finding,
-    Folded: _folded,
-}

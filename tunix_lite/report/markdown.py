@@ -1,6 +1,7 @@
 """A report as Markdown: the same sections, with curves as a line of text."""
 
 import re
+from functools import singledispatch
 
 from tunix_lite.plain_text import visible
 from tunix_lite.report.charts import number_text, sparkline
@@ -55,10 +56,13 @@ def _code(text: str) -> str:
     return f"{fence} {text} {fence}" if longest else f"`{text}`"
 
 
+@singledispatch
 def _block(block: Block) -> list[str]:
-    return _WRITERS[type(block)](block)
+    """A block as its kind is written, by one of the functions below."""
+    raise TypeError(f"no block of a page: {type(block).__name__}")
 
 
+@_block.register
 def _table(table: Table) -> list[str]:
     marks = ["--:" if 0 < table.numbers_from <= i else "---" for i in range(len(table.heads))]
     lines = [f"| {' | '.join(map(_text, table.heads))} |", f"| {' | '.join(marks)} |"]
@@ -66,6 +70,7 @@ def _table(table: Table) -> list[str]:
     return [*lines, "", _text(table.note)] if table.note else lines
 
 
+@_block.register
 def _charts(block: Charts) -> list[str]:
     lines = ["| curve | | first | last |", "| --- | --- | --: | --: |"]
     for chart in block.charts:
@@ -79,15 +84,18 @@ def _charts(block: Charts) -> list[str]:
     return lines
 
 
+@_block.register
 def _bar(block: Bar) -> list[str]:
     parts = ", ".join(f"{name} {text}" for name, _, text in block.parts)
     return [f"{_text(block.title)}: {_text(parts)}"]
 
 
+@_block.register
 def _paragraph(block: Text) -> list[str]:
     return [f"**{_text(block.text)}**" if block.is_warning else _text(block.text)]
 
 
+@_block.register
 def _examples(block: Examples) -> list[str]:
     lines = [f"### {_text(block.title)}", ""]
     for example in block.examples:
@@ -105,6 +113,7 @@ def _example(example: Example) -> list[str]:
     return lines
 
 
+@_block.register
 def _commands(block: Commands) -> list[str]:
     lines = []
     for what, line in block.lines:
@@ -117,6 +126,7 @@ def _one_long_line(text: str) -> str:
     return visible(text).replace("\n", " ")
 
 
+@_block.register
 def _finding(finding: Finding) -> list[str]:
     lines = [f"- **{_text(finding.what)}** ({_text(finding.name)})"]
     lines += [f"  - {_text(line)}" for line in finding.evidence]
@@ -124,18 +134,7 @@ def _finding(finding: Finding) -> list[str]:
     return lines
 
 
+@_block.register
 def _folded(block: Folded) -> list[str]:
     head = [] if isinstance(block.block, Examples) else [f"### {_text(block.title)}", ""]
     return [*head, *_block(block.block)]
-
-
-_WRITERS = {
-    Table: _table,
-    Charts: _charts,
-    Bar: _bar,
-    Text: _paragraph,
-    Examples: _examples,
-    Commands: _commands,
-    Finding: _finding,
-    Folded: _folded,
-}

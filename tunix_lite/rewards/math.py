@@ -12,7 +12,10 @@ def final_answer(completion: str) -> str | None:
 
 
 def correct(completion: str, example: dict) -> float:
-    """1 if the final answer equals the example's `answer` as a number, else 0."""
+    """1 if the final answer equals the example's `answer` as a number, else 0.
+
+    Example: `correct("12 + 3 = 15", {"answer": "15"})` is 1.0.
+    """
     found, expected = final_answer(completion), str(example["answer"]).replace(",", "")
     try:
         return float(found is not None and float(found) == float(expected))

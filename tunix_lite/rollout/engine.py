@@ -153,6 +153,9 @@ def make_generate(
     called when the host reads the chunk in which a completion ended, while others still decode.
     between_chunks() is called after each chunk, of which all processes run the same; what it raises
     ends the rollout. The rest is as in `make_sampler`.
+
+    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
+    tokenizer.pad_id)`, called with prompts as lists of token numbers.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
 

@@ -24,6 +24,7 @@ from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tasks.curriculum import source_of_level
+from tunix_lite.tasks.row_files import OF_BYTES
 from tunix_lite.tasks.sources import digest_of_data
 
 # differences in a message
@@ -174,10 +175,26 @@ def _known_then(ours: dict, theirs: dict) -> dict:
     task = theirs.get("task")
     if isinstance(task, dict) and "special_tokens_in_data" not in task:
         kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
+    kept = _without_digests_of_bytes(kept, theirs)
     # digests that earlier versions did not keep
     for name in ("data", "frozen_weights"):
         kept = kept if name in theirs else _without(kept, name)
     return kept
+
+
+def _without_digests_of_bytes(ours: dict, theirs: dict) -> dict:
+    """Our fingerprint with their digest of a file of which earlier versions looked at some rows
+    alone: the two cannot be compared."""
+    here = ours.get("data")
+    there = theirs.get("data")
+    if not isinstance(here, dict) or not isinstance(there, dict):
+        return ours
+    data = {}
+    for name, value in here.items():
+        other = there.get(name)
+        is_new = value.startswith(OF_BYTES) and isinstance(other, str)
+        data[name] = other if is_new and not other.startswith(OF_BYTES) else value
+    return ours | {"data": data}
 
 
 def _without_new_defaults(ours: dict, theirs: dict) -> dict:

@@ -161,6 +161,7 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
             raise ValueError(
                 f"{step}: this run has {last} steps; give step={last} or an earlier one"
             )
+        check_reached(run_dir, step)
         began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
     parts = find_parts(run)
     parts = download_models(parts)
@@ -171,6 +172,22 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
     if began:
         parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
     return parts, began
+
+
+def check_reached(run_dir: RunDir, step: int) -> None:
+    """Raises ValueError for a step after the one in which the run ended, or is now: what was never
+    made has nothing to be compared with."""
+    # without the file nothing is known of where the run ended
+    if not run_dir.metrics.is_file():
+        return
+    reached = max(Checkpoints(run_dir.checkpoints).steps(), default=0)
+    for _, _, row in rows_until(run_dir.metrics, step):
+        reached = max(reached, row["step"])
+    if step > reached + 1:
+        raise ValueError(
+            f"{step}: this run has made {reached} steps; give step={reached} or an earlier one, or "
+            f"step={reached + 1}, in which it ended"
+        )
 
 
 def nearest_before(run_dir: RunDir, step: int, updates: int = 1) -> int:

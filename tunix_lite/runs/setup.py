@@ -1,9 +1,10 @@
 """Before a run: every check that needs files or devices, and the summary shown at its start."""
 
+import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_finger
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
+from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -166,7 +168,7 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
     found = {}
     for name, settings in frozen_models_of(run.algorithm).items():
-        with error_context(f"algorithm.{name}"):
+        with of_frozen(name):
             found[name] = source.locate_teacher(settings, model)
     comparison = getattr(run.algorithm, "comparison", None)
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
@@ -178,6 +180,22 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     return found
 
 
+@contextlib.contextmanager
+def of_frozen(name: str) -> Iterator[None]:
+    """A ValueError about a model from inside becomes a ConfigError about a frozen model of the
+    algorithm: model.weights is algorithm.teacher.weights then."""
+    with error_context(""):
+        try:
+            yield
+        except ValueError as error:
+            text = str(error).replace("give model.", f"give algorithm.{name}.")
+            if text.startswith("model."):
+                text = f"algorithm.{name}.{text.removeprefix('model.')}"
+            else:
+                text = f"algorithm.{name}: {text}"
+            raise ValueError(text) from error
+
+
 def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) -> str:
     """What there is to know about the examples; num_prompts: of an update.
 
@@ -185,6 +203,7 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
     what the model and the algorithm can take.
     """
     with error_context("task"):
+        check_rewards(run)
         learned = demonstration_fields(run.algorithm) if run.algorithm.needs_demonstrations else ()
         data = check_all_rows(task, learned == ("completion",), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
@@ -202,6 +221,18 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
                 task.prompts_with(first, teacher.prompt, teacher.max_prompt_length)
     check_curriculum(run, task)
     return data
+
+
+def check_rewards(run: RunConfig) -> None:
+    """Raises ValueError if completions are sampled to learn from a reward that is for evaluation:
+    it is 0 for all but one text."""
+    samples = not run.algorithm.needs_demonstrations and not frozen_models_of(run.algorithm)
+    if samples and all(reward.fn is is_chosen for reward in run.task.rewards.values()):
+        raise ValueError(
+            "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it gives 1 to the "
+            "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
+            "task.reward=module.function"
+        )
 
 
 def check_curriculum(run: RunConfig, task: Task) -> None:
@@ -224,7 +255,7 @@ def download_models(parts: Parts) -> Parts:
         model = source.download(parts.model)
     frozen_models = {}
     for name, found in parts.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
+        with of_frozen(name):
             frozen_models[name] = source.download(found)
     return replace(parts, model=model, frozen_models=frozen_models)
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from tunix_lite.tasks.prompt_text import PromptTemplate
@@ -12,6 +11,7 @@ from tunix_lite.tasks.row_files import (
     KINDS,
     Rows,
     RowsOnDisk,
+    check_is_file,
     check_on_error,
     rows_of,
     rows_on_disk,
@@ -51,8 +51,7 @@ class FileRows:
                 self.train_file, self.shuffle_buffer, self.format, self.on_error, self.template
             )
         if not self.in_memory:
-            if not Path(self.train_file).is_file():
-                raise ValueError(f"{self.train_file} is not a file")
+            check_is_file(self.train_file)
             modified = os.stat(self.train_file).st_mtime_ns
             return rows_on_disk(self.train_file, modified, self.on_error, self.template)
         return self._whole if self.held_out_file else self._part(is_held_out=False)

@@ -2,11 +2,13 @@
 
 import codecs
 import csv
+import glob
 import hashlib
 import json
 import os
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -200,11 +202,23 @@ def check_row(row: dict, at: str, check: Callable[[dict], Any]) -> None:
 def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
     """As the file is now: a start reads it twice, once to check the settings, and the second time
     finds it here. checker: see Rows; one that does the same must compare equal."""
-    if not Path(file).is_file():
-        raise ValueError(f"{file} is not a file")
+    check_is_file(file)
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
     return _rows_with(file, content, kind, on_error, checker)
+
+
+def check_is_file(file: str) -> None:
+    """Raises ValueError for a path that is no file, with what stands for several."""
+    if Path(file).is_file():
+        return
+    if "*" in file:
+        count = len(glob.glob(file))
+        raise ValueError(
+            f"{file}: only files that are read in order may be several (this one matches {count}); "
+            "set task.shuffle_buffer=10000 and task.held_out=FILE"
+        )
+    raise ValueError(f"{file} is not a file")
 
 
 @lru_cache(maxsize=FILES_KEPT)
@@ -215,6 +229,55 @@ def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any
 def where(examples: Sequence[dict], index: int) -> str:
     """Where example `index` stands: file and line, or its number."""
     return examples.where(index) if isinstance(examples, Rows | RowsOnDisk) else f"example {index}"
+
+
+# ---- is it the same data
+
+# bytes of all files together that are read as a whole; of more, READ_BLOCKS blocks
+READ_WHOLE = 2**32
+READ_BLOCKS = 4096
+# bytes
+BLOCK = 2**20
+# how the digest of files begins, beside those that earlier versions made of some of the rows
+OF_BYTES = "bytes "
+
+
+def digest_of_files(files: Sequence[str]) -> str:
+    """A digest of the sizes of all files and of their bytes; the same wherever the files lie.
+
+    Of more than READ_WHOLE bytes it is of READ_BLOCKS blocks, evenly spread over all files as if
+    they were one, the first and the last bytes among them.
+    """
+    stats = [os.stat(file) for file in files]
+    return _digest_of_files(
+        tuple((file, s.st_size, s.st_mtime_ns, s.st_ino) for file, s in zip(files, stats))
+    )
+
+
+@lru_cache(maxsize=FILES_KEPT)
+def _digest_of_files(files: tuple[tuple[str, int, int, int], ...]) -> str:
+    """files: (path, bytes, time in nanoseconds, inode). A start asks twice for the same."""
+    sizes = [size for _, size, _, _ in files]
+    digest = hashlib.sha256(json.dumps(sizes).encode())
+    total = sum(sizes)
+    spread = max(total - BLOCK, 0)
+    is_whole = total <= READ_WHOLE
+    starts = [] if is_whole else [i * spread // (READ_BLOCKS - 1) for i in range(READ_BLOCKS)]
+    begin = 0
+    for path, size, *_ in files:
+        with open(path, "rb") as opened:
+            if is_whole:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+            # of a block that reaches into the next file, what lies in this one
+            here = slice(bisect_left(starts, begin - BLOCK), bisect_left(starts, begin + size))
+            for start in starts[here]:
+                first = max(start, begin)
+                last = min(start + BLOCK, begin + size)
+                if first < last:
+                    opened.seek(first - begin)
+                    digest.update(opened.read(last - first))
+        begin += size
+    return OF_BYTES + digest.hexdigest()[:16]
 
 
 # ---- JSON lines
@@ -297,7 +360,12 @@ def _csv_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
         reader = csv.reader(lines, strict=True)
         try:
             names = next(reader, [])
-            if not all(names) or len({*names}) != len(names) or not names:
+            if not names:
+                raise ValueError(
+                    f"{file}, line 1: there are no columns; the first line names them, such as "
+                    "question,answer"
+                )
+            if not all(names) or len({*names}) != len(names):
                 raise ValueError(
                     f"{file}, line 1: the columns are {shortened(names)}; each needs a name of its "
                     "own"

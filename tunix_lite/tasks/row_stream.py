@@ -37,13 +37,17 @@ class RowStream:
         there is no such file."""
         self.files = sorted(glob.glob(files)) if "*" in files else [files]
         missing = [file for file in self.files if not Path(file).is_file()]
-        if missing or not self.files:
-            raise ValueError(f"{missing[0] if missing else files} is not a file")
+        if not self.files:
+            raise ValueError(f"{files}: no file has such a name")
+        if missing:
+            raise ValueError(f"{missing[0]} is not a file")
         self.buffer = buffer
         # malformed rows that were passed over, by where they stand; and why the first of them
         self.skipped: set[str] = set()
         self.first_skipped = ""
         self._said = 0
+        # what was found out about the files, by what was asked
+        self.known: dict = {}
         # rows of an epoch, once one has been read to its end
         self.num_rows: int | None = None
         self._kind = kind

@@ -6,7 +6,6 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,13 @@ import grain
 import numpy as np
 
 from tunix_lite.tasks.generated import is_held_out
-from tunix_lite.tasks.row_files import Rows, RowsOnDisk, check_on_error, rows_of
+from tunix_lite.tasks.row_files import (
+    Rows,
+    RowsOnDisk,
+    check_on_error,
+    digest_of_files,
+    rows_of,
+)
 from tunix_lite.tasks.row_stream import RowStream
 
 # examples, at least, before a search for prompts that fit is given up
@@ -194,7 +199,7 @@ def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
 
 def digest_of_data(source: Any) -> dict[str, str]:
     """A digest of each split, the same in every process: of all examples if they are a list, else
-    see SAMPLED; of files read in order, of their sizes and first rows."""
+    see SAMPLED; of files that are not held in memory, see row_files.digest_of_files."""
     return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
 
 
@@ -203,9 +208,11 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
         if "digest" not in examples.known:
             examples.known["digest"] = _digest_of_examples(examples)
         return examples.known["digest"]
-    if isinstance(examples, RowStream):
-        sizes = [os.path.getsize(file) for file in examples.files]
-        return digest([sizes, examples.first(SAMPLED)])
+    if isinstance(examples, RowStream | RowsOnDisk):
+        if "digest" not in examples.known:
+            files = examples.files if isinstance(examples, RowStream) else [examples.file]
+            examples.known["digest"] = digest_of_files(files)
+        return examples.known["digest"]
     return _digest_of_examples(examples)
 
 
@@ -261,7 +268,10 @@ def _with_text_as_keys(value: Any) -> Any:
 @dataclass(frozen=True)
 class Jsonl:
     """Examples from files with one JSON object a line; what stands in a file is the whole of that
-    split."""
+    split.
+
+    Example: `Jsonl("data/train.jsonl", "data/held_out.jsonl").train[0]` is the first line's object.
+    """
 
     train_file: str  # path
     held_out_file: str  # path

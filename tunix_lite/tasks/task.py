@@ -81,7 +81,10 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task as YAML writes it: plain functions and texts, no tokenizer yet."""
+    """A task as YAML writes it: plain functions and texts, no tokenizer yet.
+
+    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`.
+    """
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     # User's message, with {fields} of an example.
@@ -107,6 +110,16 @@ class TaskConfig:
             )
         if self.learned_turns not in LEARNED_TURNS:
             raise ValueError(f"learned_turns={self.learned_turns!r}; it is last or all")
+        if self.learned_turns == "all" and self.prompt is not None:
+            raise ValueError(
+                "learned_turns=all would change nothing with task.prompt: it is of examples whose "
+                "conversation is in `messages`; write task.learned_turns=last"
+            )
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError(
+                f"prompt={self.prompt!r} asks the same nothing of every example; write "
+                "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
+            )
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():

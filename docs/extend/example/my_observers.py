@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tunix_lite.runs.watch import StepDone
+from tunix_lite.api import StepDone
 
 
 def longest(done: StepDone) -> dict[str, float]:
