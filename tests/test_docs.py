@@ -491,8 +491,8 @@ def test_the_reference_names_every_setting(reference):
 
 
 def test_the_reference_tells_the_comment_and_the_default_of_a_setting(reference):
-    assert "| `training.max_steps` | int | `60` | optimizer updates |" in reference
-    assert "| `training.micro_batch_size` | int or null | `null` | sequences per fsdp shard" in reference
+    assert "| `training.max_steps` | int | `60` | Number of optimizer updates. |" in reference
+    assert "| `training.micro_batch_size` | int or null | `null` | Sequences per fsdp shard" in reference
 
 
 def test_every_setting_that_a_page_names_exists(reference):
