@@ -9,9 +9,8 @@ import sys
 
 try:
     from tunix_lite.commands.train import main
-except (
-    ModuleNotFoundError
-) as error:  # most likely of a shell in which the environment is not active
+except ModuleNotFoundError as error:
+    # Most likely the environment is not active in this shell.
     if error.name is None or error.name.startswith("tunix_lite"):
         raise
     sys.exit(

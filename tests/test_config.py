@@ -137,6 +137,7 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
 @pytest.mark.parametrize("file", [f for f in FILES if f.parent.name != "model"], ids=lambda f: str(f.relative_to(CONF)))
 def test_every_setting_has_a_comment(file):
     text = file.read_text().split("\nhydra:")[0]
+    above = ""
     for line in text.splitlines():
         key, _, rest = line.partition(":")
         is_setting = ":" in line and not key.strip().startswith(("#", "-", "_target_", "defaults", "fn", "weight"))
@@ -147,7 +148,14 @@ def test_every_setting_has_a_comment(file):
             "lora",
         )
         if is_setting and not opens_a_group:
-            assert "#" in rest, f"{file.name}: {line!r} says nothing about itself"
+            is_described = "#" in rest or above.lstrip().startswith("#")
+            assert is_described, f"{file.name}: {line!r} says nothing about itself"
+        above = line
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda f: str(f.relative_to(CONF)))
+def test_a_line_of_settings_fits_the_page(file):
+    assert max(map(len, file.read_text().splitlines())) <= 120
 
 
 def test_yaml_defaults_equal_the_dataclass_defaults_where_both_exist():

@@ -52,6 +52,17 @@ def test_help_reads_the_settings_that_hydra_composes(words):
         assert any(leaf == key or leaf.startswith(f"{key}.") for key in shown), leaf
 
 
+def test_help_finds_the_comment_of_every_setting():
+    unnamed = [key for key, s in help_pages.all_settings().items() if not s.comment]
+    assert {key.rpartition(".")[2] for key in unnamed} <= {"_target_", "fn", "weight"}, unnamed
+
+
+def test_a_long_comment_stands_above_its_setting(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# Of the file.\nsize: 1  # Beside.\n\n# Above,\n# in two lines.\nshape: 2\n")
+    comments = {key: s.comment for key, s in help_pages.settings_in(tmp_path / "mine.yaml").items()}
+    assert comments == {"size": "Beside.", "shape": "Above, in two lines."}
+
+
 def value_at(values, key):
     for name in key.split("."):
         values = values[name]

@@ -52,45 +52,57 @@ CHOICES = {
 class TrainingConfig:
     """How long to train, on how much at a time, and what to keep."""
 
-    max_steps: int = 60  # optimizer updates
-    prompts_per_step: int | None = 16  # prompts a batch is made from; null: derived
-    # sequences per fsdp shard at a time; null: derived; auto: all that fit
+    # Number of optimizer updates.
+    max_steps: int = 60
+    # Prompts in one update. null derives it from micro_batch_size and gradient_accumulation_steps.
+    prompts_per_step: int | None = 16
+    # Sequences per fsdp shard in one forward and backward pass. null derives the number. auto takes
+    # all that fit.
     micro_batch_size: int | str | None = None
-    # micro-batches summed into an update; null: derived
+    # Micro-batches summed into one update. null derives the number.
     gradient_accumulation_steps: int | None = None
-    # none: one sequence a row; sequences: side by side; prefix: and a group's prompt once
+    # Sequences in a row: none (one), sequences (several) or prefix (several, with a group's prompt
+    # once).
     packing: str = "none"
-    # packed, per fsdp shard at a time; null: 2048, or a row that is longer
+    # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
-    # fp32; bf16: compute in bfloat16, keep float32; bf16_params: keep bfloat16, too
+    # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
+    # bfloat16, too).
     mixed_precision: str = "fp32"
-    # what the backward pass makes again: none (no product), dots, save_qkv_out, block (everything)
+    # Gradient checkpointing, what the backward pass recomputes: none, dots, save_qkv_out, or block
+    # (all).
     remat: str = "none"
-    # xla, cudnn (NVIDIA), splash (TPU); auto: the one made for the device if it can, else xla
+    # Attention kernel: xla, cudnn (NVIDIA) or splash (TPU). auto takes the one for the device if
+    # possible, else xla.
     attention: str = "auto"
-    # what gradients are summed over fsdp in; bfloat16: half the bytes, rounded first
+    # Type in which gradients are summed over fsdp: float32, or bfloat16, half the bytes and less
+    # exact.
     reduce_dtype: str = "float32"
-    # what a layer's output is summed over tp in; bfloat16: half the bytes, less exact
+    # Type in which layer outputs are summed over tp: float32, or bfloat16, half the bytes and less
+    # exact.
     tp_reduce_dtype: str = "float32"
-    # micro-batches whose gradients are summed on a shard before they cross the mesh
+    # Micro-batches that a shard sums before its gradients cross the mesh.
     sync_gradients_every: int = 1
-    # a run that does not fit into memory by its plan: stop, or warn and start all the same
+    # What happens if the memory plan does not fit: stop, or warn and start anyway.
     memory_check: str = "stop"
-    # write communication.md, what an update sends, and a trace of three steps
+    # true writes communication.md (traffic of an update) and a trace of three steps.
     profile_communication: bool = False
-    log_interval_steps: int = 1  # updates between two lines on the console; files get every step
-    save_interval_steps: int = 20  # updates between two checkpoints; 0: only at the end
-    keep_checkpoints: int = 2  # newest checkpoints kept
-    # and of those that stand at an evaluation the ones with the best held-out accuracy
+    # Updates between two lines on the console. Files hold every update.
+    log_interval_steps: int = 1
+    # Updates between two checkpoints. 0 saves only at the end.
+    save_interval_steps: int = 20
+    # Number of newest checkpoints to keep, at least 1.
+    keep_checkpoints: int = 2
+    # Number of checkpoints with the best held-out accuracy to keep as well. 0 keeps none.
     keep_best_checkpoints: int = 0
-    # save and stop before the next step would end later; null: no limit
+    # Save and stop within this many minutes, for the time limit of a cluster. null sets no limit.
     max_minutes: float | None = None
-    # between SIGTERM and the end of the machine: an update that takes longer is named then
+    # Seconds between SIGTERM and the end of the machine. The run warns if an update takes longer.
     grace_seconds: float = 30.0
-    # updates that are not finite, and are not made, until the run gives up
+    # The run stops after this many updates in a row that were skipped for not being finite.
     max_skipped_in_a_row: int = 3
-    # nats a token that sampler and trainer may disagree by in the first update of a rollout; beyond
-    # it the run stops; null: no limit
+    # The run stops if sampler and trainer differ by more than this many nats per token on average.
+    # null sets no limit.
     max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
@@ -182,11 +194,15 @@ class EvaluationConfig:
     """Completions of held-out prompts, before the first update, at every interval and after the
     last: one greedy one of each, and samples."""
 
-    num_examples: int = 256  # held-out examples; 0: no evaluation
-    interval_steps: int = 15  # updates between two evaluations; 0: only first and last
-    # samples of each example beside its greedy completion: eval/avg_at_8, eval/pass_at_8 ...
+    # Held-out examples in an evaluation. 0 turns evaluation off.
+    num_examples: int = 256
+    # Updates between two evaluations. 0 evaluates only at the start and at the end.
+    interval_steps: int = 15
+    # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
+    # draws none.
     num_samples: int = 4
-    temperature: float = 0.7  # of those samples
+    # Temperature of those samples, above 0. The greedy completion has none.
+    temperature: float = 0.7
 
     def __post_init__(self):
         if min(self.num_examples, self.interval_steps, self.num_samples) < 0:
@@ -205,18 +221,22 @@ CONSOLES = ("auto", "rich", "plain", "quiet")
 class TrackingConfig:
     """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
 
-    tensorboard: bool = True  # event files in the run's folder, for `tensorboard --logdir outputs/`
-    samples_interval_steps: int = 10  # updates between two files samples/*.jsonl; 0: none
-    samples_shown: int = 3  # completions of such a step shown on the console
-    # updates between two sets of histograms for TensorBoard and other trackers; 0: none
+    # true writes event files into the run folder, for `tensorboard --logdir outputs/`.
+    tensorboard: bool = True
+    # Updates between two files samples/*.jsonl. 0 writes none.
+    samples_interval_steps: int = 10
+    # Completions of such a file that the console shows. 0 shows none.
+    samples_shown: int = 3
+    # Updates between two sets of histograms in TensorBoard and other trackers. 0 writes none.
     histograms_interval_steps: int = 10
-    # the screen: rich: a live region; plain: a line a step; quiet: hints, errors and results only;
-    # auto: rich on a terminal that can show it, else plain
+    # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
+    # auto uses rich on a terminal, else plain.
     console: str = "auto"
-    report: bool = True  # report.html and report.md at the end of the run, however it ends
-    # trackers beside the files by name, each (tracking.plugs.TrackedRun) -> Tracker
+    # true writes report.html and report.md when the run ends, even by an error.
+    report: bool = True
+    # Other trackers by name, such as one of your own. tracking=wandb, mlflow or trackio adds one.
     trackers: dict[str, Callable] = field(default_factory=dict)
-    # functions of your own by name, (runs.watch.StepDone) -> metrics, called after every update
+    # Functions of your own by name, (StepDone) -> metrics, called after every update. {} has none.
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -231,9 +251,11 @@ class TrackingConfig:
 class ResumeConfig:
     """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
 
-    # this run's folder if it holds a checkpoint; none; or another one's, until ours holds one
+    # Checkpoint to resume: auto (this run's folder, if it has one), none (start new), or the folder
+    # of a run.
     folder: str = "auto"
-    force: bool = False  # go on although settings or weights are not those of the checkpoint's run
+    # true resumes even if settings or weights differ from those of the checkpoint.
+    force: bool = False
 
     def __post_init__(self):
         check_on_disk("folder", self.folder)
@@ -243,7 +265,7 @@ class ResumeConfig:
 class RuntimeConfig:
     """How the program itself behaves."""
 
-    # check everything, show what the run would be and whether it fits, and end: nothing is written
+    # true checks the settings, shows the run and its memory plan, and ends without training.
     dry_run: bool = False
 
 
@@ -267,8 +289,10 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    project_name: str = "tunix_lite"  # runs are kept under outputs/<project_name>/
-    seed: int = 0  # of the data order and of all sampling
+    # Name of the folder of the runs: outputs/<project_name>/<date>/<time>/.
+    project_name: str = "tunix_lite"
+    # Seed of the data order and of all sampling, 0 or more.
+    seed: int = 0
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 

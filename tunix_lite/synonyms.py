@@ -96,6 +96,12 @@ BATCH = (
         "prompts: steps_per_generation / gradient_accumulation_steps of TRL are the mini_batches",
         TRL="steps_per_generation generation_batch_size num_mini_batches",
     ),
+    word(
+        "training.gradient_accumulation_steps={}",
+        values={"auto": "training.gradient_accumulation_steps=null"},
+        seeds="grad_accum",
+        other="grad_accum_steps accumulate_grad_batches",
+    ),
     # mu of the GRPO paper: the whole batch of completions is learned from so many times.
     word(
         "algorithm.updates_per_rollout={}",
@@ -394,6 +400,24 @@ LORA = (
     no_word(
         "QLoRA is adapters on a base of 4 bits: model.lora.rank=16 model.lora.base=nf4",
         seeds="use_qlora qlora",
+    ),
+    word(
+        values={
+            "qlora": "model.lora.rank=16 model.lora.base=nf4",
+            "lora": "model.lora.rank=16",
+            "full": "model.lora.rank=0",
+        },
+        seeds="tuning.mode lora.mode",
+    ),
+    no_word(
+        "a base of 4 or 8 bits is the package's own, model.lora.base=nf4 or int8; XLA computes and "
+        "sends, by NCCL between GPUs",
+        seeds="backend",
+    ),
+    no_word(
+        "a model of a size of your own is model=random with model.architecture.num_layers=N, "
+        "embed_dim and so on",
+        seeds="target_params",
     ),
     no_word(
         "adapters are plain LoRA, scaled by alpha / rank",
@@ -843,6 +867,15 @@ RUNS = (
     ),
     word("evaluation.num_examples={}", other="num_eval_examples max_eval_samples val_max_samples"),
     no_word("held-out accuracy is of greedy completions", TRL="compute_metrics"),
+    no_word(
+        "an evaluation is of completions; there is no held-out loss",
+        TRL="prediction_loss_only",
+        seeds="eval_loss_only loss_only",
+    ),
+    no_word(
+        "tunix-lite evaluate evaluate.reference=FIELD compares completions with a field by ROUGE",
+        other="rouge use_rouge",
+    ),
     word(
         "resume={}",
         values={"true": "resume=auto", "false": "resume=none"},
@@ -1019,6 +1052,8 @@ FAMILIES = {
     "reward_model.": "rewards are functions; a model that judges is one of them, task.rewards",
     "vllm_": "completions are drawn by the program and the weights that train; there is no vLLM",
     "sglang_": "completions are drawn by the program and the weights that train; no SGLang",
+    "find_unused_": "gradients are summed by the compiled program; there is nothing to set",
+    "sync_batchnorm": "no layer has statistics of the batch; there is nothing to set",
     "ddp_": "gradients are summed by the compiled program; there is nothing to set",
     "fsdp_config.": "model.mesh_shape and sharding say how arrays are divided; nothing is wrapped",
     "deepspeed_": "weights, gradients and optimizer are divided over fsdp by default",

@@ -33,10 +33,14 @@ class DPO:
     Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4.
     """
 
-    # data: the fields `chosen` and `rejected` of an example; sampled: best and worst of a group
+    # Source of pairs: data (`chosen` and `rejected` of each example) or sampled (best and worst of
+    # a group).
     pairs: str = "data"
-    num_generations: int = 2  # completions per prompt; of data 2, the pair
-    beta: float = 0.1  # how fast a margin counts as large, in 1 / nats; smaller: further away
+    # Completions per prompt. pairs=data needs exactly 2, pairs=sampled needs 2 or more.
+    num_generations: int = 2
+    # Strength of the pull towards the reference, in 1/nats. A smaller value lets the policy move
+    # further.
+    beta: float = 0.1
 
     def __post_init__(self):
         if self.pairs not in PAIRS:

@@ -40,35 +40,51 @@ class GRPO:
     the reference.
     """
 
-    num_generations: int = 8  # completions per prompt, the group
-    updates_per_rollout: int = 1  # optimizer updates made from one batch of completions
-    # a rollout is for so many updates' prompts, and each update takes the next part of them
+    # Completions sampled for each prompt, called its group. At least 2.
+    num_generations: int = 8
+    # Optimizer updates made from one rollout, a multiple of mini_batches.
+    updates_per_rollout: int = 1
+    # Parts that a rollout is split into. Each update trains on the next part. 1 does not split it.
     mini_batches: int = 1
     advantages: Callable = standardise  # rewards [P, G] -> advantages [P, G]
-    advantage_clip: float | None = None  # advantages are kept within +- this; None: as they are
+    # Limits every advantage to the range from -x to x. null sets no limit.
+    advantage_clip: float | None = None
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
     ratio: Callable = token_ratio  # log-ratios of tokens -> log-ratios (algorithms/ratios.py)
     surrogate: Callable = clip  # what is maximised per token (algorithms/surrogates.py)
-    clip_low: float | None = 0.2  # the ratio is clipped below 1 - clip_low; None: not below
-    clip_high: float | None = 0.28  # and above 1 + clip_high; None: not above
-    kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads no reference
-    kl_estimator: str = "k3_exact"  # k3_exact, k3, k3_ratio, k2, or k1_reward
-    reference_every: int = 0  # steps after which the reference follows the policy; 0: it stays
-    reference_mix: float = 1.0  # share of the policy in it then; 1: it becomes the policy
-    entropy_coef: float = 0.0  # weight of the entropy, which is then raised
-    # denominator of the ratio: the log-probability before (whole) or after (sampled) top_k, top_p
-    # and min_p cut the distribution off; rescored: the trainer's own
+    # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
+    clip_low: float | None = 0.2
+    # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
+    clip_high: float | None = 0.28
+    # Weight of the KL divergence from the reference model. 0 loads no reference.
+    kl_coef: float = 0.0
+    # Estimator of that KL: k3_exact, k3, k3_ratio or k2 in the loss, k1_reward in the reward.
+    kl_estimator: str = "k3_exact"
+    # Steps between two updates of the reference model. 0 keeps it as it was at the start.
+    reference_every: int = 0
+    # Share of the policy in an updated reference, from 0 to 1. 1 copies the policy.
+    reference_mix: float = 1.0
+    # Weight of the entropy bonus. 0 adds none.
+    entropy_coef: float = 0.0
+    # Old log-probabilities in the ratio: whole (sampler, full softmax), sampled (sampler, after
+    # top_k, top_p and min_p) or rescored (computed again by the trainer).
     old_logprobs: str = "whole"
-    # weights for what trainer and sampler disagree about (algorithms/corrections.py)
+    # Function that reweights tokens where trainer and sampler differ. Needs old_logprobs=rescored.
     correction: Callable | None = None
-    # completions with A < 0 that the policy has left so far, in nats a token, are left out
+    # Drops a completion with negative advantage whose mean log-probability fell by more than this,
+    # in nats per token. null drops none.
     off_policy_delta: float | None = None
-    # groups of equal rewards: keep; drop: no weight; replace: draw other prompts
+    # What happens to a group of equal rewards: keep, drop (weight 0) or replace (draw another
+    # prompt).
     agreeing_groups: str = "keep"
-    max_rounds: int = 1  # of agreeing_groups=replace: how often prompts are drawn, at most
-    shaping: Callable | None = None  # lengths [B] -> what is added to the rewards (shaping.py)
-    mask_truncated: bool = False  # nothing is learned from a completion that ran out of length
-    variant: str | None = None  # the objective as another framework defines it (variants.py)
+    # Most draws of prompts for one batch, used by agreeing_groups=replace.
+    max_rounds: int = 1
+    # Function of completion lengths that is added to the rewards. null adds nothing.
+    shaping: Callable | None = None
+    # true gives no weight to completions that reached max_new_tokens without an end.
+    mask_truncated: bool = False
+    # Framework whose form of the objective is used, such as trl, verl or prime_rl. null uses ours.
+    variant: str | None = None
 
     def __post_init__(self):
         apply_variant(self)

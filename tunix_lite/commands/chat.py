@@ -18,7 +18,7 @@ HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or
 class ChatConfig(WhichWeights):
     """The model to talk to, and how the conversation begins."""
 
-    # the text of the system message; null: there is none
+    # Text of the system message. null sends none.
     system: str | None = None
 
 

@@ -32,9 +32,12 @@ class Check:
     Example: `tunix-lite check devices=4` is Check(devices=4).
     """
 
-    devices: int | None = None  # so many pretend devices of the CPU; null: those attached
-    timeout: int = 60  # seconds for each thing that is looked at; what has not answered then fails
-    json: bool = False  # one JSON object instead of lines
+    # Number of pretend CPU devices to check instead. null checks the attached devices.
+    devices: int | None = None
+    # Seconds that each check may take. A check that takes longer fails.
+    timeout: int = 60
+    # true prints one JSON object instead of lines.
+    json: bool = False
 
     def __post_init__(self):
         if self.devices is not None and self.devices < 1:

@@ -19,7 +19,8 @@ class DoctorOptions:
     Example: `tunix-lite doctor RUN doctor.json=true` is DoctorOptions(json=True).
     """
 
-    json: bool = False  # one JSON object instead of lines
+    # true prints one JSON object instead of lines.
+    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Doctor:
     Example: `tunix-lite doctor outputs/latest` is Doctor(folder="outputs/latest").
     """
 
-    folder: str | None = None  # of the run; `tunix-lite doctor FOLDER` is short for it
+    # Folder of the run. `tunix-lite doctor FOLDER` is the short form.
+    folder: str | None = None
     doctor: DoctorOptions = DoctorOptions()
 
     def __post_init__(self):

@@ -56,18 +56,23 @@ class EvaluateTaskConfig:
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
 
-    # options of the group `task`, a table each; empty: the one that task= says
+    # Task options to evaluate, such as [arithmetic,gsm8k], with a table for each. [] uses task=.
     tasks: tuple[str, ...] = ()
-    num_examples: int | None = None  # held-out examples of each task; null: all
-    # samples of each example beside its greedy completion: avg@k, pass@k, maj@k; 0: greedy only
+    # Held-out examples of each task. null uses all.
+    num_examples: int | None = None
+    # Samples of each example besides the greedy completion, for avg@k, pass@k and maj@k. 0 draws
+    # none.
     num_samples: int = 0
-    temperature: float = 1.0  # of those samples
-    # another model on the same examples: the folder of a run or of weights, or a name on the hub
+    # Temperature of those samples, above 0. The greedy completion has none.
+    temperature: float = 1.0
+    # Model to compare with: a run folder, a weights folder or a hub name. null compares with none.
     against: str | None = None
-    against_step: int | None = None  # of an older checkpoint of that run; null: the newest
-    # a field of the examples that ROUGE compares completions with; null: no ROUGE
+    # Step of the checkpoint to use from the run in `against`. null uses the newest.
+    against_step: int | None = None
+    # Example field that ROUGE compares completions with. null computes no ROUGE.
     reference: str | None = None
-    level: float = 0.95  # of the intervals
+    # Level of the confidence intervals, between 0 and 1.
+    level: float = 0.95
 
     def __post_init__(self):
         if self.num_examples is not None and self.num_examples < 1:
@@ -92,9 +97,9 @@ class EvaluateConfig(WhichWeights):
     """Which model, what is asked, and where the results go."""
 
     evaluate: EvaluateTaskConfig = field(default_factory=EvaluateTaskConfig)
-    # a folder for the results; null: evaluation/ in the folder of the run, else in outputs/
+    # Folder for the results. null uses evaluation/ in the run folder, or a folder under outputs/.
     out: str | None = None
-    # replace the results in that folder
+    # true replaces earlier results in the output folder.
     overwrite: bool = False
 
 

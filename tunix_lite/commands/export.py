@@ -13,13 +13,15 @@ from tunix_lite.inference import export as exporting
 class ExportConfig(WhichWeights):
     """What to write, and where."""
 
-    # the folder to write; null: export/<kind> in the folder of the run
+    # Folder to write. null uses export/<kind> in the run folder.
     out: str | None = None
-    # full, merged (adapters added to their base), adapter (PEFT); auto: adapter if any, else full
+    # What is written: full, merged (adapters added to the base) or adapter (PEFT). auto picks full
+    # or adapter.
     kind: str = "auto"
-    # bf16, fp16 or fp32; null: as the original stores each tensor, bf16 for a model born here
+    # Type of the tensors: bf16, fp16 or fp32. null keeps the original types, or bf16 for random
+    # weights.
     dtype: str | None = None
-    # replace a folder that export wrote before
+    # true replaces a folder that an earlier export wrote.
     overwrite: bool = False
 
     def __post_init__(self):

@@ -18,17 +18,18 @@ from tunix_lite.tasks.row_files import json_of, lines_of
 class GenerateConfig(WhichWeights):
     """The prompts, and where to write the completions."""
 
-    # one prompt; its completion is printed token by token
+    # One prompt. Its completion is printed token by token.
     prompt: str | None = None
-    # or a file: .jsonl with "prompt" or "messages" in each line, or text, a prompt a line
+    # File of prompts: .jsonl with `prompt` or `messages` in each line, or text with one prompt a
+    # line.
     prompts: str | None = None
-    # completions of each prompt
+    # Completions sampled for each prompt.
     num_generations: int = 1
-    # sequences sampled together; changes memory and speed, not the completions
+    # Sequences sampled together. It changes memory and speed, not the completions.
     batch_size: int = 64
-    # a .jsonl file for the completions; null: the terminal
+    # File .jsonl for the completions. null prints them.
     out: str | None = None
-    # replace `out` if it exists
+    # true replaces the file in `out`.
     overwrite: bool = False
 
     def __post_init__(self):

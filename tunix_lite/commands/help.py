@@ -88,7 +88,7 @@ def settings_in(file: Path) -> dict[str, Setting]:
     """The settings of an option by their dotted names, with those of the options it begins with."""
     found: dict[str, Setting] = {}
     lines = [line for line in file.read_text().splitlines() if line.strip()]
-    own = dict(_own_settings(lines))
+    own = dict(_own_settings(_without_head(lines)))
     for name in _begins_with(lines):
         found |= own if name == "_self_" else settings_in(file.parent / f"{name}.yaml")
     # a comment stays where a later file only changes the value
@@ -99,6 +99,12 @@ def settings_in(file: Path) -> dict[str, Setting]:
     # a group that one file has as null, and a later one with settings
     sections = {key[:i] for key in found for i, char in enumerate(key) if char == "."}
     return {key: setting for key, setting in found.items() if key not in sections}
+
+
+def _without_head(lines: list[str]) -> list[str]:
+    """The lines of a file below the comment that it begins with, which is about the whole file."""
+    start = next((i for i, line in enumerate(lines) if not line.startswith("#")), 0)
+    return lines[start:]
 
 
 def _begins_with(lines: list[str]) -> Iterator[str]:
@@ -114,12 +120,18 @@ def _begins_with(lines: list[str]) -> Iterator[str]:
 
 
 def _own_settings(lines: list[str]) -> Iterator[tuple[str, Setting]]:
-    """(key, setting) of the lines of a file. A section that is another one's copy, `*name`, has the
-    settings of that one."""
+    """(key, setting) of the lines of a file. A setting has its comment on its line or, if it is
+    long, above. A section that is another one's copy, `*name`, has the settings of that one."""
     sections: list[tuple[int, str]] = []
     copied: dict[str, str] = {}
     seen: dict[str, Setting] = {}
+    above: list[str] = []
     for line in lines:
+        if line.lstrip().startswith("#"):
+            above.append(line.lstrip("# ").rstrip())
+            continue
+        long_comment = " ".join(above)
+        above = []
         match = re.match(r"( *)([\w.]+):(.*)$", line)
         if not match or match[2] == "defaults":
             continue
@@ -140,7 +152,7 @@ def _own_settings(lines: list[str]) -> Iterator[tuple[str, Setting]]:
                 yield copy, Setting(copy, each.default, each.comment)
             continue
         if key != "hydra" and not key.startswith("hydra."):
-            seen[key] = Setting(key, value, comment)
+            seen[key] = Setting(key, value, comment or long_comment)
             yield key, seen[key]
 
 
@@ -265,7 +277,7 @@ def _short_form(key: str, settings: dict[str, Setting]) -> Setting:
 
 def described(setting: Setting) -> list[str]:
     """A setting with its default and its comment."""
-    return _wrapped(f"{setting.key}={setting.default}", setting.comment, 34)
+    return _wrapped(f"{setting.key}={setting.default}", setting.comment, 32)
 
 
 def _table(texts: dict[str, str]) -> list[str]:

@@ -26,13 +26,16 @@ from tunix_lite.planning.resolved import find_model
 class PlanConfig:
     """For which devices to plan, and how closely to look."""
 
-    # devices to plan for, there or not: h100x8, v5e-16 ...; attached: those that jax sees
+    # Devices to plan for, here or not, such as h100x8 or v5e-16. attached: those of this machine.
     target: str = "attached"
-    # run: as model.mesh_shape says; all: every fsdp x tp that divides model and batch, best first
+    # Meshes to plan: run (model.mesh_shape), or all, which ranks every fsdp x tp that divides model
+    # and batch.
     mesh: str = "run"
-    analytic: bool = False  # formulas instead of the compiler, in a second and without it installed
-    compile_most: int = 4  # with mesh=all, how many meshes are compiled; the others are estimates
-    # a folder for plan.md and plan.json; null: outputs/<project_name>/plan-<target>
+    # true estimates by formulas within seconds. false compiles the program for the devices.
+    analytic: bool = False
+    # Most meshes to compile with mesh=all. The others are estimated.
+    compile_most: int = 4
+    # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):

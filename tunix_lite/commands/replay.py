@@ -63,8 +63,11 @@ class ReplayOptions:
     Example: `replay.precision=float64` is ReplayOptions(precision="float64").
     """
 
-    precision: str = "run"  # run: as the run computed; float64: its loss and gradient in that, too
-    # import what the run's settings name and tunix_lite does not have: only for runs of your own
+    # Precision: run repeats the step as the run computed it, float64 also computes loss and
+    # gradient in float64.
+    precision: str = "run"
+    # true imports code that the run's settings name outside tunix_lite. Use it only for your own
+    # runs.
     trust: bool = False
 
     def __post_init__(self):
@@ -79,12 +82,15 @@ class Replay:
     Example: `tunix-lite replay RUN step=137` is Replay(checkpoint="RUN", step=137).
     """
 
-    checkpoint: str | None = None  # the folder of the run
-    skipped: int | None = None  # the step that was skipped: 12 for skipped/step_000012.npz
-    # the step to make again; beside skipped=: of the checkpoint whose weights are used, null: those
-    # that saw it, or the newest before
+    # Folder of the run. `tunix-lite replay FOLDER` is the short form.
+    checkpoint: str | None = None
+    # Number of a skipped update to explain: 12 reads skipped/step_000012.npz. null repeats `step`.
+    skipped: int | None = None
+    # Step to repeat. With skipped=, the step of the checkpoint to use, where null takes the newest
+    # before it.
     step: int | None = None
-    batch_size: int = 8  # of skipped=: sequences at a time; changes memory, not what is said
+    # Sequences scored together with skipped=. It changes memory use, not results.
+    batch_size: int = 8
     replay: ReplayOptions = ReplayOptions()
 
     def __post_init__(self):

@@ -38,7 +38,8 @@ class Report:
     Example: `tunix-lite report outputs/latest` is Report(folders=("outputs/latest",)).
     """
 
-    folders: tuple[str, ...] = ()  # of runs, or of one sweep
+    # Run folders, or one sweep folder. `tunix-lite report FOLDER [FOLDER ...]` is the short form.
+    folders: tuple[str, ...] = ()
     report: ReportOptions = ReportOptions()
 
     def __post_init__(self):

@@ -29,7 +29,8 @@ class WatchOptions:
     Example: `tunix-lite watch RUN watch.once=true` is WatchOptions(once=True).
     """
 
-    once: bool = False  # show it once and end
+    # true shows the run once and ends. false keeps showing it.
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class WatchRun:
     Example: `tunix-lite watch outputs/latest` is WatchRun(folder="outputs/latest").
     """
 
-    folder: str | None = None  # of the run; `tunix-lite watch FOLDER` is short for it
+    # Folder of the run. `tunix-lite watch FOLDER` is the short form.
+    folder: str | None = None
     watch: WatchOptions = WatchOptions()
 
     def __post_init__(self):

@@ -18,9 +18,9 @@ class WhichWeights:
     Example: `checkpoint=outputs/latest step=40`.
     """
 
-    # the folder of a run, whose newest weights are used; null: model.weights as they are
+    # Run folder whose newest checkpoint is used. null uses model.weights.
     checkpoint: str | None = None
-    # take an older checkpoint of that run; null: the newest
+    # Step of the checkpoint to use from that run. null uses the newest.
     step: int | None = None
 
     def __post_init__(self):

@@ -131,7 +131,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser("tunix-lite launch", description=about, allow_abbrev=False)
     parser.add_argument(
-        "--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1"
+        "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
     parser.add_argument("--max-restarts", type=int, metavar="N", help="as launch.max_restarts=N")
     parser.add_argument(
@@ -147,6 +147,16 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    """--nprocs as a number. Raises ArgumentTypeError, for torchrun's `auto` and `gpu`, too."""
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text}: it is a number; one process uses all devices that it sees, so the default "
+            "of 1 is enough on a machine"
+        )
+    return int(text)
 
 
 def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:

@@ -21,23 +21,23 @@ class LaunchConfig:
     A run of one process needs none of it.
     """
 
-    # host:port of process 0; null: from the variables of the launcher; auto: ask jax
+    # host:port of process 0. null reads the variables of torchrun, Slurm or xpk. auto asks jax.
     coordinator: str | None = None
-    # with coordinator: the number of processes of the whole run
+    # Processes of the whole run. Used with launch.coordinator.
     num_processes: int | None = None
-    # with coordinator: the number of this process, from 0
+    # Number of this process, from 0. Used with launch.coordinator.
     process_id: int | None = None
-    # seconds that processes wait for each other at the start
+    # Seconds that processes wait for each other at the start.
     timeout: int = 300
-    # seconds of silence after which jax gives a process up
+    # Seconds without a sign of life after which jax treats a process as lost.
     heartbeat_timeout: int = 100
-    # the devices that the whole run must have, or it does not start; null: as many as there are
+    # Number of devices that the whole run must have to start. null accepts any number.
     expect_devices: int | None = None
-    # let tp cross from one machine to another, over a network that is much slower
+    # true allows tp between machines, whose network is much slower than links inside one.
     tp_across_nodes: bool = False
-    # of the launcher: seconds without a step until it stops the run; 0: it waits for ever
+    # The launcher stops a run that makes no step for this many seconds. 0 never stops it.
     stall_timeout: int = 1800
-    # of the launcher: times that a run that failed goes on from its newest checkpoint
+    # How often the launcher restarts a failed run from its newest checkpoint. 0 never restarts it.
     max_restarts: int = 0
 
     def __post_init__(self):

@@ -31,14 +31,18 @@ LEAST_RMS = 1e-3
 class LearningRateConfig:
     """What all optimizers share: the learning rate over the run, and the clipping of gradients."""
 
-    learning_rate: float = 1e-6  # at its peak
-    # after warm-up: constant, or linear or cosine down to end_fraction at max_steps
+    # Peak learning rate.
+    learning_rate: float = 1e-6
+    # Rate after warm-up: constant, or linear or cosine decay to end_fraction at max_steps.
     schedule: str = "constant"
-    warmup_steps: int = 0  # updates over which the rate rises from 0
-    end_fraction: float = 0.0  # of learning_rate, reached at the last update of linear and cosine
-    # true: the rate is learning_rate times the number of data-parallel shards (fsdp)
+    # Updates over which the learning rate rises from 0.
+    warmup_steps: int = 0
+    # Share of learning_rate that linear and cosine reach at the last update.
+    end_fraction: float = 0.0
+    # true multiplies learning_rate by the number of data-parallel shards (fsdp).
     scale_lr_with_devices: bool = False
-    max_grad_norm: float = 1.0  # global norm to which gradients are clipped; 0 turns clipping off
+    # Gradients are clipped to this global norm. 0 turns clipping off.
+    max_grad_norm: float = 1.0
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -63,10 +67,14 @@ class OptimizerConfig(LearningRateConfig):
     Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`.
     """
 
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.99  # decay of the mean of squared gradients
-    eps: float = 1e-8  # added to the root of the latter
-    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+    # Decay of the running mean of gradients.
+    beta1: float = 0.9
+    # Decay of the running mean of squared gradients.
+    beta2: float = 0.99
+    # Added to the root of the mean squared gradient.
+    eps: float = 1e-8
+    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
+    weight_decay: float = 0.0
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates."""
@@ -89,14 +97,18 @@ class AdafactorConfig(LearningRateConfig):
     """Adafactor (arXiv:1804.04235): the mean of squared gradients as one row and one column of a
     matrix, so that it takes next to no memory. Norms and scales are those of a layer's matrix."""
 
-    decay_rate: float = 0.8  # the mean of squared gradients decays by 1 - step^-decay_rate
-    clip_rms: float = 1.0  # root mean square to which the update of a matrix is clipped; 0: not
-    # true: an update is also multiplied by the root mean square of its weights (1e-3 at least)
+    # At step t, the mean of squared gradients decays by 1 - t^-decay_rate.
+    decay_rate: float = 0.8
+    # The update of a matrix is clipped to this root mean square. 0 turns this off.
+    clip_rms: float = 1.0
+    # true multiplies an update by the root mean square of its weights (at least 1e-3).
     scale_by_weights: bool = True
-    momentum: float = 0.0  # decay of a mean of the updates; 0 keeps none, and takes no memory
-    # a matrix whose two largest dims are smaller keeps its squares whole
+    # Decay of a running mean of the updates. 0 keeps no mean and needs no memory for it.
+    momentum: float = 0.0
+    # A matrix with a smaller second-largest dim keeps all of its squared gradients.
     min_dim_to_factor: int = 128
-    eps: float = 1e-30  # added to squared gradients
+    # Added to squared gradients.
+    eps: float = 1e-30
 
     def __post_init__(self):
         super().__post_init__()
@@ -138,16 +150,23 @@ class MuonConfig(LearningRateConfig):
     """Muon (Jordan 2024, arXiv:2502.16982): momentum whose matrix, of each layer, is made nearly
     orthogonal by Newton-Schulz steps. Embedding, head, norms and biases get AdamW."""
 
-    momentum: float = 0.95  # decay of the mean of gradients of a matrix
-    nesterov: bool = True  # the gradient counts once more beside the mean
-    ns_steps: int = 5  # Newton-Schulz steps
-    # root mean square of a matrix's update, as that of AdamW's: one learning rate fits both;
-    # null: the orthogonal matrix times sqrt(max(1, outputs / inputs))
+    # Decay of the running mean of the gradients of a matrix.
+    momentum: float = 0.95
+    # true adds the new gradient to the mean once more (Nesterov momentum).
+    nesterov: bool = True
+    # Number of Newton-Schulz iterations.
+    ns_steps: int = 5
+    # Root mean square of a matrix's update, 0.2 as in AdamW. null scales by sqrt(max(1, outputs /
+    # inputs)).
     rms: float | None = 0.2
-    beta1: float = 0.9  # of AdamW, for what is no matrix of a layer
-    beta2: float = 0.99  # likewise
-    eps: float = 1e-8  # likewise; and added to the norm that Newton-Schulz divides by
-    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+    # Decay of the mean of gradients in AdamW, which updates all other weights.
+    beta1: float = 0.9
+    # Decay of the mean of squared gradients in AdamW, which updates all other weights.
+    beta2: float = 0.99
+    # Added to the root in AdamW, and to the norm that Newton-Schulz divides by.
+    eps: float = 1e-8
+    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
+    weight_decay: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -199,9 +218,12 @@ class LionConfig(LearningRateConfig):
     """Lion (arXiv:2302.06675): the sign of a mean of gradients, so each weight moves by the
     learning rate. It wants a rate 3 to 10 times smaller than AdamW's."""
 
-    beta1: float = 0.9  # how much of the mean goes into the sign; the rest is the gradient
-    beta2: float = 0.99  # decay of the mean of gradients
-    weight_decay: float = 0.0  # per unit of learning rate, on weights of two or more dims only
+    # Share of the running mean in the sign. The rest is the new gradient.
+    beta1: float = 0.9
+    # Decay of the running mean of gradients.
+    beta2: float = 0.99
+    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
+    weight_decay: float = 0.0
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates."""
@@ -218,8 +240,10 @@ class LionConfig(LearningRateConfig):
 class SGDConfig(LearningRateConfig):
     """Stochastic gradient descent. Without momentum it keeps nothing."""
 
-    momentum: float = 0.0  # decay of the sum of gradients; 0 keeps none, and takes no memory
-    nesterov: bool = False  # the gradient counts once more beside the sum; wants momentum
+    # Decay of a running sum of gradients. 0 keeps no sum and needs no memory for it.
+    momentum: float = 0.0
+    # true adds the new gradient to the sum once more. Needs momentum above 0.
+    nesterov: bool = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -89,10 +89,14 @@ class RopeScaling:
     Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
     """
 
-    factor: float  # by which wavelengths grow
+    # Long wavelengths are multiplied by this.
+    factor: float
+    # Wavelengths above original_positions / low_freq_factor tokens are long.
     low_freq_factor: float | None = None
+    # Wavelengths below original_positions / high_freq_factor tokens stay as they are.
     high_freq_factor: float | None = None
-    original_positions: int | None = None  # tokens of the longest sequence before scaling
+    # Longest sequence of the pretraining, in tokens.
+    original_positions: int | None = None
 
     def __post_init__(self):
         rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
@@ -119,14 +123,17 @@ class Architecture:
     other.
     """
 
-    vocab_size: int  # tokens, padding included
+    # Tokens in the vocabulary.
+    vocab_size: int
     num_layers: int  # blocks of attention and feed-forward
     embed_dim: int  # width of the residual stream
     num_heads: int  # query heads
-    num_kv_heads: int  # key/value heads; divides num_heads
-    head_dim: int  # width of one head; even
+    # Key/value heads, a divisor of num_heads.
+    num_kv_heads: int
+    # Width of one attention head.
+    head_dim: int
     mlp_dim: int  # hidden width of the gated feed-forward
-    # repeats over the layers
+    # Attention of each layer, repeated over the depth.
     pattern: tuple[str, ...] = (
         "local",
         "local",
@@ -135,23 +142,38 @@ class Architecture:
         "local",
         "global",
     )
-    # tokens that a local layer sees, the current one included; null: no layer is local
+    # Tokens that a local layer attends to, the current one included. null has no local layers.
     window: int | None = 512
-    query_scale: int = 256  # scores are divided by its square root (Gemma: query_pre_attn_scalar)
-    rope_theta_local: float = 10_000.0  # base of the rotary wavelengths of local layers
-    rope_theta_global: float = 1_000_000.0  # and of global ones
-    rope_scaling: RopeScaling | None = None  # of global layers
-    norm_eps: float = 1e-6  # added to the mean square
-    activation: str = "gelu"  # of the feed-forward: gelu (its tanh form) or silu
-    embed_scale: bool = True  # embeddings are multiplied by sqrt(embed_dim)
-    norm_plus_one: bool = True  # norms multiply by 1 + scale, not by scale
-    post_norms: bool = True  # norms after attention and feed-forward, too
-    qk_norm: bool = True  # queries and keys are normalised per head, before rope
-    qkv_bias: bool = False  # queries, keys and values have a bias
-    tied: bool = True  # the embedding gives the logits, too; otherwise `head` does
-    attn_softcap: float | None = None  # attention scores s become cap * tanh(s / cap)
-    final_softcap: float | None = None  # and so do the logits
-    max_positions: int = 131_072  # tokens of the longest sequence
+    # Attention scores are divided by the square root of this.
+    query_scale: int = 256
+    # Base of the rotary wavelengths of local layers, in tokens.
+    rope_theta_local: float = 10_000.0
+    # Base of the rotary wavelengths of global layers, in tokens.
+    rope_theta_global: float = 1_000_000.0
+    # Stretching of rotary wavelengths for long contexts. null stretches none.
+    rope_scaling: RopeScaling | None = None
+    # Added to the mean square before its root is taken.
+    norm_eps: float = 1e-6
+    # Activation of the gated feed-forward: silu, or gelu in its tanh form.
+    activation: str = "gelu"
+    # true multiplies embeddings by sqrt(embed_dim).
+    embed_scale: bool = True
+    # true multiplies by 1 + scale in a norm, false by scale.
+    norm_plus_one: bool = True
+    # true adds norms after attention and after the feed-forward.
+    post_norms: bool = True
+    # true normalises queries and keys per head.
+    qk_norm: bool = True
+    # true adds biases to queries, keys and values.
+    qkv_bias: bool = False
+    # true uses the embedding as the head. false has a separate matrix.
+    tied: bool = True
+    # tanh keeps attention scores between -x and x. null does not limit them.
+    attn_softcap: float | None = None
+    # tanh keeps logits between -x and x. null does not limit them.
+    final_softcap: float | None = None
+    # Longest sequence, in tokens.
+    max_positions: int = 131_072
 
     def __post_init__(self):
         for field in fields(self):

@@ -44,14 +44,18 @@ ADAPTER_SEED = 0x10A
 class LoraConfig:
     """Which weights get an adapter, of what size, and how the frozen base is stored."""
 
-    # of the adapters, the only weights that then train; 0: no adapters, all weights train
+    # Rank of the LoRA adapters, which are then the only weights that train. 0 trains all weights.
     rank: int = 0
-    alpha: float = 32.0  # the product of the adapters is scaled by alpha / rank
-    # regular expression over paths of weights, such as layers/q
+    # The output of adapters is scaled by alpha / rank.
+    alpha: float = 32.0
+    # Regular expression over weight paths, such as layers/q. Matching projections get adapters.
     targets: str = ".*/(q|k|v|o|gate|up|down)"
-    dropout: float = 0.0  # share of the inputs of an adapter that an update sets to zero
-    base: str = "bf16"  # how the frozen base is stored: fp32, bf16, int8 or nf4
-    # a folder in PEFT format to start from, with its rank, alpha and targets; null: fresh
+    # Share of the adapter inputs set to 0 in an update, from 0 to 1. 0 turns dropout off.
+    dropout: float = 0.0
+    # Type in which the frozen weights are stored under adapters: fp32, bf16, int8 or nf4.
+    base: str = "bf16"
+    # PEFT folder to start from. Rank, alpha and targets come from it. null starts with new
+    # adapters.
     adapter: str | None = None
 
     def __post_init__(self):

@@ -40,21 +40,24 @@ class ModelConfig:
     Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
     """
 
-    # bundled, random, a folder in Hugging Face layout, or a hub name: google/gemma-3-1b-it
+    # Model weights: bundled, random, a Hugging Face folder, or a hub name such as
+    # google/gemma-3-1b-it.
     weights: str = "bundled"
-    # [[sizes], [axes]]; one size may be -1, the rest
+    # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
     mesh_shape: MeshShape = (
         (-1, 1),
         ("fsdp", "tp"),
     )
-    # gemma2, gemma3, llama, qwen2, qwen3, or module.NAME; null: as config.json says
+    # Model family: gemma2, gemma3, llama, qwen2, qwen3, or module.NAME. null reads it from
+    # config.json.
     family: str | None = None
-    # of random weights; others must agree with it; null: their config.json
+    # Shape of random weights, and a check of other weights. null reads the config.json of the
+    # weights.
     architecture: Architecture | None = None
-    # of random weights: bundled, a folder or a hub name; other weights bring their own
+    # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # the head is the folder's lm_head.weight, even where its config.json ties it
+    # true uses lm_head.weight of the folder even if config.json ties the head to the embedding.
     untie_head: bool = False
 
     def __post_init__(self):
@@ -79,15 +82,20 @@ class TeacherConfig:
     Example: TeacherConfig("google/gemma-3-4b-it", storage="int8").
     """
 
-    weights: str  # bundled, a folder in Hugging Face layout, or a hub name
-    family: str | None = None  # as in ModelConfig
+    # Teacher weights: bundled, a Hugging Face folder, or a hub name. Its tokenizer must be the
+    # policy's.
+    weights: str
+    # Model family: gemma2, gemma3, llama, qwen2, qwen3, or module.NAME. null reads it from
+    # config.json.
+    family: str | None = None
     # of a hub name that a plan is made for; null: config.json
     architecture: Architecture | None = None
-    storage: str = "bf16"  # fp32, bf16, int8 or nf4, divided over the devices as any weights
-    # the user's message that it reads before a completion; {names} are fields of the example, such
-    # as the expected answer; None: the prompt of the policy
+    # Type in which the teacher's weights are stored: fp32, bf16, int8 or nf4.
+    storage: str = "bf16"
+    # Prompt that the teacher reads, with {names} of example fields. null gives it the prompt of the
+    # policy.
     prompt: str | None = None
-    # tokens of that prompt, at most; None: generation.max_prompt_length
+    # Longest teacher prompt, in tokens. null uses generation.max_prompt_length.
     max_prompt_length: int | None = None
 
     def __post_init__(self):

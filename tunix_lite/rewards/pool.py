@@ -66,13 +66,14 @@ START = (
 class RewardsConfig:
     """Where reward functions run, and what becomes of a call that fails."""
 
-    # a reward fails: raise: stop the run; zero: it counts 0; drop: do not learn from that one
+    # When a reward fails: raise stops the run, zero counts it as 0, drop skips the completion.
     on_error: str = "raise"
-    timeout: float = 10.0  # seconds for one call of one function; after that it has failed
-    # processes they run in; 0: the one that trains, without a timeout, as a debugger likes it
+    # Seconds that one call of a reward function may take. A longer call has failed.
+    timeout: float = 10.0
+    # Processes that compute rewards. 0 uses the training process, without a timeout, for debugging.
     workers: int = 1
-    # a reward returns None: error: it has failed; unscorable: nothing is learned from that
-    # completion; skip: the other rewards alone count
+    # When a reward returns None: error counts it as failed, unscorable skips the completion, skip
+    # uses the other rewards alone.
     on_none: str = "error"
 
     def __post_init__(self):

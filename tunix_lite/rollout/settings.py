@@ -12,25 +12,26 @@ class GenerationConfig:
     Example: `GenerationConfig(max_prompt_length=64, max_new_tokens=256, temperature=0.7)`.
     """
 
-    # tokens
+    # Longest prompt, in tokens.
     max_prompt_length: int = 32
-    # tokens of a completion, the end-of-sequence token included
+    # Longest completion in tokens, the end-of-sequence token included.
     max_new_tokens: int = 64
-    # logits are divided by it, in sampling and in scoring alike; 0: the best token
+    # Sampling and scoring divide logits by it. 0 picks the likeliest token.
     temperature: float = 1.0
-    # draw from the k likeliest tokens; 0: from all
+    # Sample from the k likeliest tokens. 0 samples from all.
     top_k: int = 0
-    # draw from the likeliest tokens that hold this much probability
+    # Sample from the likeliest tokens whose probabilities add up to this. 1 samples from all.
     top_p: float = 1.0
-    # draw from tokens at least this likely, as a share of the likeliest one; 0: from all
+    # Drop tokens less likely than this share of the likeliest one, from 0 to 1. 0 drops none.
     min_p: float = 0.0
-    # above 1: makes tokens of the prompt and the completion so far less likely
+    # Above 1, tokens already in the prompt or completion become less likely. 1 changes nothing.
     repetition_penalty: float = 1.0
-    # texts that end a completion; they stay in it
+    # Texts that end a completion. They stay in the completion. [] has none.
     stop: tuple[str, ...] = ()
-    # tokens that end a completion, besides the end-of-sequence tokens of the model
+    # Token ids that end a completion, besides the end-of-sequence tokens of the model.
     stop_token_ids: tuple[int, ...] = ()
-    # one longer than max_prompt_length: error; truncate: its last tokens; drop: another
+    # For a prompt that is too long: error stops, truncate keeps its last tokens, drop takes another
+    # prompt.
     long_prompts: str = "error"
 
     def __post_init__(self):
@@ -111,13 +112,16 @@ class RolloutConfig:
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
     """
 
-    # sequences decoded at once, up to a multiple of fsdp; null: those of a step, <= 256
+    # Sequences decoded at once, rounded up to a multiple of fsdp. null takes all of a step, up to
+    # 256.
     num_slots: int | None = None
-    # tokens that each slot decodes between two looks at which completions have ended
+    # Tokens that each slot decodes before the sampler looks for finished completions.
     chunk: int = 16
-    # gathered: whole on every fsdp shard while sampling; sharded: as they train; auto: by memory
+    # Weights while sampling: gathered (whole on each fsdp shard), sharded, or auto, which looks at
+    # memory.
     weights: str = "auto"
-    # keys and values: in the type of the computation, or int8, which is half the bytes of bf16
+    # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
+    # bf16.
     cache: str = "compute"
 
     def __post_init__(self):

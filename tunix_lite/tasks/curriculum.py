@@ -23,19 +23,20 @@ class CurriculumConfig:
     Example: CurriculumConfig(drop_at=0.9) asks no prompt again that was solved 9 of 10 times.
     """
 
-    # the pass rate from which on a prompt is not asked again; null: none is dropped
+    # Pass rate, such as 0.9, at which a prompt is not asked again. null drops no prompt.
     drop_at: float | None = None
-    # two pass rates: a prompt that is not between them is asked less often; empty: all alike
+    # Range of pass rates, such as [0.2,0.8]. Prompts outside it are asked less often. [] treats all
+    # alike.
     band: tuple[float, ...] = ()
-    # how often it is asked then, as a share of the other prompts
+    # How often prompts outside `band` are asked, as a share from 0 to 1 of the others.
     outside: float = 0.25
-    # of a prompt, until its pass rate counts
+    # Completions of a prompt that are needed before its pass rate counts.
     min_completions: int = 8
-    # settings of task.source, the easiest first; training begins with the first
+    # Task settings by level, easiest first: [{max_terms: 3}, {max_terms: 4}]. [] has one level.
     levels: tuple[dict, ...] = ()
-    # the pass rate of a level with which the next one begins
+    # Pass rate of the current level at which the next level starts, above 0, at most 1.
     rise_at: float = 0.7
-    # the newest prompts of a level, whose pass rate that is
+    # Newest prompts of a level over which its pass rate is measured.
     over_prompts: int = 64
 
     def __post_init__(self):

@@ -90,26 +90,31 @@ class FilesTaskConfig(TaskConfig):
 
     # made of the settings below
     source: Any = field(init=False, default=None)
+    # User's message, where {names} are columns. null uses the column `messages` or `prompt`.
     prompt: str | None = None
-    # more rewards, by name
+    # More rewards by name: '+task.rewards.short={fn: my_rewards.short, weight: 0.1}'. {} has none.
     rewards: dict[str, Reward] = field(default_factory=dict)
-    # null: what gets a reward above 0
+    # Function that says if a completion is right, for eval/accuracy. null takes a reward above 0 as
+    # right.
     correct: Callable | None = None
+    # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
-    # the file to train on
+    # File to train on. A run needs it.
     train: str | None = None
-    # the file to evaluate with; null: every tenth row of `train`
+    # File to evaluate with. null holds out every tenth row of `train`.
     held_out: str | None = None
-    # (completion, row) -> number, by its dotted path
+    # Function (completion, row) -> number by its dotted path. Its row holds all columns.
     reward: Callable | None = None
-    # of both files: jsonl, csv or parquet
+    # Format of both files: jsonl, csv or parquet.
     format: str = "jsonl"
-    # a malformed row: raise; skip: leave it out, and say how many
+    # For a row that cannot be read or makes no prompt: raise stops, skip leaves it out and counts
+    # it.
     on_error: str = "raise"
-    # false: for a file that does not fit into memory (jsonl); its rows are read ahead of the run
+    # false reads rows ahead of the run instead of all at once. Needs format=jsonl and a held_out
+    # file.
     in_memory: bool = True
-    # the files of `train` are read from the beginning to the end, and so many rows are shuffled at
-    # a time; null: rows are taken from all over the file
+    # Rows shuffled at a time while the files of `train` (data/*.jsonl) are read in order. null
+    # shuffles all rows.
     shuffle_buffer: int | None = None
 
     def __post_init__(self):

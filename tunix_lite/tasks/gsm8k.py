@@ -45,13 +45,13 @@ class Gsm8k:
     Example: Gsm8k(train_file="train.jsonl", held_out_file="test.jsonl").
     """
 
-    # path; null: from the hub
+    # Training file, .jsonl or .parquet, with columns question and answer. null downloads `hub`.
     train_file: str | None = None
-    # path; null: from the hub
+    # Held-out file of the same form. null downloads `hub`.
     held_out_file: str | None = None
-    # org/name or org/name@revision, for what has no file
+    # Data set on the hub, as org/name or org/name@revision.
     hub: str = "openai/gsm8k"
-    # a malformed row: raise; skip: leave it out, and say how many
+    # For a malformed row: raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
 
     def __post_init__(self):

@@ -26,19 +26,20 @@ class ReasoningGym:
     Example: ReasoningGym(tasks=("basic_arithmetic", "chain_sum"), weights=(1, 3)).
     """
 
-    # names in reasoning-gym
+    # Names of tasks in reasoning-gym.
     tasks: tuple[str, ...] = ("basic_arithmetic",)
-    # how often each task is drawn; empty: all alike
+    # Relative frequency of each task, such as [2, 1]. [] draws all alike.
     weights: tuple[float, ...] = ()
-    # by task: its settings of difficulty, as reasoning-gym names them
+    # Settings of a task: '+task.source.settings.basic_arithmetic={max_terms: 3}'. {} keeps all
+    # defaults.
     settings: dict[str, dict] = field(default_factory=dict)
-    # of the problems; they are the same for any seed of the run
+    # Seed of the problems. The seed of the run does not change them.
     seed: int = 0
-    # problems of each task that are drawn from; a few tasks (acre, word_ladder) take fewer
+    # Problems of each task that are drawn from. acre and word_ladder need 10000.
     num_problems: int = 1_000_000
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

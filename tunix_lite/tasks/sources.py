@@ -301,13 +301,20 @@ class Arithmetic:
     Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}.
     """
 
-    min_terms: int = 4  # numbers in a problem, at least
-    max_terms: int = 4  # and at most
-    max_value: int = 29  # the largest number in a problem
-    operators: tuple[str, ...] = ("+", "-")  # between the numbers
-    worked: float = 0.45  # share of demonstrations that show the steps, 0 to 1
-    num_train: int = 1_000_000  # problems in one pass of the training stream
-    num_held_out: int = 256  # problems
+    # Fewest numbers in a problem.
+    min_terms: int = 4
+    # Most numbers in a problem.
+    max_terms: int = 4
+    # Largest number in a problem.
+    max_value: int = 29
+    # Operators between the numbers.
+    operators: tuple[str, ...] = ("+", "-")
+    # Share of demonstrations for sft that show every step, from 0 to 1.
+    worked: float = 0.45
+    # Problems in one pass of the training data.
+    num_train: int = 1_000_000
+    # Held-out problems, for evaluation. None of them is trained on.
+    num_held_out: int = 256
 
     def __post_init__(self):
         if not 2 <= self.min_terms <= self.max_terms:

@@ -87,16 +87,19 @@ class TaskConfig:
     """
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
-    # the user's message; {names} are fields of the example; null: its field `messages` or `prompt`
+    # User's message, with {fields} of an example.
     prompt: str | None
     rewards: dict[str, Reward]  # by the name under which they are logged
-    # (completion, example) -> 1 if right: eval/accuracy and the marks on samples
+    # Function that says if a completion is right, for eval/accuracy and sample marks.
     correct: Callable = correct
-    extract: Callable = final_answer  # completion -> the answer as text or None, for display
-    # `<end_of_turn>` in a row: text: mere letters; control: the token; error
+    # Function that reads the answer out of a completion, for display.
+    extract: Callable = final_answer
+    # Special tokens such as `<end_of_turn>` in a row: text reads letters, control the token, error
+    # stops.
     special_tokens_in_data: str = "text"
-    system: str | None = None  # a message before the user's; {names} are fields here, too
-    # of `messages` to learn from: the `last` assistant turn, or `all` of them
+    # System message before the user's, where {names} are fields of an example. null sends none.
+    system: str | None = None
+    # Assistant turns of `messages` that sft learns from: last or all.
     learned_turns: str = "last"
 
     def __post_init__(self):

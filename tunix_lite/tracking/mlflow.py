@@ -22,8 +22,10 @@ class Mlflow:
     Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`.
     """
 
+    # MLflow experiment that lists the run.
     experiment: str | None = None
-    tracking_uri: str | None = None  # None: as MLflow or MLFLOW_TRACKING_URI has it
+    # Address of the MLflow server. null uses MLFLOW_TRACKING_URI or the default of MLflow.
+    tracking_uri: str | None = None
 
     def check(self) -> None:
         """Raises ValueError, with what to install, if mlflow is not there."""

@@ -15,8 +15,10 @@ class Trackio:
     Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal.
     """
 
+    # Project that lists the run.
     project: str | None = None
-    space_id: str | None = None  # a Space of the Hugging Face hub; None: on this machine alone
+    # Space of the Hugging Face hub. null keeps the data on this machine.
+    space_id: str | None = None
 
     def check(self) -> None:
         """Raises ValueError, with what to install, if trackio is not there."""

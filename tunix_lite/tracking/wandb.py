@@ -16,9 +16,12 @@ class Wandb:
     for `wandb sync`.
     """
 
+    # Project that lists the run.
     project: str | None = None
-    entity: str | None = None  # user or team; None: as `wandb login` has it
-    mode: str | None = None  # online, offline or disabled; None: as wandb or WANDB_MODE has it
+    # User or team. null uses the one of `wandb login`.
+    entity: str | None = None
+    # online, offline or disabled. null uses WANDB_MODE or the default of wandb.
+    mode: str | None = None
 
     def check(self) -> None:
         """Raises ValueError, with what to install, if wandb is not there."""

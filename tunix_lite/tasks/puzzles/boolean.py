@@ -16,13 +16,13 @@ class Boolean:
     Example: {"question": "not (True and False) or True", "answer": "True", ...}.
     """
 
-    # operators within operators
+    # Nesting depth of operators.
     depth: int = 3
-    # share of parts with a `not` before them, 0 to 1
+    # Share of parts with a `not` before them, from 0 to 1.
     negated: float = 0.3
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

@@ -29,19 +29,19 @@ class Countdown:
     Example: {"question": "Reach 14 with some of 7, 8, 13, 16, each once", ...}.
     """
 
-    # numbers given, at least
+    # Fewest numbers in a problem.
     min_numbers: int = 3
-    # and at most
+    # Most numbers in a problem.
     max_numbers: int = 4
-    # the largest number
+    # Largest number in a problem.
     max_value: int = 25
-    # the largest target
+    # Largest target.
     max_target: int = 100
-    # an answer must use every number, not only some
+    # true wants an answer with every number. false also takes one with some of them.
     use_all: bool = False
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

@@ -18,21 +18,21 @@ class ModularArithmetic:
     Example: {"question": "(13 + 10 + 5) mod 3", "answer": "1", ...}.
     """
 
-    # numbers in an expression, at least
+    # Fewest numbers in an expression.
     min_terms: int = 2
-    # and at most
+    # Most numbers in a problem.
     max_terms: int = 3
-    # the largest number
+    # Largest number in a problem.
     max_value: int = 20
-    # the smallest modulus
+    # Smallest modulus.
     min_modulus: int = 3
-    # and the largest
+    # Largest modulus.
     max_modulus: int = 11
-    # between the numbers
+    # Operators between the numbers.
     operators: tuple[str, ...] = OPERATORS
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

@@ -19,21 +19,21 @@ class Sorting:
     Example: {"question": "Sort in descending order: 63, 30, 4", "answer": "63, 30, 4", ...}.
     """
 
-    # of items: numbers, words (letters drawn at random)
+    # Items to sort: numbers, or words of random letters.
     kind: str = "numbers"
-    # items in a list, at least
+    # Fewest items in a list.
     min_items: int = 3
-    # and at most
+    # Most items in a list.
     max_items: int = 6
-    # the largest number
+    # Largest number in a problem.
     max_value: int = 99
-    # letters of a word
+    # Letters in a word.
     word_length: int = 3
-    # share of lists to sort from the largest, 0 to 1
+    # Share of lists to sort from the largest, from 0 to 1.
     descending: float = 0.5
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

@@ -25,19 +25,19 @@ class StringEdit:
     Example: {"question": "Take qnhibb: remove each b", "answer": "qnhi", ...}.
     """
 
-    # letters of a word, at least
+    # Fewest letters in a word.
     min_length: int = 4
-    # and at most
+    # Most letters in a word.
     max_length: int = 6
-    # instructions, at least
+    # Fewest instructions in a problem.
     min_edits: int = 1
-    # and at most
+    # Most instructions in a problem.
     max_edits: int = 2
-    # kinds of instructions
+    # Kinds of instructions.
     edits: tuple[str, ...] = tuple(EDITS)
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):

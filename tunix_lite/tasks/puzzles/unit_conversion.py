@@ -43,17 +43,17 @@ class UnitConversion:
     Example: {"question": "Convert 5 dl to ml", "answer": "500", ...}.
     """
 
-    # of quantities: length, mass, time, volume
+    # Kinds of quantities: length, mass, time, volume.
     kinds: tuple[str, ...] = tuple(UNITS)
-    # the largest number before its decimals
+    # Largest number to convert.
     max_value: int = 99
-    # of the number, at most
+    # Most decimals of the number.
     decimals: int = 1
-    # the largest ratio of the two units
+    # Largest ratio between the two units.
     max_factor: int = 10_000
-    # problems in one pass of the training stream
+    # Problems in one pass of the training data.
     num_train: int = 1_000_000
-    # problems
+    # Held-out problems, for evaluation.
     num_held_out: int = 256
 
     def __post_init__(self):
