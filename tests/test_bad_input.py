@@ -1,9 +1,9 @@
 """Mistakes on the command line: one clear message, a non-zero exit, in seconds, and nothing left behind."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def test_a_mistake_is_one_message_within_seconds(name, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     (tmp_path / "docs").mkdir()
     (tmp_path / "a_file").touch()
-    began = time.perf_counter()
+    before = processor_seconds()
     done = subprocess.run(
         [sys.executable, str(ROOT / "run_training.py"), *overrides],
         cwd=tmp_path,
@@ -44,9 +44,14 @@ def test_a_mistake_is_one_message_within_seconds(name, tmp_path):
         capture_output=True,
         text=True,
     )
-    seconds = time.perf_counter() - began
     assert done.returncode == 2, done
     assert done.stderr.startswith("error: ") and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
     assert not (tmp_path / "outputs").exists()
-    assert seconds < 15, "5 seconds is the promise (docs/log.md); a loaded machine gets three times that"
+    # the clock of the processor: others may use the machine, too
+    assert processor_seconds() - before < 10, "5 seconds is the promise (docs/log.md)"
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
+from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
@@ -364,12 +365,21 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("chat", ["step=3"], "error: step= is of a run"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_message_and_leave_nothing(tmp_path, command, overrides, message):
-    call = [sys.executable, "-m", "tunix_lite", command, *overrides]
+def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", command, *overrides])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and message in err, err
+    assert len(err.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_mistake_is_one_line_of_the_whole_process(tmp_path):
+    call = [sys.executable, "-m", "tunix_lite", "generate", "prompt=a", "model.weights=nowhere"]
     done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, env=environment())
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
-    assert not list(tmp_path.iterdir())
+    assert (done.returncode, done.stdout) == (2, "") and not list(tmp_path.iterdir())
+    assert len(done.stderr.strip().splitlines()) == 1 and "model.weights: nowhere is not a folder" in done.stderr
 
 
 def environment() -> dict:
