@@ -19,7 +19,7 @@ from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import LocalProcesses, local_processes
-from tunix_lite.distributed.launcher_flags import answer as foreign_answer
+from tunix_lite.distributed.launcher_flags import foreign_flags_answer
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.distributed.supervisor import Trace
 
@@ -520,10 +520,10 @@ NAMES = "the flags of other launchers have other names here; type: "
     ],
 )  # fmt: skip
 def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
-    assert foreign_answer(typed.split()).partition(NAMES)[2] == line
+    assert foreign_flags_answer(typed.split()).partition(NAMES)[2] == line
     # the line is one that the launcher takes
     words = [word for word in line.partition(" (")[0].split() if not word.startswith(("MASTER", "WORLD", "RANK"))]
-    assert foreign_answer(words[2:]) is None
+    assert foreign_flags_answer(words[2:]) is None
     launcher.parsed(words[2:])
 
 
@@ -534,7 +534,7 @@ def test_flags_of_ours_and_what_follows_the_program_are_not_foreign():
         "--help",
         "--nprocs 2 -- run_training.py",
     ):
-        assert foreign_answer(words.split()) is None
+        assert foreign_flags_answer(words.split()) is None
 
 
 def test_a_wrong_flag_is_one_line_without_the_usage(capsys):

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.distributed.launcher_flags import OURS
-from tunix_lite.distributed.launcher_flags import answer as foreign_answer
+from tunix_lite.distributed.launcher_flags import OURS, foreign_flags_answer
 from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
 from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
@@ -150,7 +149,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     try:
-        if (answer := foreign_answer(arguments)) is not None:
+        if (answer := foreign_flags_answer(arguments)) is not None:
             raise ValueError(answer)
         return parser.parse_args(arguments)
     except (ValueError, argparse.ArgumentError) as error:

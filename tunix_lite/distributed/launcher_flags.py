@@ -44,7 +44,7 @@ class _Meaning:
     unknown: list[str] = field(default_factory=list)
 
 
-def answer(arguments: list[str]) -> str | None:
+def foreign_flags_answer(arguments: list[str]) -> str | None:
     """The message for flags that are not the launcher's; None: there are none.
 
     Example: ["--nproc_per_node=2", "run_training.py"] -> "--nproc_per_node=2: torchrun's and

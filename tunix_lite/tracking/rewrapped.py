@@ -25,9 +25,9 @@ class Rewrapped:
     # of each line of the region as it was drawn last, in columns
     widths: tuple[int, ...] = ()
 
-    def measured(self, region: rich.console.RenderableType) -> "Measured":
+    def measured(self, region: rich.console.RenderableType) -> "NotedRegion":
         """The region, which notes the widths of its lines when it is drawn."""
-        return Measured(region, self)
+        return NotedRegion(region, self)
 
     def process_renderables(
         self, renderables: list[rich.console.ConsoleRenderable]
@@ -48,7 +48,7 @@ class Rewrapped:
 
 
 @dataclass
-class Measured:
+class NotedRegion:
     """A region that notes the widths of its lines.
 
     Example: a Panel on a terminal of 80 columns: each of its lines is 80 wide.
