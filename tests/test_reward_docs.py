@@ -71,7 +71,7 @@ def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_in
     source = SimpleNamespace(train=[], held_out=[])
     called = 0
     for reward in rewards_of_the_guide().values():
-        TaskConfig(source, "", {"r": reward})
+        TaskConfig(source, "{question}", {"r": reward})
         if isinstance(reward.fn, judge.Judge | math_verify.MathVerify):
             continue
         completion = CompletionText("<think>3 + 4</think><answer>7</answer>\n```python\n3\n```", 20)
