@@ -172,7 +172,12 @@ class RunDir:
         """
         file = self.path / self.MODEL
         if not file.is_file():
-            raise ValueError(f"{self.path} is not the folder of a run: it has no {self.MODEL}")
+            is_weights = (self.path / "config.json").is_file()
+            instead = f"; for a folder of weights give model.weights={self.path}"
+            raise ValueError(
+                f"{self.path} is not the folder of a run: it has no {self.MODEL}"
+                f"{instead if is_weights else ''}"
+            )
         found = read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = found.get(key)
