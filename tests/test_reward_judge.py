@@ -83,6 +83,16 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
         ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
         ("I say Yes.", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, 1),
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
+        (
+            "Yes",
+            {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}},
+            1,
+        ),  # as YAML reads {yes: 1, no: 0}
+        ("FALSE", {"pattern": r"(?i)\b(true|false)\b", "scores": {True: 1.0, False: 0.5}}, 0.5),
+        ("Score (0 to 10): 8", {}, 0.8),
+        ("Score (8)", {}, 0.8),
+        ("**Score:** **8**/10.", {}, 0.8),
+        ("## Score\n8.", {}, 0.8),
     ],
 )
 def test_the_last_score_of_the_answer_counts(answer, settings, score):
@@ -104,6 +114,9 @@ def test_the_last_score_of_the_answer_counts(answer, settings, score):
         ("It is good.", "the judge's answer holds no score: 'It is good.'"),
         ("Score: 11", "the judge's 11 is not from 0 to 10"),
         ("", "holds no score: ''"),
+        ("Score: 7,5", "holds no score"),
+        ("Score: 7 to 9", "holds no score"),
+        ("Score (0-10)", "holds no score"),
     ],
 )
 def test_an_answer_without_a_score_is_an_error_and_not_kept(answer, message, tmp_path):
@@ -149,7 +162,15 @@ def test_a_judge_that_is_slow_or_endless_is_given_up():
         with contextlib.suppress(OSError):
             handler.wfile.write(b" " * 5 * 2**20)
 
-    for answer, message in ((lambda _: time.sleep(1), "timed out"), (drip, "more than 0.3 sec"), (flood, "bytes")):
+    def drip_headers(handler):
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\n")
+            for i in range(150):
+                handler.wfile.write(b"X-%d: a\r\n" % i)
+                time.sleep(0.02)
+
+    late = "timed out|more than 0.3 sec"
+    for answer, message in ((lambda _: time.sleep(1), late), (drip, late), (drip_headers, late), (flood, "bytes")):
         with serving(answer) as server:
             began = time.monotonic()
             with pytest.raises(JudgeError, match=message):
@@ -180,14 +201,18 @@ def test_answers_are_kept_in_a_file_which_processes_share(tmp_path):
         assert judge(server, cache=str(file), highest=5.0)("4", EXAMPLE) == 1 and len(server.asked) == 2
         judge(server, cache=str(file), model="other")("4", EXAMPLE)
         assert len(server.asked) == 3
+        # one that finds no score in what is kept asks again
+        with pytest.raises(JudgeError, match="holds no score"):
+            judge(server, cache=str(file), pattern=r"\[(\d)\]")("4", EXAMPLE)
+        assert len(server.asked) == 4
 
         # another process: all that is in the file, but for a line that its writer did not finish
         with open(file, "a") as more:
             more.write('{"key": "x", "ans')
         with contextlib.closing(Pool({"judge": asks}, RewardsConfig(timeout=20.0))) as pool:
             found = [pool.submit(text, EXAMPLE).result()["judge"] for text in ("4", "6", "6")]
-        assert found == [("", 0.5)] * 3 and len(server.asked) == 4
-        assert asks("6", EXAMPLE) == 0.5 and len(server.asked) == 4, "it was read from what the other process wrote"
+        assert found == [("", 0.5)] * 3 and len(server.asked) == 5
+        assert asks("6", EXAMPLE) == 0.5 and len(server.asked) == 5, "it was read from what the other process wrote"
         assert len(file.read_text().splitlines()) == 5
 
 
@@ -213,6 +238,8 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
         ({"base_url": "localhost:8000"}, "base_url="),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
         ({"pattern": "Score"}, "has no group"),
+        ({"prompt": "{completion"}, "prompt='{completion': expected '}'"),
+        ({"cache": "/"}, "cache=/ is a folder; it is the name of a file"),
         ({"pattern": "(Score"}, r"pattern='\(Score': missing \)"),
         ({"lowest": 10.0}, "lowest=10.0 must be below highest=10.0"),
         ({"retries": -1}, "retries and backoff not negative"),

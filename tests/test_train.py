@@ -196,7 +196,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_pat
     assert change["difference"]["value"] == pytest.approx(better / 20) and 0 < change["p_value"] <= 1
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "results.md").read_text() and "## arithmetic: 20 examples" in printed
-    assert "| score | model | against | difference | 95% interval | p | better, worse |" in printed
+    assert "| score | model | against | difference | 95% interval | p | higher, lower |" in printed
     with pytest.raises(SystemExit, match="2"):
         evaluating.main()
     assert capsys.readouterr().err.startswith(f"error: out={tmp_path} holds results.json; give another folder, or over")

@@ -315,6 +315,12 @@ def check_together(run: RunConfig) -> None:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
     check_loss(run.algorithm)
+    prompt = run.task.prompt
+    if prompt is not None and not prompt.strip():
+        raise ValueError(
+            f"task: prompt={prompt!r} asks the same nothing of every example; write "
+            "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
+        )
     if run.curriculum.is_on and run.algorithm.needs_demonstrations:
         raise ValueError(
             "curriculum: pass rates are of completions, and this algorithm learns from "

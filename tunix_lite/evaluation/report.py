@@ -75,7 +75,7 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> s
     samples = settings["num_samples"]
     drawn = f"{samples} samples at temperature {settings['temperature']:g}" if samples else "none"
     lines.append(f"- samples: {drawn}; seed {settings['seed']}")
-    lines.append(f"- intervals hold {level:.0%}: bootstrap over the examples")
+    lines.append(f"- intervals hold {100 * level:g}%: bootstrap over the examples")
     for name, result in tasks.items():
         lines += ["", f"## {name}: {result.num_examples:,} examples", ""]
         lines += _table(result, level)
@@ -91,7 +91,7 @@ def _table(result: TaskResult, level: float) -> list[str]:
     names = list(result.scores)
     ours = result.scores[names[0]]
     if len(names) == 1:
-        rows = [_row(["score", "value", f"{level:.0%} interval"]), _row(["---"] * 3)]
+        rows = [_row(["score", "value", f"{100 * level:g}% interval"]), _row(["---"] * 3)]
         for name, found in ours.items():
             rows.append(_row([name, _shown(name, found.value), _interval(name, found)]))
         return rows
@@ -99,9 +99,9 @@ def _table(result: TaskResult, level: float) -> list[str]:
         "score",
         *names,
         "difference",
-        f"{level:.0%} interval",
+        f"{100 * level:g}% interval",
         "p",
-        "better, worse",
+        "higher, lower",
     ]
     rows = [_row(heads), _row(["---"] * len(heads))]
     theirs = result.scores[names[1]]

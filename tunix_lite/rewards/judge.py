@@ -5,6 +5,7 @@ fails is an error of the reward, which rewards.on_error treats and `rewards/erro
 never a score of 0.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,11 +21,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tunix_lite.rewards.limits import time_limit
+
 # bytes of an answer that are read, and characters of what is wrong that are shown
 LONGEST = 1024 * 1024
 SHOWN = 200
 # of a request that may well succeed when it is made again
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+# A number behind the word, and behind brackets such as `(0 to 10)`; no part of `7,5`, `7 to 9`.
+SCORE = (
+    r"(?i)score(?:\s*\([^)\n]{0,40}\))?[^\w(-]{0,9}\(?"
+    r"(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:to|-|\u2013)\s*\d)"
+)
+# what YAML makes of words without quotes
+WORDS_OF_YAML = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 
 
 class JudgeError(RuntimeError):
@@ -49,10 +61,11 @@ class Judge:
     model: str  # its name there
     prompt: str
     system: str = ""  # a message before it; "": none
-    pattern: str = r"(?i)score[^\w-]{0,9}(-?\d+(?:\.\d+)?)"
+    pattern: str = SCORE
     lowest: float = 0.0
     highest: float = 10.0
-    scores: dict[str, float] | None = None  # {yes: 1, no: 0}, without case; null: numbers
+    # words and their scores, without case, as in {"yes": 1, "no": 0}; null: numbers
+    scores: dict[str, float] | None = None
     temperature: float = 0.0
     max_tokens: int = 512  # of the judge's answer
     timeout: float = 4.0  # seconds for one request
@@ -70,10 +83,14 @@ class Judge:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise ValueError(f"pattern={self.pattern!r}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"prompt={self.prompt[:SHOWN]!r}: {error}") from error
         if "completion" not in named:
             raise ValueError("prompt has no {completion}: the judge would not see it")
         if groups < 1:
             raise ValueError(f"pattern={self.pattern!r} has no group (...) around the score")
+        if self.cache is not None and Path(self.cache).is_dir():
+            raise ValueError(f"cache={self.cache} is a folder; it is the name of a file")
         if self.scores is None and self.lowest >= self.highest:
             raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
         if self.timeout <= 0 or self.retries < 0 or self.backoff < 0 or self.max_tokens < 1:
@@ -94,7 +111,9 @@ class Judge:
         key = hashlib.sha256(json.dumps([self.base_url, body]).encode()).hexdigest()
         cache = None if self.cache is None else _cache_of(self.cache)
         if cache is not None and (kept := cache.get(key)) is not None:
-            return self._score(kept)
+            # another pattern may find no score in it: then it is asked for again
+            with contextlib.suppress(JudgeError):
+                return self._score(kept)
         answer = self._ask(body)
         score = self._score(answer)
 
@@ -123,7 +142,7 @@ class Judge:
         if not found:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
-            words = {word.casefold(): score for word, score in self.scores.items()}
+            words = self._words()
             if found[-1].casefold() not in words:
                 raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is none of {list(words)}")
             return words[found[-1].casefold()]
@@ -136,6 +155,14 @@ class Judge:
             raise JudgeError(wrong)
         return (number - self.lowest) / (self.highest - self.lowest)
 
+    def _words(self) -> dict[str, float]:
+        """The words of `scores` in small letters."""
+        found = {}
+        for word, score in self.scores.items():
+            written = WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)]
+            found |= {name.casefold(): score for name in written}
+        return found
+
     # ---- the server
 
     def _ask(self, body: dict) -> str:
@@ -144,7 +171,9 @@ class Judge:
             if attempt:
                 time.sleep(self.backoff * 2 ** (attempt - 1))
             try:
-                return self._post(body)
+                # a server may send its headers as slowly as it likes
+                with time_limit(self.timeout, "the answer"):
+                    return self._post(body)
             except urllib.error.HTTPError as error:
                 said = error.read(SHOWN).decode(errors="replace")
                 failure = f"HTTP {error.code} {error.reason} {said}".strip()

@@ -115,11 +115,6 @@ class TaskConfig:
                 "learned_turns=all would change nothing with task.prompt: it is of examples whose "
                 "conversation is in `messages`; write task.learned_turns=last"
             )
-        if self.prompt is not None and not self.prompt.strip():
-            raise ValueError(
-                f"prompt={self.prompt!r} asks the same nothing of every example; write "
-                "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
-            )
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward function")
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
