@@ -40,6 +40,7 @@ from tunix_lite.config import (
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.imports import import_named
 from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
@@ -223,6 +224,8 @@ def test_algorithms_are_one_yaml_file_each():
         (["training.max_steps=four"], "training.max_steps: expected int, got 'four'"),
         (["training.max_steps=1.5"], "training.max_steps: expected int, got 1.5"),
         (["tracking.tensorboard=1"], "tracking.tensorboard: expected bool, got 1"),
+        (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: a list has brackets: 'model.mesh_shape=[[2,2],[fsdp,tp]]'; without them it is a sweep, which needs --multirun"),
+        (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected list, got 4"),
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is cispo, dapo, "),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
@@ -265,6 +268,33 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
         compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
     with pytest.raises(ConfigError, match="there is arithmetic, .*mine"):
         compose(["task=mien"], str(tmp_path))
+
+
+def test_a_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "open.yaml").write_text("defaults: [random, _self_]\narchitecture: {num_layers: 12\n")
+    with pytest.raises(ConfigError, match=r"model/open\.yaml, line 2: no YAML: .*expected ',' or '}'") as refused:
+        compose(["model=open"], str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_path, monkeypatch):
+    """The folder is not on the import path, as for `tunix-lite train`; `beside` is."""
+    (tmp_path / "my_own_rewards.py").write_text("raise AssertionError('imported')\n")
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "known_rewards.py").write_text("def names_it(completion, example): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(beside))
+    for path, hint in {
+        "my_own_rewards.names_it": "put PYTHONPATH=. before the command",
+        "my_own_reward.names_it": "did you mean 'my_own_rewards'?",
+        "nowhere_at_all.f": "beside run_training.py and in the folders of PYTHONPATH",
+        "known_rewards.names_itt": "did you mean 'names_it'?",
+    }.items():
+        with pytest.raises(ValueError, match=r"cannot import .*; ") as refused:
+            import_named(path)
+        assert str(refused.value).endswith(hint), path
 
 
 def test_build_binds_functions_and_builds_classes():

@@ -1,12 +1,10 @@
 """Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
 
 import numpy as np
-import pytest
 
 from tunix_lite.runs.hints import WINDOW, GroupsHint
 from tunix_lite.tasks.grading import group_metrics
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.rundir import RunDir
 
 # ---- what a run says of its groups
 
@@ -50,11 +48,3 @@ def test_groups_are_counted_by_what_their_rewards_are():
         "reward/groups_all_one": 2 / 6,
         "reward/groups_mixed": 1 / 6,
     }
-
-
-def test_a_folder_of_weights_that_is_taken_for_a_run_says_how_to_give_it(tmp_path):
-    with pytest.raises(ValueError, match="it has no model.json$"):
-        RunDir(tmp_path).read_model()
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"; for a folder of weights give model.weights={tmp_path}$"):
-        RunDir(tmp_path).read_model()

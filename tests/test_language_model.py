@@ -336,7 +336,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
     import io
 
     monkeypatch.setattr(
-        sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\n/nonsense\n")
+        sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\n/nonsense\nexit\nnot asked")
     )
     run_command(chat_command, ["generation.temperature=0"], monkeypatch)
     captured = capsys.readouterr()
@@ -346,7 +346,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
     talk = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": first},
             {"role": "user", "content": QUESTIONS[0]}]  # fmt: skip
     assert second == model.generate(talk, GenerationConfig(64, 8, temperature=0.0))[0].text
-    assert captured.err.count("/reset") == 2
+    assert captured.err.count("/reset") == 2 and "the bundled model does sums" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", [], "error: give prompt='...' or prompts=FILE, one of the two"),
         ("generate", ["prompt=a", "prompts=b"], "one of the two"),
         ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
-        ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: it has no model.json"),
+        ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
         ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),

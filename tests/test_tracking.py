@@ -242,3 +242,19 @@ def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_
 
 def test_minutes_read_well():
     assert [minutes(s) for s in (48.4, 125, 11520)] == ["48s", "2m05s", "3h12m"]
+
+
+def test_a_folder_that_is_no_run_is_refused_with_what_was_probably_meant(tmp_path):
+    (tmp_path / "latest").mkdir()
+    export = tmp_path / "full"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    for folder, message in {
+        "lates": f"there is no such folder; did you mean {tmp_path / 'latest'}?",
+        "elsewhere/x": "there is no such folder",
+        "latest": "it has no model.json",
+        "full": f"it holds a model; give model.weights={export} instead",
+    }.items():
+        with pytest.raises(ValueError, match="is not the folder of a run: ") as refused:
+            RunDir(tmp_path / folder).read_model()
+        assert str(refused.value).endswith(message), folder

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
@@ -11,7 +12,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.plain_text import visible
 
-HELP = "/reset begins anew, /system TEXT does so with a system message, /exit or Ctrl-D ends"
+HELP = "/reset begins anew, /system TEXT does so with a system message, exit or Ctrl-D ends"
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
         raise ConfigError(
             f"{model.source.name} has no chat template; tunix-lite generate continues a text"
         )
-    print(HELP, file=sys.stderr)
+    print(_introduction(model, settings), file=sys.stderr)
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     messages = list(start)
     turn = 0
     while (line := _read_line()) is not None:
         # commands of the chat itself
-        if line in ("/exit", "/quit"):
+        if line.strip() in ("/exit", "/quit", "exit", "quit"):
             return
         if line == "/reset":
             messages = list(start)
@@ -63,6 +64,16 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
                 continue
             messages = [*asked, {"role": "assistant", "content": answer}]
             turn += 1
+
+
+def _introduction(model: LanguageModel, settings: ChatConfig) -> str:
+    """Whose weights answer, and what a line can be."""
+    lines = [HELP]
+    if settings.checkpoint is not None:
+        lines.insert(0, visible(f"the model of {Path(settings.checkpoint).resolve()}"))
+    if model.source.name == "bundled":
+        lines.append("the bundled model does sums of three or four numbers, one at a time")
+    return "\n".join(lines)
 
 
 def _read_line() -> str | None:

@@ -45,7 +45,7 @@ class GenerateConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("generate", GenerateConfig, generate)
+    program.run_command("generate", GenerateConfig, generate, positional="checkpoint")
 
 
 def generate(run: RunConfig, settings: GenerateConfig) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
@@ -94,6 +95,21 @@ def compose_values(
             return _plain_values(hydra.compose(config_name, [*of, *overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides, more_conf, of, config_name)) from error
+        except yaml.YAMLError as error:
+            raise ConfigError(not_yaml(error)) from error
+
+
+def not_yaml(error: yaml.YAMLError) -> str:
+    """The message for a file that is no YAML: the file, the line, and what is wrong there.
+
+    Example: `conf/model/mine.yaml, line 2: while parsing a flow mapping: expected ',' or '}'`.
+    """
+    # PyYAML says where the structure began, which is where a bracket was left open.
+    mark = getattr(error, "context_mark", None) or getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    parts = [text for text in (error.context, error.problem) if text]
+    return f"{mark.name}, line {mark.line + 1}: no YAML: {': '.join(parts)}"
 
 
 @contextlib.contextmanager
@@ -188,7 +204,21 @@ def explain(
         message = wrong_override(key, value, known, groups, folders)
         if message is not None:
             return message
+    for text, override in parsed.items():
+        if override.is_sweep_override():
+            return f"{text}: {_sweep_or_list(override.get_key_element(), text)}"
     return str(error).replace("\n", " ")
+
+
+def _sweep_or_list(key: str, text: str) -> str:
+    """What to do about `key=1,2`, which a sweep alone can have."""
+    if key == "model.mesh_shape":
+        sizes = text.partition("=")[2]
+        return (
+            f"a list has brackets: 'model.mesh_shape=[[{sizes}],[fsdp,tp]]'; without them it is a "
+            "sweep, which needs --multirun"
+        )
+    return "several values are a sweep, which needs --multirun"
 
 
 # Options of Hydra that a package brings, and the extra of ours that installs it.

@@ -275,7 +275,8 @@ class Stopping:
     def check_before_update(self) -> None:
         """Raises StopRun on all processes if one of them was asked to stop.
 
-        Call it on all processes, before an update changes the state.
+        Call it on all processes: before an update changes the state, and before the first
+        evaluation.
         """
         if self.may_stop:
             asked = self._signal_name is not None

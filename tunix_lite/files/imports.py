@@ -2,9 +2,12 @@
 allowed beforehand: importing a module runs it."""
 
 import contextlib
+import difflib
 import importlib
+import sys
 from collections.abc import Iterator, Set
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from tunix_lite.plain_text import shown
@@ -41,4 +44,24 @@ def import_named(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"cannot import {path!r} ({error})") from error
+        hint = _hint(error, module, name)
+        raise ValueError(f"cannot import {path!r} ({error}){hint}") from error
+
+
+def _hint(error: Exception, module: str, name: str) -> str:
+    """What to do about a module that Python does not find, or about a name that it does not have.
+
+    Example: `; did you mean my_rewards?`, where my_rewards.py lies in this folder.
+    """
+    top = module.partition(".")[0]
+    near: list[str] = []
+    if isinstance(error, ModuleNotFoundError) and error.name == top:
+        here = [file.stem for file in Path().glob("*.py")]
+        if top in here:
+            return "; Python does not look in this folder: put PYTHONPATH=. before the command"
+        near = difflib.get_close_matches(top, here, n=1)
+        if not near:
+            return "; Python looks beside run_training.py and in the folders of PYTHONPATH"
+    elif isinstance(error, AttributeError) and module in sys.modules:
+        near = difflib.get_close_matches(name, dir(sys.modules[module]), n=1)
+    return f"; did you mean {shown(near[0])}?" if near else ""

@@ -132,6 +132,8 @@ class Watch:
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
+        # A signal that came meanwhile ends the run before the sampler is compiled.
+        session.stopping.check_before_update()
         if self.start == 0 or self.row_without_evaluation is not None:
             measured = self.evaluated()
             if measured:

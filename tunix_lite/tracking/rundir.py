@@ -1,5 +1,6 @@
 """The folder of a run: the names of its files, and status.json, which says how the run ended."""
 
+import difflib
 import json
 import math
 import os
@@ -172,12 +173,7 @@ class RunDir:
         """
         file = self.path / self.MODEL
         if not file.is_file():
-            is_weights = (self.path / "config.json").is_file()
-            instead = f"; for a folder of weights give model.weights={self.path}"
-            raise ValueError(
-                f"{self.path} is not the folder of a run: it has no {self.MODEL}"
-                f"{instead if is_weights else ''}"
-            )
+            raise ValueError(self._not_a_run())
         found = read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = found.get(key)
@@ -186,6 +182,18 @@ class RunDir:
                     f"{file}: {key} is {shown(value)}; this is not the {self.MODEL} of a run"
                 )
         return {"model": found["model"], "seed": found["seed"]}
+
+    def _not_a_run(self) -> str:
+        """Why this folder is none of a run, and what was probably meant."""
+        text = f"{self.path} is not the folder of a run: "
+        if (self.path / "config.json").is_file():
+            return f"{text}it holds a model; give model.weights={self.path} instead"
+        if self.path.is_dir():
+            return f"{text}it has no {self.MODEL}"
+        beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
+        near = difflib.get_close_matches(self.path.name, beside, n=1)
+        hint = f"; did you mean {self.path.with_name(near[0])}?" if near else ""
+        return f"{text}there is no such folder{hint}"
 
     def accuracies(self, until: int) -> dict:
         """The first and last held-out accuracy in metrics.jsonl up to step `until`.
