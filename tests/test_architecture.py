@@ -191,6 +191,7 @@ STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and 
     "distributed/join.py",
     "distributed/allgather.py",
     "distributed/launcher.py",
+    "distributed/launcher_flags.py",
     "distributed/meeting.py",
     "distributed/process_place.py",
     "distributed/supervisor.py",

@@ -224,4 +224,4 @@ def test_processes_under_the_launcher_meet_and_each_reports():
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "process       1 on" in done.stdout and "right over 4 devices" in done.stdout
-    assert done.stdout.count("python") == 1
+    assert done.stdout.count("✔ python ") == 1

@@ -19,6 +19,7 @@ from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import LocalProcesses, local_processes
+from tunix_lite.distributed.launcher_flags import foreign_flags_answer
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.distributed.supervisor import Trace
 
@@ -491,6 +492,62 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     assert ended.value.code == 2
     said = "error: --nprocs=4 is the launcher's: it stands before the program and its settings\n"
     assert capsys.readouterr().err == said
+
+
+NAMES = "the flags of other launchers have other names here; type: "
+
+
+@pytest.mark.parametrize(
+    "typed, line",
+    [
+        ("--nproc_per_node=2 run_training.py seed=1", "tunix-lite launch --nprocs=2 run_training.py seed=1"),
+        ("--standalone --nnodes=1 --nproc-per-node 2 run_training.py", "tunix-lite launch --nprocs=2 run_training.py"),
+        ("--nproc_per_node=gpu seed=1", "tunix-lite launch seed=1"),
+        ("--num_processes 8 --num_machines 1 --mixed_precision bf16 run_training.py",
+         "tunix-lite launch --nprocs=8 run_training.py training.mixed_precision=bf16"),
+        ("--nprocs=2 --max_restarts=3 seed=1", "tunix-lite launch --nprocs=2 --max-restarts=3 seed=1"),
+        ("--nprocs=2 -m seed=0,1", "tunix-lite launch --nprocs=2 seed=0,1 --multirun"),
+        # 2 machines with 4 processes each: the second one has processes 4 to 7
+        ("--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=a --master_port=29500 run_training.py",
+         "MASTER_ADDR=a MASTER_PORT=29500 WORLD_SIZE=8 RANK=4 tunix-lite launch --nprocs=4 run_training.py "
+         "(RANK is 4 more on each further machine)"),
+        # accelerate counts the processes of all machines
+        ("--num_processes=8 --num_machines=2 --main_process_ip=a check",
+         "MASTER_ADDR=a WORLD_SIZE=8 RANK=0 tunix-lite launch --nprocs=4 check "
+         "(RANK is 4 more on each further machine)"),
+        ("--rdzv_endpoint=a:29400 --nnodes=1:2", "MASTER_ADDR=a MASTER_PORT=29400 WORLD_SIZE=2 RANK=0 "
+         "tunix-lite launch (RANK is 1 more on each further machine)"),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
+    assert foreign_flags_answer(typed.split()).partition(NAMES)[2] == line
+    # the line is one that the launcher takes
+    words = [word for word in line.partition(" (")[0].split() if not word.startswith(("MASTER", "WORLD", "RANK"))]
+    assert foreign_flags_answer(words[2:]) is None
+    launcher.parsed(words[2:])
+
+
+def test_flags_of_ours_and_what_follows_the_program_are_not_foreign():
+    for words in (
+        "--nprocs=2 run_training.py --multirun seed=0,1",
+        "seed=1",
+        "--help",
+        "--nprocs 2 -- run_training.py",
+    ):
+        assert foreign_flags_answer(words.split()) is None
+
+
+def test_a_wrong_flag_is_one_line_without_the_usage(capsys):
+    assert refused("--nproc_per_node=2", "x.py") == f"--nproc_per_node=2: {NAMES}tunix-lite launch --nprocs=2 x.py"
+    for words, message in (
+        (["--frobnicate", "x.py"], "--frobnicate: the launcher has no such flag; it has --nprocs, --max-restarts, "),
+        (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            launcher.parsed(words)
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 def test_without_a_file_it_trains():

@@ -1,29 +1,46 @@
 """conf/experiment: every recipe composes, fits what it names by its plan, and none wakes a warning; toy defaults do."""
 
+import functools
+import json
+import math
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from test_hardware import needs_compiler
 
+from tunix_lite.commands import program
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.commands.program import conf_dir
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.advice import savings
 from tunix_lite.planning.at_start import out_of_memory_lines
+from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.resolved import find_model
 from tunix_lite.runs import session
 from tunix_lite.runs.toy_defaults import toy_defaults
 from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.train import train
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 PAGE = ROOT / "docs" / "guide" / "recipes.md"
 OWN_FILE = {"sft_chat", "dpo_qwen3_1.7b"}  # the user gives task.train
-AOT = Path("/work/venv-aot/bin/python")
+
+
+@functools.cache
+def _composed(*overrides: str):
+    return program.compose(list(overrides))
+
+
+def compose(overrides: list[str]):
+    """The run, which nothing changes: composed once for all tests."""
+    return _composed(*overrides)
 
 
 def recipe(name: str, *more: str):
@@ -51,13 +68,53 @@ def test_a_recipe_fits_the_devices_that_it_names(name):
 
 @pytest.mark.aot
 @pytest.mark.long
-@pytest.mark.skipif(not AOT.exists(), reason="there is no environment with libtpu")
 @pytest.mark.parametrize("name", [name for name in RECIPES if (target(name) or "").startswith("v")])
 def test_a_recipe_fits_as_compiled(name, tmp_path):
-    words = [AOT, "-m", "tunix_lite", "plan", f"experiment={name}", f"target={target(name)}", f"out={tmp_path}"]
+    needs_compiler(find_target(target(name)))
+    words = ["-m", "tunix_lite", "plan", f"experiment={name}", f"target={target(name)}", f"out={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and ": fits: peak" in done.stdout, done.stdout + done.stderr
+
+
+# The recipe with what is large made small: the model, lengths, counts; and no data from the hub.
+SMALL = [
+    "model=random",
+    "generation.max_prompt_length=64",
+    "generation.max_new_tokens=16",
+    "generation.long_prompts=truncate",
+    "training.max_steps=1",
+    "training.prompts_per_step=4",
+    "evaluation.num_examples=2",
+    "optimizer.warmup_steps=1",
+    "tracking.report=false",
+]
+SMALL_MESH = {"v5e_16_gemma3_12b": "model.mesh_shape=[[2,2],[fsdp,tp]]"}
+ROWS = {
+    "gsm8k": {"question": "What is 1 + 2?", "answer": "1 + 2 = 3\n#### 3"},
+    "sft_chat": {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]},
+    "dpo_qwen3_1.7b": {"prompt": "What is 1 + 2?", "chosen": "3", "rejected": "4"},
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_a_tiny_model(name, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    words = [*SMALL, SMALL_MESH.get(name, "model.mesh_shape=[[1,1],[fsdp,tp]]")]
+    if "source" in vars(recipe(name).task) and "Gsm8k" in type(recipe(name).task.source).__name__:
+        words += [f"task.source.train_file={data}", f"task.source.held_out_file={data}"]
+        row = ROWS["gsm8k"]
+    else:
+        row = ROWS.get(name, {})
+        words += [f"task.train={data}"] if name in OWN_FILE else []
+    numbered = ({key: f"{value} ({i})" if key in ("question", "prompt") else value for key, value in row.items()}
+                for i in range(40))  # fmt: skip
+    data.write_text("".join(json.dumps(each) + "\n" for each in numbered))
+    train(recipe(name, *words), tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = {key: value for row in rows for key, value in row.items()}
+    assert last["step"] == 1 and math.isfinite(last["train/loss"]) and math.isfinite(last["train/grad_norm"])
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -15,6 +15,7 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
 from tunix_lite.tracking.dashboard import Dashboard, sample_panel
 from tunix_lite.tracking.follow import FollowedRun
+from tunix_lite.tracking.rewrapped import Rewrapped
 
 # Seconds between two looks at the files.
 EVERY = 0.5
@@ -78,9 +79,13 @@ def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
     board = Dashboard(followed.max_steps(), is_here=False)
     since = time.monotonic()
 
-    def drawn() -> rich.console.RenderableType:
-        return board.drawn(*terminal.size)
+    rewrapped = Rewrapped(terminal)
 
+    def drawn() -> rich.console.RenderableType:
+        return rewrapped.measured(board.drawn(*terminal.size))
+
+    # before the hook that rich pushes
+    terminal.push_render_hook(rewrapped)
     live = rich.live.Live(console=terminal, get_renderable=drawn, refresh_per_second=2)
     with live:
         while True:

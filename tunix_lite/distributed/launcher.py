@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tunix_lite.distributed.launcher_flags import OURS, foreign_flags_answer
 from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
 from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
@@ -35,7 +36,6 @@ SHOWS_ONLY = {
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
-OWN = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 SWEEPS = {"--multirun", "-m"}
 PACKAGE = Path(__file__).parents[1]
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # All that can be wrong is found before a process is started.
     try:
-        late = next((word for word in program if word.startswith(OWN)), None)
+        late = next((word for word in program if word.startswith(OURS)), None)
         if late is not None:
             raise ValueError(
                 f"{late} is the launcher's: it stands before the program and its settings"
@@ -129,7 +129,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         "Starts the processes of a run on this machine and watches them; the first one has the "
         "screen."
     )
-    parser = argparse.ArgumentParser("tunix-lite launch", description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
@@ -146,7 +148,13 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     )
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
-    return parser.parse_args(arguments)
+    try:
+        if (answer := foreign_flags_answer(arguments)) is not None:
+            raise ValueError(answer)
+        return parser.parse_args(arguments)
+    except (ValueError, argparse.ArgumentError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _count(text: str) -> int:

@@ -23,6 +23,7 @@ import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
 from tunix_lite.tracking.dashboard import BARS, Dashboard, minutes, sample_panel
+from tunix_lite.tracking.rewrapped import Rewrapped
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -99,6 +100,7 @@ class Console:
         self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
+        self._rewrapped = Rewrapped(self._terminal)
         self._board = Dashboard(max_steps)
         self._max_steps = max_steps
         self._every = every
@@ -224,14 +226,17 @@ class Console:
                 refresh_per_second=4,
                 transient=True,
             )
+            # before the hook that rich pushes
+            self._terminal.push_render_hook(self._rewrapped)
             self._live.start()
 
     def _drawn(self) -> rich.console.RenderableType:
-        return self._board.drawn(*self._terminal.size)
+        return self._rewrapped.measured(self._board.drawn(*self._terminal.size))
 
     def _hide(self) -> None:
         if self._live is not None:
             self._live.stop()
+            self._terminal.pop_render_hook()
             self._live = None
 
     def _write(self, *lines: str) -> None:
