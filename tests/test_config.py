@@ -242,7 +242,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["+sharding.train.width=tp"], "sharding: train.width: there is no such logical axis"),
         (["sharding.train.seq=tp"], "sharding: train.seq='tp': the programs need it whole"),
         (["sharding.train.mlp=dp"], "sharding: train.mlp='dp'; it is fsdp, tp or null"),
-        (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: a token that is sampled has no length"),
+        (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: sampling takes one token at a time"),
         (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
         (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
         (["training.attention=flash"], "training.attention=flash: there is no such value; here it is training.attention=auto"),

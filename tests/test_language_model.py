@@ -360,7 +360,7 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
         ("generate", ["prompt=a", "checkpoint=5"], "checkpoint=5 is not the folder of a run"),
-        ("export", [], "error: give checkpoint=RUN, or say with out=FOLDER"),
+        ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
         ("export", ["out=x", "kind=lora"], "kind='lora'; it is auto, full, merged, adapter"),
         ("chat", ["step=3"], "error: step= needs a run"),
     ],

@@ -482,7 +482,7 @@ def test_who_is_who_comes_from_the_launcher_alone(word):
 def test_alone_a_launcher_leaves_it_to_jax():
     launcher.check_no_process_ids(["launch.coordinator=auto"], 1)
     launcher.check_no_process_ids(["launch.coordinator=null"], 2)
-    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher says"):
+    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher numbers"):
         launcher.check_no_process_ids(["launch.coordinator=auto"], 2)
 
 
