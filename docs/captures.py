@@ -134,12 +134,13 @@ def before_and_after(folder: Path) -> str:
 def exported(folder: Path) -> str:
     _first_run(folder)
     printed = _command(folder, "export", "checkpoint=outputs/first")
-    return printed.strip().replace("outputs/first", "outputs/latest")
+    return re.sub(r"outputs/\S+/export/full", "outputs/latest/export/full", printed.strip())
 
 
 def four_devices(folder: Path) -> str:
-    words = ["runtime.dry_run=true", "model.mesh_shape=[[2,2],[fsdp,tp]]"]
-    printed = _run(folder, *words, devices=4)
+    words = ["model.mesh_shape=[[2,2],[fsdp,tp]]", "hydra.run.dir=outputs/four"]
+    less = ["training.max_steps=1", "evaluation.num_examples=0"]
+    printed = _run(folder, *words, *less, devices=4)
     lines = [line.strip() for line in printed.splitlines()]
     return "\n".join(line for line in lines if line.split(" ")[0] in ("devices", "mesh", "batch"))
 
@@ -182,7 +183,7 @@ def sweep(folder: Path) -> str:
 
 
 def finding(folder: Path) -> str:
-    words = ["optimizer.learning_rate=1e-3", "training.max_steps=25", "hydra.run.dir=outputs/steep"]
+    words = ["optimizer.learning_rate=1e-2", "training.max_steps=25", "hydra.run.dir=outputs/steep"]
     _run(folder, *words, "evaluation.num_examples=128", "evaluation.num_samples=0")
     lines = _command(folder, "doctor", "outputs/steep").splitlines()
     first = [i for i, line in enumerate(lines) if re.match(r"2\. ", line)] or [len(lines)]
@@ -257,7 +258,9 @@ def _printed(folder: Path, words: list[str], devices: int = 1, fails: bool = Fal
         timeout=1800,
     )
     assert (done.returncode != 0) == fails, done.stdout
-    return done.stdout
+    # Paths as a reader has them, who is in the folder.
+    printed = done.stdout.replace(f"{folder}/", "")
+    return re.sub(r"at \S+/bin/python\S*", "at .venv/bin/python", printed)
 
 
 # ---- pages

@@ -207,6 +207,9 @@ def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
 
 def test_the_page_is_what_the_module_gives():
     assert PAGE.read_text() == table.page(cells())
+    readme = (PAGE.parents[2] / "README.md").read_text()
+    names = len({variant.objective for variant in VARIANTS.values()})
+    assert f"{len(VARIANTS)} variants of {names} objectives" in readme
 
 
 def test_the_commands_of_the_page_print_the_table_and_some_formulas(capsys):

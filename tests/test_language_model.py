@@ -356,6 +356,8 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["prompt=a", "prompts=b"], "one of the two"),
         ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
+        ("generate", ["What is 1 + 2?", "prompt=a"], "checkpoint: What is 1 + 2? is not the folder of a run: there is no such folder"),
+        ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
         ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),

@@ -4,11 +4,14 @@ import contextlib
 import signal
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from tunix_lite.distributed import stopping
+from tunix_lite.runs import watch
 
 
 @pytest.fixture(autouse=True)
@@ -237,3 +240,21 @@ def test_processes_that_nobody_signals_seldom_ask_each_other(monkeypatch):
     together = Together(monkeypatch, (0.1, 0.1))
     assert together.run(1_000, None) == [None, None]
     assert together.asks <= 60
+
+
+def test_a_signal_while_the_update_compiles_ends_the_run_before_the_sampler_compiles(monkeypatch):
+    stops = stopping.Stopping(None, print)
+    session = SimpleNamespace(
+        console=MagicMock(), stopping=stops, run_dir=SimpleNamespace(is_first=False), status=MagicMock()
+    )
+    learner = SimpleNamespace(resolved=None, policy=None, train_step=None, frozen=None)
+    evaluated = MagicMock()
+    begun = SimpleNamespace(
+        session=session, learner=learner, throughput="", start=0, row_without_evaluation=None, evaluated=evaluated
+    )
+    monkeypatch.setattr(watch, "training_programs", lambda *_: signal.raise_signal(signal.SIGINT))
+    for name in ("plan_of_this_run", "memory_line", "check_fits"):
+        monkeypatch.setattr(watch, name, lambda *_: "")
+    with stops, pytest.raises(stopping.StopRun):
+        watch.Watch.before(begun, None)
+    assert not evaluated.called

@@ -179,11 +179,7 @@ def explain(
         try:
             parsed[text] = OverridesParser.create().parse_override(text)
         except HydraException:
-            return (
-                f"{text}: cannot be read as an override; write key=value, and a value with "
-                "brackets or spaces "
-                "in two pairs of quotes: 'key=\"value\"'"
-            )
+            return _not_an_override(text, of)
 
     # The first override whose option or key does not exist.
     chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
@@ -208,6 +204,17 @@ def explain(
         if override.is_sweep_override():
             return f"{text}: {_sweep_or_list(override.get_key_element(), text)}"
     return str(error).replace("\n", " ")
+
+
+def _not_an_override(text: str, of: tuple[str, ...]) -> str:
+    """What to do about a word that Hydra's grammar refuses. of: as in `compose_values`."""
+    start = f"{text}: cannot be read as an override; write "
+    if "=" not in text and "+command=generate" in of:
+        return f"{start}prompt='...'"
+    return (
+        f"{start}key=value, and a value with brackets or spaces in two pairs of quotes: "
+        "'key=\"value\"'"
+    )
 
 
 def _sweep_or_list(key: str, text: str) -> str:

@@ -138,7 +138,8 @@ class FilesTaskConfig(TaskConfig):
         if not rewards:
             raise ValueError(
                 "reward is missing: give task.reward=module.function, which gets (completion, row) "
-                "and returns a number; tunix_lite.rewards has ready ones"
+                "and returns a number, or a ready one, such as "
+                "tunix_lite.rewards.answers.NumericAnswer where the column `answer` is a number"
             )
         # the dataclass is frozen for everybody else
         settle = partial(object.__setattr__, self)
