@@ -149,6 +149,42 @@ def test_a_reward_that_only_chance_turns_round_has_no_wrong_sign():
     assert "reward_sign" in names(evidence({1: turned}))
 
 
+def test_answers_that_groups_agree_on_and_that_are_never_expected():
+    """As in a file whose answers stand a row too low; a group that is right, or of one text, is no sign of it."""
+
+    def rows(count, right=False, texts=4):
+        same = {"extracted": "7", "expected": "8", "correct": right, "reward": 0}
+        return [
+            same | {"prompt": f"{g} + 4", "completion": f"{i % texts} so 7", "group": g}
+            for g in range(count)
+            for i in range(4)
+        ]
+
+    few = {"completions_correct": [0.02]}
+    found = diagnose(evidence({1: rows(8)}, **few))
+    assert found[0].name == "expected_answers" and "in 8 of 8 groups" in found[0].evidence[0]
+    assert "7" in found[0].evidence[1] and "8" in found[0].evidence[1]
+    for samples, correct in ((rows(7), few), (rows(8, right=True), few), (rows(8, texts=1), few), (rows(8), {})):
+        assert "expected_answers" not in names(evidence({1: samples}, **correct))
+    different = [row | {"extracted": str(i % 4)} for i, row in enumerate(rows(8))]
+    assert "expected_answers" not in names(evidence({1: different}, **few))
+
+
+def test_settings_of_sampling_that_leave_no_choice_are_named():
+    agree = {"reward_groups_that_agree": [0.9]}
+    for settings in ({"top_p": 0.05}, {"top_k": 1}, {"min_p": 0.9}):
+        given = {f"generation.{name}": value for name, value in settings.items()}
+        assert "tokens_cut_off" in names(evidence(settings=given, **agree))
+        assert "tokens_cut_off" not in names(evidence(settings=given, reward_groups_that_agree=[0.3]))
+    usual = {"generation.top_p": 0.95, "generation.top_k": 50, "generation.min_p": 0.05}
+    assert "tokens_cut_off" not in names(evidence(settings=usual, **agree))
+    penalty = {"generation.repetition_penalty": 2.0}
+    assert names(evidence(settings=penalty, completions_correct=[0.2]))[0] == "repetition_penalty"
+    rises = [0.2, 0.3, 0.4, 0.5, 0.6, 0.6]
+    for settings, correct in (({}, [0.2]), ({"generation.repetition_penalty": 1.1}, [0.2]), (penalty, rises)):
+        assert "repetition_penalty" not in names(evidence(settings=settings, completions_correct=correct))
+
+
 def test_a_stop_text_that_cuts_is_told_from_one_that_ends_answers():
     def rows(num_unread):
         return [{"finish_reason": "stop", "extracted": None if i < num_unread else "7"} for i in range(20)]

@@ -720,7 +720,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     program(
         tmp_path,
         "bin/srun",
-        'echo $$ > pid; echo "$@" > said; trap "exit 7" TERM; for i in {1..100}; do sleep 0.05; done',
+        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores" > said; trap "exit 7" TERM; for i in {1..100}; do sleep 0.05; done',
     )
     program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
     script = (EXAMPLES / "slurm.sbatch").read_text()
@@ -729,6 +729,8 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "9",
         "SLURM_NNODES": "2",
+        "SLURM_GPUS_PER_NODE": "h100:4",
+        "SLURM_CPUS_PER_TASK": "64",
     }
     job = subprocess.Popen(call, cwd=tmp_path, env=environment)
     until = time.monotonic() + SOON
@@ -737,8 +739,8 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     time.sleep(0.1)
     job.terminate()
     assert job.wait(SOON) == 7
-    said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=16 seed=1\n"
-    assert (tmp_path / "said").read_text() == said
+    said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=8 seed=1"
+    assert (tmp_path / "said").read_text() == f"{said} 64 cores\n"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 9.0\n"
 
 

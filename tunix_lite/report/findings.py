@@ -5,6 +5,7 @@ run does not have shows nothing. WEIGHTS orders the findings: causes before what
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ WEIGHTS = {
     "truncated": 80,
     "stop_text": 79,
     "parse_failures": 78,
+    "repetition_penalty": 77,
+    "tokens_cut_off": 77,
     "completions_identical": 76,
     "temperature_low": 75,
     "all_wrong": 74,
@@ -42,6 +45,7 @@ WEIGHTS = {
     "kl_large": 64,
     "entropy_collapse": 62,
     "outside_of_clip": 60,
+    "expected_answers": 59,
     "evaluation_falls": 58,
     "held_out_in_train": 57,
     "groups_agree": 56,
@@ -639,6 +643,44 @@ def groups_agree(run: Evidence) -> Finding | None:
     )
 
 
+def expected_answers(run: Evidence) -> Finding | None:
+    """The completions of most groups agree on an answer, and it is never the expected one."""
+    correct = run.series("completions/correct")
+    groups = [group for step in run.samples for group in run.groups(step) if len(group) > 2]
+    if correct is None or correct.mean > 0.1 or len(groups) < 8:
+        return None
+    agreed = [group for group in groups if _agrees_on_wrong_answer(group)]
+    if len(agreed) < 0.5 * len(groups):
+        return None
+    row = agreed[0][0]
+    given = _answers(agreed[0]).most_common(1)[0][0]
+    asked = shortened(row.get("prompt"), 60)
+    expected = shortened(row.get("expected"), 40)
+    return Finding(
+        "expected_answers",
+        "completions agree on answers that are not the expected ones: the data may hold wrong ones",
+        [
+            f"in {len(agreed)} of {len(groups)} groups of samples/ half of the completions give "
+            "one answer, and none is right",
+            f"such as {asked}: {shortened(given, 40)}, where {expected} is expected",
+        ],
+        ["compare `expected` and `extracted` in samples/; task.correct"],
+    )
+
+
+def _agrees_on_wrong_answer(group: list[dict]) -> bool:
+    """Whether half of the completions, not all one text, give one answer, and none is right."""
+    answers = _answers(group)
+    is_one_text = len({str(row.get("completion")) for row in group}) == 1
+    if is_one_text or not answers or any(row.get("correct") for row in group):
+        return False
+    return answers.most_common(1)[0][1] >= 0.5 * len(group)
+
+
+def _answers(group: list[dict]) -> Counter:
+    return Counter(str(row["extracted"]) for row in group if row.get("extracted") is not None)
+
+
 def _has_learned(run: Evidence) -> bool:
     """Whether the run got good: then groups agree because they are right."""
     for name in ("eval/accuracy", "completions/correct", "reward/mean"):
@@ -799,9 +841,47 @@ def temperature_low(run: Evidence) -> Finding | None:
     )
 
 
+def tokens_cut_off(run: Evidence) -> Finding | None:
+    """The completions of a group hardly differ, because top_k, top_p or min_p leave one token."""
+    agree = run.series("reward/groups_that_agree")
+    top_k = run.number("generation.top_k", 0)
+    is_cut = {
+        "generation.top_k=0": 0 < top_k <= 2,
+        "generation.top_p=1.0": run.number("generation.top_p", 1.0) < 0.5,
+        "generation.min_p=0.0": run.number("generation.min_p", 0.0) > 0.5,
+    }
+    overrides = [override for override, cuts in is_cut.items() if cuts]
+    if not overrides or agree is None or agree.mean < 0.5:
+        return None
+    names = [override.partition("=")[0] for override in overrides]
+    return Finding(
+        "tokens_cut_off",
+        "so many tokens are cut off that the completions of a group hardly differ",
+        [
+            *(f"{name}={run.number(name, 0):g}" for name in names),
+            f"reward/groups_that_agree {agree.mean:.0%} of the groups",
+        ],
+        overrides,
+    )
+
+
+def repetition_penalty(run: Evidence) -> Finding | None:
+    """A penalty that forbids what an answer needs twice, such as a digit."""
+    penalty = run.number("generation.repetition_penalty", 1.0)
+    correct = run.series("completions/correct")
+    if penalty <= 1.2 or correct is None or correct.mean > 0.5 or _has_learned(run):
+        return None
+    return Finding(
+        "repetition_penalty",
+        "the repetition penalty takes away tokens that an answer needs more than once",
+        [f"generation.repetition_penalty={penalty:g}", correct.told(), *_example(run)],
+        ["generation.repetition_penalty=1.0"],
+    )
+
+
 def completions_identical(run: Evidence) -> Finding | None:
     """The completions of a group are the same text, although the policy is not certain."""
-    if run.number("generation.temperature", 1.0) <= 0.4:
+    if run.number("generation.temperature", 1.0) <= 0.4 or tokens_cut_off(run) is not None:
         return None
     found = [group for step in run.samples for group in run.groups(step)]
     same = [group for group in found if len({row.get("completion") for row in group}) == 1]
@@ -968,12 +1048,15 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     all_wrong,
     all_right,
     groups_agree,
+    expected_answers,
     truncated,
     never_ends,
     stop_text,
     parse_failures,
     temperature_high,
     temperature_low,
+    tokens_cut_off,
+    repetition_penalty,
     completions_identical,
     repeated_prompts,
     entropy_collapse,
