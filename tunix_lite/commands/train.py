@@ -117,7 +117,7 @@ def start(run: RunConfig, folder: Path) -> float | None:
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):
-            print(f"{reason}: no further run of the sweep begins", flush=True)
+            print(f"{reason}: the sweep starts no further run", flush=True)
             sys.exit(0)
     if sweep is None and is_first() and sys.stdout.isatty():
         print(next_command(folder), end="", flush=True)
