@@ -9,6 +9,13 @@ VENV ?= .venv
 ARGS ?=
 EXTRA ?=
 
+# `make train seed=1` sets a variable of make, which the program would never see.
+SETTINGS := $(filter-out PYTHON VENV ARGS EXTRA SHELL MAKE% -%,\
+	$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
+ifneq ($(SETTINGS),)
+$(error settings go into ARGS: make $(or $(MAKECMDGOALS),train) ARGS='$(foreach name,$(sort $(SETTINGS)),$(name)=$($(name)))')
+endif
+
 UV := $(shell command -v uv 2>/dev/null)
 ifdef UV
 USABLE = test -x $(VENV)/bin/python

@@ -6,6 +6,7 @@ types or looks for; those that simply work as printed are in tests/test_docs.py.
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,15 @@ def test_as_many_processes_as_gpus_is_one(capsys):
 def test_flags_and_settings_of_a_guide_at_once_are_all_answered():
     flags = ["--dataset-id", "x/y", "--epochs", "10", "--bf16"]
     assert [name for name in ("--dataset-id", "--epochs", "--bf16") if name in str(foreign_flags(flags, HYDRA))]
+
+
+def test_make_refuses_settings_that_the_program_would_never_see():
+    """`make train hydra.run.dir=X` set a variable of make, and a new run began without a word."""
+    call = ["make", "-n", "train"]
+    refused = subprocess.run([*call, "seed=1", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "settings go into ARGS: make train ARGS='seed=1'" in refused.stderr
+    taken = subprocess.run([*call, "ARGS=seed=1 resume=none"], cwd=ROOT, capture_output=True, text=True)
+    assert taken.returncode == 0 and taken.stdout.splitlines()[-1].endswith("run_training.py seed=1 resume=none")
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CITATION.cff", ".readthedocs.yaml", "examples/first_run.ipynb"])

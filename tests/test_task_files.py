@@ -286,7 +286,7 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
             ["task.train=a", REWARD, "task.learned_turns=all", "task.prompt='{q}'"],
             "would change nothing with task.prompt",
         ),
-        (["task.train=a", REWARD, "task.prompt=''"], "task: prompt='' asks the same nothing of every example; write"),
+        (["task.train=a", REWARD, "task.prompt=''"], "task: prompt='' is the same for every example; write"),
         (["task.train=a", "task.reward=near"], "task.reward._target_: 'near' has no module; write module.near, as in"),
         (
             ["task.train=a", REWARD, "+task.rewards.correct={fn: tunix_lite.rewards.text.brevity}"],

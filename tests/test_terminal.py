@@ -119,6 +119,15 @@ def test_what_takes_long_has_a_running_clock():
     assert "compiling" not in board.headline()
 
 
+def test_a_run_that_goes_on_shows_the_step_that_it_goes_on_from(tmp_path):
+    """It said `step 0/60 0% | compiling the update` for half a minute after `resumed from step 24`."""
+    console = Console(tmp_path / "train.log", max_steps=60, stream=io.StringIO())
+    console.begin_at(24)
+    console.doing("compiling the update")
+    assert text_of(console._board.drawn(80, 24), 80).startswith("step 24/60 40% | compiling the update")
+    console.close()
+
+
 def test_numbers_that_are_none_are_left_out():
     board = Dashboard(None)
     board.log(1, {"reward/mean": float("nan"), "train/loss": "x", "train/kl": None, "train/grad_norm": 2.0})

@@ -103,7 +103,7 @@ class NumericAnswer:
         expected = number_of(str(_expected(example, self.field)), self.percent)
         if expected is None:
             wrong = f"{self.field}={_shown(example[self.field])} of an example"
-            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares texts")
+            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
         found = read_number(completion, self.how, self.percent)
         if found is None:
             return no_answer(f"it holds no number ({self.how})")

@@ -73,6 +73,7 @@ def _restored(
         skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(step)
 
     # What there is to know about it.
+    console.begin_at(step)
     console.say(f"resumed from step {step} of {parts.resume_from}")
     if not checkpoints.has_digests(step):
         console.say(

@@ -150,6 +150,10 @@ class Console:
         if self._is_live:
             self._show()
 
+    def begin_at(self, step: int) -> None:
+        """The step that a run goes on from: the live region shows it until the next is made."""
+        self._board.step = step
+
     # ---- every step
 
     def log(self, step: int, metrics: Metrics) -> None:
