@@ -300,7 +300,7 @@ def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
 def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, reason):
     args = replace(FITS, **changes), platform, dtype, width, shares
     assert obstacle(name, *args).endswith(reason) or reason in obstacle(name, *args)
-    with pytest.raises(ValueError, match=rf"attention={name}: .*; auto or xla would do") as error:
+    with pytest.raises(ValueError, match=rf"attention={name}: .*; use auto or xla") as error:
         choose(name, *args)
     assert reason in str(error.value)
     chosen, why = choose("auto", *args)

@@ -243,7 +243,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["+sharding.train.width=tp"], "sharding: train.width: there is no such logical axis"),
         (["sharding.train.seq=tp"], "sharding: train.seq='tp': the programs need it whole"),
         (["sharding.train.mlp=dp"], "sharding: train.mlp='dp'; it is fsdp, tp or null"),
-        (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: a token that is sampled has no length"),
+        (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: sampling takes one token at a time"),
         (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
         (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
         (["training.attention=flash"], "training.attention=flash: there is no such value; here it is training.attention=auto"),
@@ -252,7 +252,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
         (["training.grace_seconds=0"], "training: grace_seconds=0.0 must be above 0; 30 is what most machines give"),
         (["training.sync_gradients_every=0"], "sync_gradients_every=0 must be at least 1"),
-        (["training.packing=prefix", "model.lora.rank=2", "model.lora.dropout=0.1"], "one of the two has to go"),
+        (["training.packing=prefix", "model.lora.rank=2", "model.lora.dropout=0.1"], "leave out one of the two"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named_with_place_cause_and_remedy(overrides, message):

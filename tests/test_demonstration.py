@@ -46,7 +46,7 @@ def test_a_wrong_demonstration_or_teacher_is_refused_before_anything_is_compiled
 
 
 def test_the_length_of_a_prompt_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="changes nothing without prompt"):
+    with pytest.raises(ValueError, match="has no effect without prompt"):
         TeacherConfig("bundled", max_prompt_length=4)
 
 

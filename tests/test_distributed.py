@@ -367,7 +367,7 @@ def test_tp_stays_inside_a_node_and_crosses_only_if_asked(monkeypatch):
         mesh.make_mesh(((1, 4), ("fsdp", "tp")), devices)
     assert str(caught.value) == (
         "tp=4 would cross the network between 2 nodes with 2 devices each, in every layer; tp could be 1, 2, and "
-        "launch.tp_across_nodes=true does it all the same"
+        "launch.tp_across_nodes=true allows it"
     )
     crossing = mesh.make_mesh(((1, 4), ("fsdp", "tp")), devices, tp_across_nodes=True)
     assert crossing.devices.tolist() == [[d0, d2, d1, d3]]
@@ -526,8 +526,7 @@ def test_whoever_answers_in_another_language_is_not_process_0():
         with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_RDWR)
     assert str(caught.value) == (
-        f"process 1 (b) reached 127.0.0.1:{port}, but in 1 s no process 0 of this run: another program has the port "
-        "there, or a run that has not ended yet. Another port is chosen with MASTER_PORT"
+        f"process 1 (b) reached 127.0.0.1:{port}, but in 1 s no process 0 of this run: another program or an older run uses that port. Choose another port with MASTER_PORT"
     )
 
 
@@ -722,8 +721,7 @@ def test_torchrun_starts_a_run_too(tmp_path):
     [
         (
             "uneven",
-            "error: process 1 has devices=2, the others 1. Every process must have as many devices, of one kind: look at "
-            "its machine\n",
+            "error: process 1 has devices=2, the others 1. Every process must have the same number of devices of one kind: check its machine\n",
         ),
         (
             "more",

@@ -360,7 +360,7 @@ def test_a_command_that_could_not_run_is_noticed(with_the_example):
     for command, message in (
         ("tunix-lite generate prompt=Hello top_p=0.9", "top_p"),
         ("python -m tunix_lite generate", "give prompt"),
-        ("tunix-lite chat step=3", "step= is of a run"),
+        ("tunix-lite chat step=3", "step= needs a run"),
         ("tunix-lite export kind=merged", "give checkpoint=RUN"),
     ):
         with pytest.raises(ValueError, match=message):

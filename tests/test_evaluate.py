@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tunix_lite.runs.hints import WINDOW, GroupsHint
+from tunix_lite.runs.hints import WINDOW, CutHint, GroupsHint
 from tunix_lite.tasks.grading import group_metrics
 from tunix_lite.tracking.console import Console
 
@@ -14,15 +14,26 @@ def hints(agree: list[float], right: float = 0.9) -> list[str | None]:
     return [hint.line({"reward/groups_that_agree": share, "completions/correct": right}, 8) for share in agree]
 
 
-def test_a_run_says_that_most_groups_teach_nothing_once_in_ten_steps_at_most():
+def test_a_run_says_once_that_most_groups_teach_nothing():
     said = hints([0.75] * 25)
-    assert [step for step, line in enumerate(said, 1) if line] == [10, 20]
+    assert [step for step, line in enumerate(said, 1) if line] == [10]
     assert said[9] == (
         "most groups teach nothing: in the last 10 steps 75% of them had equal rewards; too easy (90% right). "
         "Try harder examples, algorithm.num_generations=16, or algorithm.agreeing_groups=replace algorithm.max_rounds=4 "
         "to draw others in their place"
     )
     assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([1.0] * 10, 0.1)[9]
+
+
+def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
+    hint = CutHint()
+    said = [hint.line({"completions/truncated": share}, 48) for share in [0.4] * 10 + [0.6] * 30]
+    assert [step for step, line in enumerate(said, 1) if line] == [20]
+    assert said[19] == (
+        "many completions are cut off: in the last 10 steps 60% of them reached generation.max_new_tokens=48 without an "
+        "end. Try generation.max_new_tokens=96"
+    )
+    assert not any(CutHint().line({"train/loss": 1.0}, 48) for _ in range(3 * WINDOW)), "as in SFT"
 
 
 def test_a_run_whose_groups_differ_says_nothing():

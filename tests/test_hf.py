@@ -153,7 +153,7 @@ def test_folders_without_what_is_needed(tmp_path):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; it is a finite float"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; it is true or false"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it is an object"),
-        ({"quantization_config": {"bits": 4}}, "weights stored quantised are not read"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be read"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_theta": 1e6}}},
          "rope scaling of layers with sliding attention"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),

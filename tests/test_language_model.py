@@ -362,9 +362,9 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["prompt=a", "generation.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
         ("generate", ["prompt=a", "checkpoint=5"], "checkpoint=5 is not the folder of a run"),
-        ("export", [], "error: give checkpoint=RUN, or say with out=FOLDER"),
+        ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
         ("export", ["out=x", "kind=lora"], "kind='lora'; it is auto, full, merged, adapter"),
-        ("chat", ["step=3"], "error: step= is of a run"),
+        ("chat", ["step=3"], "error: step= needs a run"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):
@@ -394,7 +394,7 @@ def test_what_a_run_is_cannot_be_changed_beside_it(adapted, monkeypatch, capsys)
     for change in ("model.lora.alpha=1", "~model.lora", "model=random"):
         with pytest.raises(SystemExit):
             run_command(generate_command, [f"checkpoint={adapted[0]}", "prompt=a", change], monkeypatch)
-        assert "the run in checkpoint= says which model it is; beside it there can be model." in capsys.readouterr().err
+        assert "the run in checkpoint= determines the model; beside it you can give model." in capsys.readouterr().err
 
 
 def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):

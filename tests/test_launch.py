@@ -389,7 +389,7 @@ def test_what_cannot_be_started_is_one_line_and_leaves_nobody(tmp_path):
     code, _, err = run.end()
     assert code == 1
     assert (
-        err.startswith("error: the launcher cannot go on, and has ended its processes: [Errno 21]")
+        err.startswith("error: the launcher has stopped, and has ended its processes: [Errno 21]")
         and err.count("\n") == 1
     )
     assert not (tmp_path / "pid").exists() or not is_running((tmp_path / "pid").read_text())
@@ -474,7 +474,7 @@ def refused(*arguments: str) -> str:
 def test_who_is_who_comes_from_the_launcher_alone(word):
     said = refused("--nprocs=2", "child.py", word)
     assert said == (
-        f"{word.lstrip('+')}: the launcher says which process each one is; for several machines it reads MASTER_ADDR, "
+        f"{word.lstrip('+')}: the launcher numbers the processes; for several machines it reads MASTER_ADDR, "
         "MASTER_PORT, WORLD_SIZE and RANK"
     ).replace("'", "")
 
@@ -482,7 +482,7 @@ def test_who_is_who_comes_from_the_launcher_alone(word):
 def test_alone_a_launcher_leaves_it_to_jax():
     launcher.check_no_process_ids(["launch.coordinator=auto"], 1)
     launcher.check_no_process_ids(["launch.coordinator=null"], 2)
-    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher says"):
+    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher numbers"):
         launcher.check_no_process_ids(["launch.coordinator=auto"], 2)
 
 
@@ -490,7 +490,7 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     with pytest.raises(SystemExit) as ended:
         launcher.main(["run_training.py", "--nprocs=4"])
     assert ended.value.code == 2
-    said = "error: --nprocs=4 is the launcher's: it stands before the program and its settings\n"
+    said = "error: --nprocs=4 is a flag of the launcher: write it before the program and its settings\n"
     assert capsys.readouterr().err == said
 
 
@@ -587,7 +587,7 @@ def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
         (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
         (
             ["~launch.max_restarts"],
-            "~launch.max_restarts: the launcher reads launch, and cannot do without; give it a value instead",
+            "~launch.max_restarts: the launcher needs the settings of launch; give a value instead",
         ),
         (
             ["launch=mine"],
@@ -626,7 +626,7 @@ def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
     option(tmp_path / "conf", "launch/default", "max_restarts: 2\nstall_timeout: ${seed}\n")
     option(tmp_path / "conf", "launch/mine", "max_restarts: 6\n")
     with pytest.raises(
-        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher cannot fill that in; --max-restarts=N"
+        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher does not resolve references; --max-restarts=N"
     ):
         rules("a.py")
     main = tmp_path / "conf" / "config.yaml"

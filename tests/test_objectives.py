@@ -615,11 +615,11 @@ def test_duplicated_prompts_are_groups_of_their_own():
         ({"kl_coef": 0.1, "reference_every": 3, "updates_per_rollout": 2}, "must be a multiple of updates_per_rollout=2"),
         ({"clip_low": 1.5}, "clip_low=1.5 would change nothing: no ratio is below 0"),
         ({"max_rounds": 3}, "max_rounds=3 would change nothing: prompts are drawn once unless"),
-        ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 draws nothing"),
+        ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 replaces no group"),
         ({"ratio": ratios.no_ratio}, "surrogate=clip is a function of the ratio, which is 1 with ratio=no_ratio"),
         (
             {"ratio": ratios.no_ratio, "surrogate": surrogates.policy_gradient, "updates_per_rollout": 2},
-            "only the first update of a rollout is by the policy that sampled",
+            "only the first update of a rollout uses the policy that sampled",
         ),
         ({"correction": corrections.mask_tokens}, "set old_logprobs=rescored"),
         ({"mini_batches": 2}, "mini_batches=2 must divide updates_per_rollout=1"),

@@ -270,7 +270,7 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
 )
 def test_raise_stops_with_the_name_of_the_culprit_and_the_remedy(word, message):
     with pytest.raises(
-        ValueError, match=f"^{message}.*; rewards.on_error=zero or drop would go on without it$"
+        ValueError, match=f"^{message}.*; rewards.on_error=zero or drop continues without it$"
     ) as failed:
         judge(["good", word, "better"], settings=RewardsConfig("raise", 0.5))
     assert "\n" not in str(failed.value)

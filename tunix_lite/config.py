@@ -156,8 +156,8 @@ class TrainingConfig:
                 )
         if self.reduce_dtype == "bfloat16" and self.sync_gradients_every > 1:
             raise ValueError(
-                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: what "
-                "a shard sums is float32 and crosses the mesh so; one of the two has to go"
+                f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: a "
+                "shard sends its float32 sum over the mesh; leave out one of the two"
             )
 
     def _check_limits(self) -> None:
@@ -209,8 +209,8 @@ class EvaluationConfig:
             raise ValueError("num_examples, interval_steps and num_samples must not be negative")
         if self.temperature <= 0:
             raise ValueError(
-                f"temperature={self.temperature} must be above 0: at 0 all samples are the greedy "
-                "completion, which is there anyway"
+                f"temperature={self.temperature} must be above 0: at 0 every sample is the greedy "
+                "completion, which an evaluation has anyway"
             )
 
 
@@ -318,7 +318,7 @@ def check_together(run: RunConfig) -> None:
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():
         raise ValueError(
-            f"task: prompt={prompt!r} asks the same nothing of every example; write "
+            f"task: prompt={prompt!r} is the same for every example; write "
             "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
         )
     if run.curriculum.is_on and run.algorithm.needs_demonstrations:
@@ -336,8 +336,8 @@ def check_together(run: RunConfig) -> None:
         raise ValueError(
             f"training.packing={run.training.packing} and "
             f"model.lora.dropout={run.model.lora.dropout}: what is "
-            "dropped belongs to a sequence, and a packed row has several; one of the two has "
-            "to go"
+            "dropped belongs to one sequence, and a packed row has several; leave out one of the "
+            "two"
         )
     if run.training.keep_best_checkpoints and not run.evaluation.num_examples:
         raise ValueError(

@@ -123,7 +123,7 @@ def _check_together(a: Any) -> None:
         if a.updates_per_rollout > 1:
             raise ValueError(
                 f"ratio=no_ratio with updates_per_rollout={a.updates_per_rollout}: only the first "
-                "update of a rollout is by the policy that sampled; take token_ratio"
+                "update of a rollout uses the policy that sampled; use token_ratio"
             )
         if function_of(a.surrogate) in OF_THE_RATIO:
             raise ValueError(
@@ -137,7 +137,7 @@ def _check_together(a: Any) -> None:
         )
     if a.agreeing_groups == "replace" and a.max_rounds < 2:
         raise ValueError(
-            "agreeing_groups=replace with max_rounds=1 draws nothing in their place; raise "
+            "agreeing_groups=replace with max_rounds=1 replaces no group; raise "
             "max_rounds (3 is usual), or set agreeing_groups=drop"
         )
     is_shaped = a.shaping is not None or (a.kl_coef and a.kl_estimator == kl.IN_REWARD)

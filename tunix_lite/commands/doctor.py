@@ -1,4 +1,4 @@
-"""`tunix-lite doctor RUN`: why a run does not learn, from its files alone."""
+"""`tunix-lite doctor RUN`: find in the files of a run why it does not learn."""
 
 import json
 from dataclasses import asdict, dataclass

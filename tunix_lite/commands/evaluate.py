@@ -81,15 +81,15 @@ class EvaluateTaskConfig:
             raise ValueError(f"num_samples={self.num_samples} must not be negative; 0: none")
         if self.temperature <= 0:
             raise ValueError(
-                f"temperature={self.temperature} must be above 0; greedy completions are there "
-                "without samples"
+                f"temperature={self.temperature} must be above 0; num_samples=0 gives the greedy "
+                "completions alone"
             )
         if not 0 < self.level < 1:
             raise ValueError(f"level={self.level} is between 0 and 1, such as 0.95")
         if len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks={list(self.tasks)} names one of them twice")
         if self.against is None and self.against_step is not None:
-            raise ValueError("against_step is of a run: give against=FOLDER, too")
+            raise ValueError("against_step needs a run: give against=FOLDER, too")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ def evaluate_model(
     """
     asked = asked or EvaluateTaskConfig()
     if asked.tasks or asked.against is not None:
-        raise ConfigError("tasks and against are of the command: call this once for each of them")
+        raise ConfigError(
+            "tasks and against are settings of the command: call this once for each of them"
+        )
     name = type(run.task.source).__name__.lower()
     held_out = _examples(name, run, model.tokenizer, asked)
     _, scores = _evaluate_one(run, asked, model, held_out, "model", name)

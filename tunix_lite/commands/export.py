@@ -26,9 +26,7 @@ class ExportConfig(WhichWeights):
 
     def __post_init__(self):
         if self.out is None and self.checkpoint is None:
-            raise ValueError(
-                "give checkpoint=RUN, or say with out=FOLDER where to write model.weights"
-            )
+            raise ValueError("give checkpoint=RUN, or out=FOLDER to write model.weights there")
         super().__post_init__()
 
 

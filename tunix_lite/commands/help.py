@@ -21,13 +21,13 @@ COMMANDS = {
     "launch": "start the processes of a run on this machine, and watch them",
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
-    "evaluate": "how good a model is at a task, and how sure that is; or two models",
-    "plan": "what fits on which devices, there or not, and how fast it can be",
-    "check": "whether this machine, its devices and its processes are in order",
-    "doctor": "why a run does not learn, from its files alone",
-    "watch": "the numbers of a run that goes on elsewhere, from its files",
-    "report": "what came of a run, or of several, on one page",
-    "replay": "why an update was skipped, sequence by sequence",
+    "evaluate": "measure a model on tasks, with intervals, or compare two models",
+    "plan": "memory and speed of a run, on devices that need not be here",
+    "check": "test this machine, its devices and its processes",
+    "doctor": "find in the files of a run why it does not learn",
+    "watch": "show the numbers of a run that goes on elsewhere",
+    "report": "write a page on the results of a run, or of several",
+    "replay": "repeat a step, or find why an update was skipped",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 # What people change, in the order in which they do.
@@ -57,13 +57,13 @@ OFTEN = (
     "runtime.dry_run",
 )
 FLAGS = {
-    "--help [GROUP|KEY|all]": "this; of a group, of a setting, or of everything",
-    "--cfg job": "show the settings of a run, and run nothing",
-    "--info defaults-tree": "show which files they come from",
+    "--help [GROUP|KEY|all]": "this help, or that of a group, a setting, or everything",
+    "--cfg job": "show the settings of a run without running it",
+    "--info defaults-tree": "show which files the settings come from",
     "--multirun, -m": "a run of each combination: seed=0,1 algorithm=grpo,dr_grpo",
     "--config-dir FOLDER": "options of your own, in the same subfolders as conf/",
     "--config-name NAME": "a file NAME.yaml of yours to begin with, in place of config.yaml",
-    "--version": "the versions of this and of what it stands on",
+    "--version": "the versions of tunix_lite and of its packages",
 }
 HELP = ("--help", "-h")
 

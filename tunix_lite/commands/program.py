@@ -535,7 +535,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         if group != "model" or name not in BESIDE_A_RUN:
             allowed = ", ".join(f"model.{n}" for n in sorted(BESIDE_A_RUN))
             raise ConfigError(
-                f"{key}: the run in checkpoint= says which model it is; beside it there can be "
+                f"{key}: the run in checkpoint= determines the model; beside it you can give "
                 f"{allowed}"
             )
         own[name] = values["model"][name]

@@ -379,7 +379,7 @@ def look_at_skipped(run: RunConfig, settings: Replay) -> None:
         print(f"sequence {b}: not finite: {what}\n  {_text(model, batch, b)}")
     if not found:
         print(
-            "all that goes into the loss is finite: look at its gradient, or try the weights of "
+            "every input of the loss is finite: check its gradient, or try the weights of "
             "another step="
         )
 

@@ -1,4 +1,4 @@
-"""`tunix-lite report RUN [RUN ...]`: what came of a run, or of several, on one page."""
+"""`tunix-lite report RUN [RUN ...]`: write a page on the results of a run, or of several."""
 
 from dataclasses import dataclass
 from pathlib import Path

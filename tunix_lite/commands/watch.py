@@ -1,4 +1,4 @@
-"""`tunix-lite watch RUN`: the numbers of a run that goes on elsewhere, from its files."""
+"""`tunix-lite watch RUN`: show the numbers of a run that goes on elsewhere."""
 
 import sys
 import time

@@ -25,7 +25,7 @@ class WhichWeights:
 
     def __post_init__(self):
         if self.step is not None and self.checkpoint is None:
-            raise ValueError("step= is of a run: give checkpoint=FOLDER, too")
+            raise ValueError("step= needs a run: give checkpoint=FOLDER, too")
 
 
 def open_chosen_model(

@@ -208,7 +208,8 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
     text = describe_differences({p: (f"process {p}", own) for p, own in values.items()})
     if text is not None:
         raise ValueError(
-            f"{text}. Every process must have as many devices, of one kind: look at its machine"
+            f"{text}. Every process must have the same number of devices of one kind: check its "
+            "machine"
         )
 
     # One process on a Slurm node that has several GPUs, but sees fewer of them.

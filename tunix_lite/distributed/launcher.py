@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         late = next((word for word in program if word.startswith(OURS)), None)
         if late is not None:
             raise ValueError(
-                f"{late} is the launcher's: it stands before the program and its settings"
+                f"{late} is a flag of the launcher: write it before the program and its settings"
             )
         check_on_disk(folder_key(program), folder_given(program))
         check_config_dir(config_dir(program))
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     # No memory for another process, or no temporary folder.
     except OSError as error:
         print(
-            f"error: the launcher cannot go on, and has ended its processes: {error}",
+            f"error: the launcher has stopped, and has ended its processes: {error}",
             file=sys.stderr,
         )
         code = 1
@@ -237,7 +237,9 @@ def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
     """The setting launch.NAME as a number. meant: what it must be, for the error."""
     value = settings.get(name, getattr(LaunchConfig, name))
     if "${" in str(value):
-        raise ValueError(f"launch.{name}={value}: the launcher cannot fill that in; {REMEDY}")
+        raise ValueError(
+            f"launch.{name}={value}: the launcher does not resolve references; {REMEDY}"
+        )
     try:
         number = kind(str(value))
     except ValueError:
@@ -255,7 +257,7 @@ def check_no_process_ids(program: list[str], world: int) -> None:
     removed = next((word for word in program if re.match(r"~launch\b", word)), None)
     if removed is not None:
         raise ValueError(
-            f"{removed}: the launcher reads launch, and cannot do without; give it a value instead"
+            f"{removed}: the launcher needs the settings of launch; give a value instead"
         )
     settings = _of_command_line(program)
     with contextlib.suppress(ValueError):
@@ -265,7 +267,7 @@ def check_no_process_ids(program: list[str], world: int) -> None:
         if value in (None, "null") or (value == ASK_JAX and world == 1):
             continue
         raise ValueError(
-            f"launch.{name}={value}: the launcher says which process each one is; for several "
+            f"launch.{name}={value}: the launcher numbers the processes; for several "
             "machines it reads "
             "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
         )

@@ -350,9 +350,8 @@ def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
                     raise NotMet(
                         f"process {place.process_id} ({own.host}) reached {host}:{port}, but in "
                         f"{waiting.seconds:g} s "
-                        "no process 0 of this run: another program has the port there, or a run "
-                        "that has not ended "
-                        f"yet. Another port is chosen with {place.source}"
+                        "no process 0 of this run: another program or an older run uses that "
+                        f"port. Choose another port with {place.source}"
                     ) from problem
         # An earlier run may be ending there, before process 0 starts.
         time.sleep(0.3)
@@ -490,7 +489,7 @@ def _read_line(connection: socket.socket, left: Callable[[], float]) -> bytes:
         except TimeoutError:
             continue
         if not piece or len(line) > MOST:
-            raise OSError("it hung up, or said too much")
+            raise OSError("it closed the connection, or sent too much")
         line += piece
     return line
 

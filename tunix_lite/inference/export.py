@@ -105,7 +105,7 @@ def check_export(
             )
     if jax.process_count() > 1:
         raise ConfigError(
-            "export runs in one process; start it on one host with the run's folder at hand"
+            "export runs in one process; start it on one host that can read the run's folder"
         )
     return kind
 

@@ -560,7 +560,7 @@ def choose(
         kind = CannotCompile
     if asked != "auto":
         if reason:
-            raise kind(f"attention={asked}: {reason}; auto or xla would do")
+            raise kind(f"attention={asked}: {reason}; use auto or xla")
         return asked, "as training.attention says"
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 

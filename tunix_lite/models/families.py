@@ -251,7 +251,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
         raise ValueError(f"{folder} is not a folder")
     if not file.is_file():
         raise ValueError(
-            f"{folder} has no config.json; a model folder in Hugging Face layout has one"
+            f"{folder} has no config.json; a model folder in Hugging Face format has one"
         )
     hf = read_object(file)
 
@@ -292,8 +292,8 @@ def config_from(hf: dict, family: Family) -> Architecture:
             raise ValueError(f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}")
     if hf.get("quantization_config"):
         raise ValueError(
-            "quantization_config: weights stored quantised are not read; model.lora.base quantises "
-            "others"
+            "quantization_config: quantised weights cannot be read; model.lora.base quantises "
+            "other weights"
         )
 
     # Keys that are missing, and sizes that later ones are derived from.

@@ -101,13 +101,13 @@ class TeacherConfig:
     def __post_init__(self):
         if self.max_prompt_length is not None and self.prompt is None:
             raise ValueError(
-                f"max_prompt_length={self.max_prompt_length} changes nothing without prompt=...: "
+                f"max_prompt_length={self.max_prompt_length} has no effect without prompt=...: "
                 "the teacher reads the prompts of the policy"
             )
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
             raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1")
         if self.weights == "random":
-            raise ValueError("weights=random: a teacher has learned something; name its folder")
+            raise ValueError("weights=random: a teacher needs trained weights; give its folder")
         if self.storage not in STORAGES:
             raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGES)}")
         check_on_disk("weights", self.weights)
@@ -188,8 +188,8 @@ def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
     found = locate(teacher.as_model())
     if found.tokenizer.vocabulary != student.tokenizer.vocabulary:
         raise ValueError(
-            f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: a "
-            "token would be another text to it; take a teacher of the same family"
+            f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: "
+            "the same token is another text there; use a teacher of the same family"
         )
     if found.cfg.vocab_size < student.cfg.vocab_size:
         raise ValueError(

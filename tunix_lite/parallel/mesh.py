@@ -85,7 +85,7 @@ class ShardingConfig:
                 _check_rule(f"{name}.{axis}", axis, over)
         if self.rollout.get("residual_seq"):
             raise ValueError(
-                "rollout.residual_seq: a token that is sampled has no length to divide"
+                "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
             )
         over_fsdp = [rules.get("batch", "fsdp") == "fsdp" for rules in (self.train, self.rollout)]
         if not all(over_fsdp):
@@ -253,7 +253,7 @@ def make_mesh(
         raise ValueError(
             f"tp={tp} would cross the network between {len(nodes)} nodes with {min(node_sizes)} "
             f"devices each, in every layer; tp could be {', '.join(fits)}, and "
-            "launch.tp_across_nodes=true does it all the same"
+            "launch.tp_across_nodes=true allows it"
         )
     return Mesh(np.concatenate(arranged).reshape(-1, tp), AXES, axis_types=AUTO)
 

@@ -159,7 +159,7 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     if plan.resolved.run.training.memory_check == "warn":
         say(f"{problem}; it starts all the same, as training.memory_check=warn says")
         return
-    raise ConfigError(f"{problem}; or training.memory_check=warn starts it all the same")
+    raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
 
 
 def _remedy(plan: Plan) -> str:

@@ -103,7 +103,7 @@ class NumericAnswer:
         expected = number_of(str(_expected(example, self.field)), self.percent)
         if expected is None:
             wrong = f"{self.field}={_shown(example[self.field])} of an example"
-            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares texts")
+            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
         found = read_number(completion, self.how, self.percent)
         if found is None:
             return no_answer(f"it holds no number ({self.how})")
@@ -217,7 +217,12 @@ class ChoiceAnswer:
             return None
         text = undecorated(completion)
         apart = rf"\(({one})\)|(?<!\w)([{letters}])(?:\)|[.:](?=\s|$))"
-        alone = rf"(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+        # a letter before a small one may be an article, unless words say that it is meant
+        alone = (
+            rf"\b(?i:option|choice|answer)\s+([{letters}])(?![\w'])"
+            rf"|(?<![\w'])([{letters}])\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b"
+            rf"|(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+        )
         for pattern in (apart, alone):
             if matches := re.findall(pattern, text):
                 return "".join(matches[-1]).upper()

@@ -86,7 +86,7 @@ class Judge:
         except ValueError as error:
             raise ValueError(f"prompt={self.prompt[:SHOWN]!r}: {error}") from error
         if "completion" not in named:
-            raise ValueError("prompt has no {completion}: the judge would not see it")
+            raise ValueError("prompt has no {completion}: the judge needs to see it")
         if groups < 1:
             raise ValueError(f"pattern={self.pattern!r} has no group (...) around the score")
         if self.cache is not None and Path(self.cache).is_dir():

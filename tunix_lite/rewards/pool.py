@@ -210,7 +210,7 @@ class Pool:
             found[name] = self._with_none_treated(next(outcomes))
             if found[name][0] in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, found[name], completion)
-                raise ValueError(f"{problem}; rewards.on_error=zero or drop would go on without it")
+                raise ValueError(f"{problem}; rewards.on_error=zero or drop continues without it")
         return found
 
     def _with_none_treated(self, found: Outcome) -> Outcome:

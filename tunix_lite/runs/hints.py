@@ -1,18 +1,24 @@
-"""What a run says of its own numbers while it goes on: that most of its groups teach nothing."""
+"""What a run says of its own numbers while it goes on, once each: that most of its groups teach
+nothing, and that many completions are cut off."""
 
 from dataclasses import dataclass, field
 
 from tunix_lite.types import Metrics
 
-# steps with completions of their own that are looked at together; also the fewest between two hints
+# steps with completions of their own that are looked at together
 WINDOW = 10
 # share of groups whose rewards are all equal, over those steps, from which on a hint is given
 MOST = 0.7
+# share of completions without an end, over those steps, from which on a hint is given
+MANY = 0.5
+# share of right completions from which on a task is too easy where groups agree
+EASY = 0.5
 
 
 @dataclass
 class GroupsHint:
-    """Looks at reward/groups_that_agree, and says once in WINDOW steps if it stays high.
+    """Looks at reward/groups_that_agree, and says if it stays high: once that the task is too easy,
+    and once that it is too hard.
 
     A group whose rewards are all equal has no advantages, so nothing is learned from it.
 
@@ -20,8 +26,10 @@ class GroupsHint:
     right, `line` returns "most groups teach nothing: in the last 10 steps 80% ... too easy ...".
     """
 
-    # of each step since the last hint or the start: groups that agree, completions that are right
+    # of each step since the last look or the start: groups that agree, completions that are right
     seen: list[tuple[float, float]] = field(default_factory=list)
+    # the reasons that a hint has named
+    said: set[str] = field(default_factory=set)
 
     def line(self, metrics: Metrics, num_generations: int) -> str | None:
         """The hint that is due after this step; None: there is none.
@@ -38,7 +46,46 @@ class GroupsHint:
         agree = sum(share for share, _ in self.seen) / WINDOW
         right = sum(share for _, share in self.seen) / WINDOW
         self.seen.clear()
-        return hint_text(agree, right, num_generations) if agree >= MOST else None
+        reason = "easy" if right >= EASY else "hard"
+        if agree < MOST or reason in self.said:
+            return None
+        self.said.add(reason)
+        return hint_text(agree, right, num_generations)
+
+
+@dataclass
+class CutHint:
+    """Looks at completions/truncated, and says once if it stays high.
+
+    Example: after ten steps in which 60 % of the completions ran out of tokens, `line` returns
+    "many completions are cut off: ... Try generation.max_new_tokens=96".
+    """
+
+    # of each step since the last look or the start: completions that ran out of tokens
+    seen: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+    def line(self, metrics: Metrics, max_new_tokens: int) -> str | None:
+        """The hint that is due after this step; None: there is none.
+
+        metrics: of a step; those without completions of their own are passed over. max_new_tokens:
+        of a completion.
+        """
+        if self.is_done or "completions/truncated" not in metrics:
+            return None
+        self.seen.append(metrics["completions/truncated"])
+        if len(self.seen) < WINDOW:
+            return None
+        cut = sum(self.seen) / WINDOW
+        self.seen.clear()
+        self.is_done = cut >= MANY
+        if not self.is_done:
+            return None
+        return (
+            f"many completions are cut off: in the last {WINDOW} steps {cut:.0%} of them reached "
+            f"generation.max_new_tokens={max_new_tokens} without an end. Try "
+            f"generation.max_new_tokens={2 * max_new_tokens}"
+        )
 
 
 def hint_text(agree: float, right: float, num_generations: int) -> str:
@@ -47,7 +94,7 @@ def hint_text(agree: float, right: float, num_generations: int) -> str:
     others = (
         "algorithm.agreeing_groups=replace algorithm.max_rounds=4 to draw others in their place"
     )
-    if right >= 0.5:
+    if right >= EASY:
         why = f"too easy ({right:.0%} right). Try harder examples, {more}, or {others}"
     else:
         why = f"too hard ({right:.0%} right). Try easier examples, {more}, or {others}; or warm up "

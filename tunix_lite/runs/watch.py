@@ -30,7 +30,7 @@ from tunix_lite.planning.at_start import (
 from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.experience import Experience
-from tunix_lite.runs.hints import GroupsHint
+from tunix_lite.runs.hints import CutHint, GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,
@@ -102,6 +102,7 @@ class Watch:
     unfinished: Unfinished = field(init=False)
     # notices where most groups teach nothing
     groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
+    cut_hint: CutHint = field(default_factory=CutHint, init=False)
     accuracy: float | None = field(default=None, init=False)
     # seconds since the step began: when collecting was over, and when the update was
     _collected: float = field(default=0.0, init=False)
@@ -192,8 +193,11 @@ class Watch:
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
-        hint = self.groups_hint.line(metrics, session.run.algorithm.num_generations)
-        if hint is not None:
+        hints = [
+            self.groups_hint.line(metrics, session.run.algorithm.num_generations),
+            self.cut_hint.line(metrics, session.run.generation.max_new_tokens),
+        ]
+        for hint in filter(None, hints):
             session.console.say(hint, style="yellow")
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
