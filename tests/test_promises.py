@@ -241,7 +241,7 @@ def test_flags_and_settings_of_a_guide_at_once_are_all_answered():
 
 def test_make_refuses_settings_that_the_program_would_never_see():
     """`make train hydra.run.dir=X` set a variable of make, and a new run began without a word."""
-    call = ["make", "-n", "train"]
+    call = ["make", "-n", "--no-print-directory", "train"]
     refused = subprocess.run([*call, "seed=1", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2 and "settings go into ARGS: make train ARGS='seed=1'" in refused.stderr
     taken = subprocess.run([*call, "ARGS=seed=1 resume=none"], cwd=ROOT, capture_output=True, text=True)
