@@ -284,7 +284,7 @@ def shown() -> dict[str, list[str]]:
 def masked(text: str) -> str:
     """Without what differs from run to run: paths, dates, figures, bars and the samples."""
     text = re.sub(r"^  (?:right|wrong|cut) .*$", "  a sample", text, flags=re.MULTILINE)
-    text = re.sub(r"\S*(?:outputs|runs)/[^\s)]*", "PATH", text)
+    text = re.sub(r"\S*(?:outputs|runs)/[^\s)]*|default/d/\w+", "PATH", text)
     text = re.sub(r"\d+h\d+m|\d+m\d+s", "#s", text)
     text = re.sub(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?", "#", text)
     text = re.sub(r"[▁▂▃▄▅▆▇█]+", "▁", re.sub("[↗↘→]", "→", text))

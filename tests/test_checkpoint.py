@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands import train
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.types import TrainState
 
@@ -126,3 +127,15 @@ def test_how_many_updates_were_skipped_is_kept(tmp_path):
     (tmp_path / "3" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=rf"^step 3 cannot be read \(.+\); remove {tmp_path}/3 to go on from step 1$"):
         checkpoints.skipped_in_a_row(3)
+
+
+def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.next_command(tmp_path / "empty") == ""
+    (tmp_path / "my run").mkdir()
+    saved(tmp_path / "my run" / "checkpoints", 1)
+    assert train.next_command(tmp_path / "my run") == "talk to it: tunix-lite chat 'my run'\n"
+    monkeypatch.chdir("/")
+    assert (
+        train.next_command(tmp_path / "my run") == f"talk to it: tunix-lite chat '{tmp_path.relative_to('/')}/my run'\n"
+    )

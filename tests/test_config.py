@@ -219,6 +219,7 @@ def test_algorithms_are_one_yaml_file_each():
     [
         (["training.micro_batchsize=4"], "training.micro_batchsize: there is no such setting; did you mean 'training.micro_batch_size'?"),
         (["micro_batch_size=4"], "micro_batch_size: there is no such setting; did you mean 'training.micro_batch_size'?"),
+        (["lr=1", "max_step=4"], "optimizer.learning_rate=1. max_step: there is no such setting; did you mean 'training.max_steps'?"),
         (["algorithm=sft", "algorithm.foo=1"], "no such setting; known here: algorithm._target_, algorithm.weighting"),
         (["+training.max_step=4"], "training.max_step: there is no such setting; did you mean 'training.max_steps'?"),
         (["training.max_steps=four"], "training.max_steps: expected int, got 'four'"),

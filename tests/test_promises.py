@@ -202,6 +202,15 @@ def test_hardware_that_plan_does_not_know_is_refused_with_what_it_knows(target):
         find_target(target)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("2xh100x8", "did you mean h100x16?"), ("8xA100", "did you mean a100x8?"), ("h10x8", "did you mean h100x8?")],
+)
+def test_hardware_that_is_written_otherwise_is_answered_with_what_was_meant(typed, meant):
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        find_target(typed)
+
+
 def test_two_sizes_that_contradict_each_other_are_answered_with_a_line_that_works():
     sizes = ["training.gradient_accumulation_steps=2", "training.micro_batch_size=2"]
     with pytest.raises(ConfigError, match="training.gradient_accumulation_steps=null makes it 64"):

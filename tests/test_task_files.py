@@ -4,6 +4,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.fingerprint import check_same_run
-from tunix_lite.runs.setup import check_rewards, prepare, startup_summary
+from tunix_lite.runs.setup import check_fields, check_rewards, prepare, startup_summary
 from tunix_lite.tasks import row_files
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
@@ -320,15 +321,11 @@ def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
         _ = source.train
 
 
-@pytest.mark.parametrize("more", ["task.shuffle_buffer=5", "task.in_memory=false"])
-def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, more, monkeypatch):
-    held_out = json_lines(tmp_path / "held_out.jsonl", [{"prompt": "q", "answer": "1"}])
-    train = tmp_path / "train.jsonl"
-
-    def of(rows: list, file: Path = train) -> str:
+@pytest.mark.parametrize("rows_of", [lambda file: RowStream(file, 5), RowsOnDisk])
+def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, rows_of, monkeypatch):
+    def of(rows: list, file: Path = tmp_path / "train.jsonl") -> str:
         json_lines(file, rows)
-        given = ["task=jsonl", f"task.train={file}", f"task.held_out={held_out}", REWARD, more]
-        return digest_of_data(words(given).config.source)["train"]
+        return digest_of_data(SimpleNamespace(train=rows_of(str(file)), held_out=[]))["train"]
 
     rows = [{"prompt": f"{n:05}"} for n in range(2000)]
     changed = [[*rows[:n], {"prompt": "other"}, *rows[n + 1 :]] for n in (0, 1000, 1899, 1999)]
@@ -416,3 +413,32 @@ def test_a_row_that_is_a_list_is_refused_with_a_line_to_copy(tmp_path):
     file = json_lines(tmp_path / "rows.jsonl", ["[1]"])
     with pytest.raises(ValueError, match=r"line 1: not an object .* such as \{.question.: "):
         Rows(str(file))
+
+
+@pytest.mark.parametrize(
+    "reward, says",
+    [
+        (
+            "{_target_: tunix_lite.rewards.similarity.RougeL, field: no}",
+            "rewards.t: field=no, and an example has prompt",
+        ),
+        (
+            "{_target_: tunix_lite.rewards.groups.Diversity}",
+            "compares the completions of a group; set task.rewards.t.g",
+        ),
+        (
+            "{_target_: tunix_lite.rewards.text.Tags}, group: true",
+            "takes one completion; set task.rewards.t.group=false",
+        ),
+        ("{_target_: tunix_lite.rewards.groups.Diversity}, group: true", None),
+        ("{_target_: tunix_lite.rewards.similarity.RougeL, field: answer}", None),
+    ],
+)
+def test_a_reward_that_could_not_be_called_is_refused_before_anything_is_compiled(reward, says):
+    run = compose([f"+task.rewards.t={{fn: {reward}}}"])
+    examples = [{"prompt": "1"}, {"prompt": "2", "answer": "3"}]
+    if says is None:
+        check_fields(run, examples)
+        return
+    with pytest.raises(ValueError, match=says):
+        check_fields(run, examples)

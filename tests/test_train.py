@@ -737,12 +737,15 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
 # ---- a step once more
 
 
-def test_a_step_is_made_again_from_the_files_of_the_run(finished, capsys):
+def test_a_step_is_made_again_from_the_files_of_the_run(finished, capsys, monkeypatch):
     """Step 4 from checkpoint 2, to the bit on the same mesh; its gradient lies next to that of float64."""
     folder, _ = finished
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setattr("tunix_lite.runs.replay.QUIET", 0.0)
     done = replay_step(compose(SHORT), folder, 4, True, print)
-    assert "from checkpoint 2: 2 steps to make, which took the run" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "from checkpoint 2: 2 steps to make, which took the run" in said
+    assert "step 3 is made again, 1 to make" in said
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing there"
     not_repeated = ("eval/", "step", "train/num_tokens")  # the last counts from the beginning of the run
     logged = {k: v for k, v in without_time(lines(folder)[4]).items() if not k.startswith(not_repeated)}

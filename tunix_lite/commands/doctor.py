@@ -76,7 +76,7 @@ def as_lines(run: Evidence, findings: list[Finding]) -> list[str]:
         lines += [f"     {text}" for text in finding.evidence]
         lines += [f"     try {text}" for text in finding.overrides]
     if not findings:
-        lines.append("no finding: nothing in these files says that the run is not sound")
+        lines.append("no finding: these files show none of the faults that the doctor knows")
     return lines
 
 

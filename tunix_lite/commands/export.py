@@ -55,5 +55,5 @@ def export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
 
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{written.kind}: {size:,.1f} MB in {written.folder}")
-    print(f"read back: scores differ by {written.difference:.2g} of their size")
+    print(f"read back: scores differ by {written.difference:.2g} of their size, by rounding")
     print(written.serve)

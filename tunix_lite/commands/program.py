@@ -181,12 +181,13 @@ def explain(
         except HydraException:
             return _not_an_override(text, of)
 
-    # The first override whose option or key does not exist.
+    # The overrides whose option or key does not exist, all of them.
     chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
     known = _known_settings([*of, *chosen], of, config_name)
     if not known:
         return _unknown_config(config_name, more_conf) or str(error).replace("\n", " ")
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
+    wrong: list[str] = []
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
         is_added = text.startswith("+") and key not in groups
@@ -199,7 +200,9 @@ def explain(
         value = override.value() if key in groups else text.partition("=")[2]
         message = wrong_override(key, value, known, groups, folders)
         if message is not None:
-            return message
+            wrong.append(message)
+    if wrong:
+        return ". ".join(wrong)
     for text, override in parsed.items():
         if override.is_sweep_override():
             return f"{text}: {_sweep_or_list(override.get_key_element(), text)}"

@@ -132,7 +132,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
 
 
 def _say(text: str) -> None:
-    print(visible(text))
+    print(visible(text), flush=True)
 
 
 # ---- the settings of the run

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
 
+from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.commands.dry_run import look_at
 from tunix_lite.config import RunConfig, plain
@@ -117,7 +119,22 @@ def start(run: RunConfig, folder: Path) -> float | None:
         if sweep is not None and (reason := job.stopping.reason()):
             print(f"{reason}: the sweep starts no further run", flush=True)
             sys.exit(0)
+    if sweep is None and is_first() and sys.stdout.isatty():
+        print(next_command(folder), end="", flush=True)
     return last_accuracy(folder)
+
+
+def next_command(folder: Path) -> str:
+    """The line that says how to talk to what a run trained; "" where nothing was saved.
+
+    Example: `talk to it: tunix-lite chat outputs/tunix_lite/2026-11-22/18-20-38`.
+    """
+    if not Checkpoints(RunDir(folder).checkpoints).whole_steps():
+        return ""
+    here = Path.cwd()
+    place = folder.absolute()
+    near = place.relative_to(here) if place.is_relative_to(here) else place
+    return f"talk to it: tunix-lite chat {shlex.quote(str(near))}\n"
 
 
 def last_accuracy(folder: Path) -> float | None:

@@ -158,7 +158,7 @@ def _explain(
         return (
             f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
             f"`{download}` where there is a network and bring that cache here, or give "
-            f"{instead}"
+            f"{instead}{'' if kind == 'dataset' else '; tunix-lite plan needs no weights'}"
         )
     # A token that is refused, a hub out of order, a proxy that fails, a connection that breaks.
     return (

@@ -178,12 +178,21 @@ def find_target(text: str) -> Target:
 def _unknown(text: str) -> str:
     names = {platform: [h.name for h in TABLE if h.platform == platform] for platform in EXTRAS}
     examples = [f"{name}x8" for name in names["cuda"]] + [f"{name}-16" for name in names["tpu"]]
-    nearest = difflib.get_close_matches(text.strip().lower(), examples, n=1, cutoff=0.0)[0]
+    meant = _counted_in_front(text.strip().lower(), names["cuda"])
+    near = [meant] if meant else difflib.get_close_matches(text.strip().lower(), examples, n=1)
+    hint = f"did you mean {near[0]}? There are" if near else "there are"
     return (
-        f"{text!r} is no hardware that is known; {nearest} would do. There are "
-        f"{', '.join(names['cuda'])}, written "
-        f"like h100x8, and {', '.join(names['tpu'])}, written like v5e-16"
+        f"{text!r} is no hardware that is known; {hint} {', '.join(names['cuda'])}, "
+        "written like h100x8 (h100x16 is two nodes of eight), and "
+        f"{', '.join(names['tpu'])}, written like v5e-16"
     )
+
+
+def _counted_in_front(text: str, names: list[str]) -> str | None:
+    """2xh100x8, two nodes of eight, as h100x16, and 8xa100 as a100x8; None: it is nothing of the
+    kind."""
+    match = re.fullmatch(rf"([0-9]+)x({'|'.join(names)})(?:x([0-9]+))?", text)
+    return match and f"{match[2]}x{int(match[1]) * int(match[3] or 1)}"
 
 
 def slice_shapes(hardware: Hardware) -> dict[int, str]:

@@ -217,7 +217,12 @@ class ChoiceAnswer:
             return None
         text = undecorated(completion)
         apart = rf"\(({one})\)|(?<!\w)([{letters}])(?:\)|[.:](?=\s|$))"
-        alone = rf"(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+        # a letter before a small one may be an article, unless words say that it is meant
+        alone = (
+            rf"\b(?i:option|choice|answer)\s+([{letters}])(?![\w'])"
+            rf"|(?<![\w'])([{letters}])\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b"
+            rf"|(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+        )
         for pattern in (apart, alone):
             if matches := re.findall(pattern, text):
                 return "".join(matches[-1]).upper()

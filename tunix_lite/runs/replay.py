@@ -6,6 +6,7 @@ made them: data and random numbers are functions of seed and step. Nothing is wr
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,8 @@ from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 OF_THE_MACHINE = ("time", "perf", "memory", "eval")
 # and metrics that count from the first step of a run on
 COUNTED = ("train/num_tokens",)
+# seconds without a line while steps are made again
+QUIET = 10.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,12 @@ def replay_step(
         learner = build_learner(session)
         source_of = FreshExperience(session, learner)
         state = learner.state
+        said_at = time.monotonic()
         for number in range(began, step - 1):
             state = _next(learner, source_of, state, number)[0]
+            if time.monotonic() - said_at > QUIET:
+                said_at = time.monotonic()
+                say(f"step {number + 1} is made again, {step - 1 - number} to make")
 
         # The step itself. Its gradients come first: the update donates the state.
         experience = source_of.take(step - 1, learner.policy_params(state))

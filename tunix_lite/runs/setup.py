@@ -1,6 +1,7 @@
 """Before a run: every check that needs files or devices, and the summary shown at its start."""
 
 import contextlib
+import inspect
 import json
 import os
 import platform
@@ -207,7 +208,10 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
         learned = demonstration_fields(run.algorithm) if run.algorithm.needs_demonstrations else ()
         data = check_all_rows(task, learned == ("completion",), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
-        prompts = task.prompts([*task.held_out(run.evaluation.num_examples), *first])
+        held_out = task.held_out(run.evaluation.num_examples)
+        if held_out or not run.algorithm.needs_demonstrations:
+            check_fields(run, [*held_out, *first])
+        prompts = task.prompts([*held_out, *first])
         highest = max(max(prompt) for prompt in prompts)
         if highest >= vocab_size:
             raise ValueError(
@@ -233,6 +237,27 @@ def check_rewards(run: RunConfig) -> None:
             "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
             "task.reward=module.function"
         )
+
+
+def check_fields(run: RunConfig, examples: list[dict]) -> None:
+    """Raises ValueError if a reward of ours is to read a field that none of these examples has, or
+    gets one completion where it compares those of a group."""
+    for name, reward in run.task.rewards.items():
+        # the code of others may mean something else by these names
+        if not type(reward.fn).__module__.startswith("tunix_lite.rewards."):
+            continue
+        wanted = getattr(reward.fn, "field", None)
+        if isinstance(wanted, str) and not any(wanted in example for example in examples):
+            raise ValueError(
+                f"rewards.{name}: field={wanted}, and an example has "
+                f"{', '.join(map(str, examples[0]))}"
+            )
+        compares = "completions" in inspect.signature(reward.fn).parameters
+        if compares != reward.group:
+            what = "compares the completions of a group" if compares else "takes one completion"
+            raise ValueError(
+                f"rewards.{name} {what}; set task.rewards.{name}.group={str(compares).lower()}"
+            )
 
 
 def check_curriculum(run: RunConfig, task: Task) -> None:
