@@ -72,7 +72,7 @@ HELP = ("--help", "-h")
 class Setting:
     """A line of conf/.
 
-    Example: Setting("seed", "0", "of the data order and of all sampling; 0 or more").
+    Example: Setting("seed", "0", "Seed of the data order and of all sampling, 0 or more.").
     """
 
     key: str
