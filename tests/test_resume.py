@@ -40,6 +40,8 @@ class Quiet:
 
     def busy(self, text: str) -> None: ...
 
+    def begin_at(self, step: int) -> None: ...
+
 
 def live_bytes() -> int:
     """Of all buffers that are on the first device now; arrays that share one count once.
