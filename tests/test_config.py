@@ -39,8 +39,9 @@ from tunix_lite.config import (
 )
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
+from tunix_lite.files import imports
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.imports import import_named
+from tunix_lite.files.imports import import_named, looking_in_working_folder
 from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
@@ -280,7 +281,7 @@ def test_a_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
 
 
 def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_path, monkeypatch):
-    """The folder is not on the import path, as for `tunix-lite train`; `beside` is."""
+    """The folder is not on the import path, as for `tunix-lite chat`; `beside` is."""
     (tmp_path / "my_own_rewards.py").write_text("raise AssertionError('imported')\n")
     beside = tmp_path / "beside"
     beside.mkdir()
@@ -296,6 +297,42 @@ def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_pa
         with pytest.raises(ValueError, match=r"cannot import .*; ") as refused:
             import_named(path)
         assert str(refused.value).endswith(hint), path
+
+
+def test_programs_that_train_import_what_a_setting_names_in_the_working_folder_and_nothing_before(
+    tmp_path, monkeypatch
+):
+    """The folder comes last on the path, once a setting names a file of it: an installed module of the name wins."""
+    (tmp_path / "rewards_of_this_folder.py").write_text("def near(completion, example): return 1.0\n")
+    (tmp_path / "math.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "package_here").mkdir()
+    (tmp_path / "package_here" / "inside.py").write_text("def far(completion, example): return 0.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ValueError, match="put PYTHONPATH=. before the command"):
+        import_named("rewards_of_this_folder.near")
+    before = list(sys.path)
+
+    with looking_in_working_folder():
+        assert import_named("math.sqrt")(9) == 3
+        with pytest.raises(ValueError, match="Python looks in this folder, beside run_training.py and in"):
+            import_named("nowhere_at_all.f")
+        assert sys.path == before
+        assert import_named("rewards_of_this_folder.near")("", {}) == 1.0
+        assert import_named("package_here.inside.far")("", {}) == 0.0
+        assert sys.path == [*before, str(tmp_path)]
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_the_commands_that_call_rewards_look_in_the_working_folder(command, monkeypatch):
+    module = importlib.import_module(f"tunix_lite.commands.{command}")
+    looks = []
+    for program in ("main", "run_command"):
+        monkeypatch.setattr(module.program, program, lambda *_, **__: looks.append(imports._looks_here.get()))
+    if command == "train":
+        monkeypatch.setattr(module, "take_gpu_memory", lambda: None)
+    module.main()
+    assert looks == [True] and not imports._looks_here.get()
 
 
 def test_build_binds_functions_and_builds_classes():

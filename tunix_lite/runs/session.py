@@ -144,6 +144,8 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
     platform = parts.mesh.devices.flat[0].platform
     for line in toy_defaults(run, num_params, model.lora is None, platform):
         console.say(f"hint: {line}", style="yellow")
+    if parts.failing:
+        console.say(f"warning: {parts.failing}, made up before the run", style="yellow")
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:

@@ -32,6 +32,7 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Task
+from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 
@@ -64,6 +65,8 @@ class Parts:
     damaged: str = ""
     # models of the algorithm that score, by name, such as a teacher
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
+    # text: rewards that fail on made-up completions, where the settings let the run go on
+    failing: str = ""
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
@@ -87,13 +90,13 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     """The parts of a run that will write to this folder, and every check that needs files or
     devices. Raises ConfigError.
 
-    found: what `find_parts` gave for the same run, where this process has called it already, as the
-    check before Hydra makes a folder does. Loads no weights and makes no folder. It does compile
-    small programs where attention tries cuDNN (NVIDIA), downloads the files of a hub model after
-    everything else has been found right, and writes and removes a small file in a folder that is
-    there, to see whether it can be written.
+    found: what this gave for the same run, where this process has called it already, as the check
+    before Hydra makes a folder does. Loads no weights and makes no folder. It calls plain functions
+    among the user's rewards, compiles small programs where attention tries cuDNN (NVIDIA),
+    downloads the files of a hub model after everything else has been found right, and writes and
+    removes a small file in a folder that is there, to see whether it can be written.
     """
-    parts = find_parts(run) if found is None else found
+    parts = with_rewards_tried(find_parts(run)) if found is None else found
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -105,6 +108,28 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     with error_context("resume"):
         reference = find_reference(run, parts.model, run_dir, parts.resume_from)
     return replace(parts, reference=reference)
+
+
+def with_rewards_tried(parts: Parts) -> Parts:
+    """The parts, after the first process has called the user's rewards on made-up completions of
+    an example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
+    run = parts.resolved.run
+    samples = not run.algorithm.needs_demonstrations
+    if jax.process_index() or not (samples or run.evaluation.num_examples):
+        return parts
+    if samples:
+        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0][0]
+    else:
+        example = parts.task.held_out(1)[0]
+    group = getattr(run.algorithm, "num_generations", 1)
+    failing = failing_functions(run.task, example, group, run.rewards)
+    if failing and run.rewards.on_error == "raise":
+        with error_context("task"):
+            raise ValueError(
+                f"{failing}, made up before the run; rewards.on_error=zero or drop continues "
+                "without it"
+            )
+    return replace(parts, failing=failing)
 
 
 def check_trackers(run: RunConfig) -> None:
