@@ -22,7 +22,7 @@ COMPLETIONS = (
     "<think>\n3 + 4 = 7\n</think>\n<answer>7</answer>\nThe answer is \\boxed{7}.\n#### 7",
 )
 # until the calls must have ended; a function that is not done by then is not judged
-SECONDS = 10.0
+SECONDS = 5.0
 # how a call may have failed for good; one that takes long may take less the next time
 FOR_GOOD = ("error", "not_number", "crash")
 
