@@ -76,7 +76,8 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
 
 def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
     """A live region, and above it samples as they come."""
-    board = Dashboard(followed.max_steps(), is_here=False)
+    every = followed.evaluates_every()
+    board = Dashboard(followed.max_steps(), is_here=False, evaluates_every=every)
     since = time.monotonic()
 
     rewrapped = Rewrapped(terminal)

@@ -190,6 +190,7 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
         quiet=not run_dir.is_first,
         mode=run.tracking.console,
         hides_noise=run_dir.is_first and jax.process_count() == 1,
+        evaluates_every=run.evaluation.interval_steps,
     )
     with contextlib.ExitStack() as at_end:
         at_end.push(closed_at_end(console.close))
