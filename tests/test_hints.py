@@ -122,9 +122,9 @@ def test_a_value_that_a_run_refuses_is_never_offered():
 
 
 def test_the_chosen_algorithm_decides_what_a_word_means_and_a_negative_number_is_a_value():
-    assert offered(by_the_program("--beta 0.1 algorithm=dpo".split())) == "algorithm.beta=0.1"
-    assert offered(by_the_program("--beta 0.1".split())) == "algorithm.kl_coef=0.1"
-    assert offered(by_the_program("--top_k -1 --seed 3".split())) == "generation.top_k=0 seed=3"
+    assert offered(by_the_program(["--beta", "0.1", "algorithm=dpo"])) == "algorithm.beta=0.1"
+    assert offered(by_the_program(["--beta", "0.1"])) == "algorithm.kl_coef=0.1"
+    assert offered(by_the_program(["--top_k", "-1", "--seed", "3"])) == "generation.top_k=0 seed=3"
     assert offered(by_the_program(["ici_tensor_parallelism=-1"])) == "model.mesh_shape=[[1,-1],[fsdp,tp]]"
 
 

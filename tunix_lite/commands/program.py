@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -192,6 +193,9 @@ def explain(
     wrong: list[str] = []
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
+        if text.startswith("+") and key in groups and "Multiple values" in str(error):
+            # Hydra takes a + for a group that the defaults list does not have.
+            return f"{text}: write it without the +: {text.lstrip('+')}"
         is_added = text.startswith("+") and key not in groups
         if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
             return (
@@ -354,6 +358,10 @@ def main(
     # The check has shown what the run would be, and Hydra would make its folder.
     if checked and all(run.runtime.dry_run for _, run in checked):
         return
+
+    if {"--info", "-i"} & set(sys.argv[1:]):
+        # Hydra prints by a handler of its own, beside that which absl made when it was imported.
+        logging.getLogger().handlers.clear()
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(settings: DictConfig) -> object:
