@@ -58,7 +58,7 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
     if hint is not None:
-        link = "; here it is" if hint.overrides else ":"
+        link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
     near = nearest_settings(key, known)
     if near:
