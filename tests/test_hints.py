@@ -59,10 +59,10 @@ def answer(typed: str) -> str:
 
 def offered(message: str) -> str:
     """The overrides that a message says to write, as one reads them; "" if it says none."""
-    found = re.search(r"(?:here it is|dashes:|write it as|did you mean) (.*)", message)
+    found = re.search(r"(?:; write it as|write it as|; write|dashes:|did you mean) (.*)", message)
     if not found:
         return ""
-    text = re.split(r"(?<=[^,]) \((?!q\|)|; (?![^{]*\})", found[1])[0].strip().rstrip("?")
+    text = re.split(r"(?<=[^,]) \((?!q\|)|; (?![^{]*\})|\? There is ", found[1])[0].strip().rstrip("?")
     if "did you mean" in message and "=" not in text:
         return text.strip("'")
     return " ".join(shlex.split(text))
@@ -229,8 +229,8 @@ def test_families_of_names_are_explained_and_never_translated():
     "words, message",
     [
         (["--learning_rate", "1e-5"], "optimizer.learning_rate=1e-5"),
-        (["model=org/name"], "here it is model.weights=org/name"),
-        (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "here it is optimizer.learning_rate=1"),
+        (["model=org/name"], "did you mean model.weights=org/name"),
+        (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "write optimizer.learning_rate=1"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "+seed.x=1"], "seed"),
         (["--config-dir", "{tmp}", "--config-name", "min"], "--config-name=min: there is no min.yaml in "),
     ],

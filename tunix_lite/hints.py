@@ -83,7 +83,7 @@ def unknown_key(
     hint = translated(key, value, known)
     if hint is not None:
         hint = hint.checked(refusal)
-        link = "; here it is" if hint.overrides else ":"
+        link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
     near = nearest_settings(key, known)
     if near:

@@ -190,17 +190,21 @@ def check_values(overrides: Iterable[str]) -> None:
     for text in overrides:
         key, _, value = text.partition("=")
         if (hint := foreign_value(key, value)) is not None:
-            raise ConfigError(f"{text}: there is no such value; here it is {hint}")
+            raise ConfigError(f"{text}: there is no such value; write {hint}")
 
 
 def unknown_option(group: str, value: object, folders: Iterable[Path]) -> str:
     """The message for an option that a group does not have."""
     options = options_of(group, folders)
-    text = f"{group}={value}: there is no such {group}; there is {', '.join(options)}"
+    text = f"{group}={value}: there is no such {group}; "
+    there = f"there is {', '.join(options)}"
     hint = option_meant(group, str(value), folders)
     if hint is None:
-        return text
-    return f"{text}; here it is {hint}" if hint.overrides else f"{text}; {hint.note}"
+        return text + there
+    # The hint comes first: some groups have thirty options.
+    if hint.overrides:
+        return f"{text}did you mean {hint}? T{there[1:]}"
+    return f"{text}{hint.note}; {there}"
 
 
 def misspelt_group(key: str, value: object, groups: list[str]) -> str | None:

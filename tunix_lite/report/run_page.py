@@ -203,7 +203,7 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
         return
     steps = [m.step for m in measured] if len(measured) > 1 else _evaluated_steps(run)
     heads = ["score", f"step {steps[0]}", f"step {steps[-1]}", "change", "95 % of the change"]
-    heads += ["better, worse", "p"]
+    heads += ["higher, lower", "p"]
     rows = []
     for score in scores:
         is_share = score.name != "reward"

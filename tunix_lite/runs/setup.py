@@ -24,6 +24,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
+from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
@@ -423,7 +424,7 @@ def startup_summary(
     """The title and the rows, (name, text) each, of the panel at the start of a run."""
     # The machine.
     device = parts.mesh.devices.flat[0]
-    kind = f"{device.device_kind} ({device.platform})"
+    kind = device_name(device.device_kind, device.platform)
     axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
     rows = [
         ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
