@@ -234,7 +234,7 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; it is as http"),
+        ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
         ({"base_url": "localhost:8000"}, "base_url="),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
         ({"pattern": "Score"}, "has no group"),
