@@ -205,8 +205,8 @@ def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
     with pytest.raises(ValueError) as caught:
         find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text})
     assert str(caught.value) == (
-        f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes and "
-        "launch.process_id, or MASTER_ADDR says where process 0 is"
+        f"SLURM_STEP_NODELIST={text!r} is not understood: give launch.coordinator=HOST:PORT with launch.num_processes "
+        "and launch.process_id, or set MASTER_ADDR to the host of process 0"
     )
     assert find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith(
         "b:"

@@ -264,6 +264,8 @@ def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
     prompt = "prompt: '{completion}'"
     fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
     asks = [f"+task.rewards.judge={{fn: {fn}}}"]
-    with pytest.raises(ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; raise"):
+    with pytest.raises(
+        ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; set rewards.timeout above 19.5"
+    ):
         compose(asks)
     compose([*asks, "rewards.timeout=20"])
