@@ -458,7 +458,8 @@ def startup_summary(
     if parts.resume_from is not None:
         steps += f", from the checkpoint in {parts.resume_from}"
     rows.append(("optimizer", steps))
-    viewer = "  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""
+    all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
+    viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
 
     algorithm = type(run.algorithm).__name__

@@ -129,7 +129,9 @@ class Watch:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
-        console.say(str(self.throughput))
+        # Nobody asks a CPU for it.
+        if self.session.parts.mesh.devices.flat[0].platform != "cpu":
+            console.say(str(self.throughput))
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
