@@ -142,8 +142,7 @@ def export(
         )
     if source.family is None:
         raise ConfigError(
-            "model.family: choose the family whose tensor names are written: "
-            + ", ".join(families.FAMILIES)
+            f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
     if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
         written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
