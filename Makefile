@@ -1,4 +1,4 @@
-# make train | test | test-all | docs | lint | bench | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | test | test-all | docs | lint | gate | bench | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -32,7 +32,7 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test wide test-all docs lint bench soak
+.PHONY: help install train test wide test-all docs lint gate bench soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
@@ -41,6 +41,7 @@ help:
 	@echo 'make test-all run both'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
+	@echo 'make gate     count FLOPs, bytes, kernels and more of tiny programs; more than benchmarks/gate.json has is an error'
 	@echo 'make bench    time one GRPO step'
 	@echo 'make soak     an hour of kills and signals, after which a run must be the same to the bit'
 	@echo 'make install  only make $(VENV) and install the package into it'
@@ -67,6 +68,9 @@ docs: $(STAMP)-docs
 lint: $(STAMP)-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
+
+gate: $(STAMP)
+	$(VENV)/bin/python benchmarks/gate.py $(ARGS)
 
 soak: $(STAMP)-test $(DEVICE)
 	$(VENV)/bin/python tests/soak.py --minutes 60 $(ARGS)

@@ -39,8 +39,9 @@ from tunix_lite.config import (
 )
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.errors import ConfigError
+from tunix_lite.files import imports
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.imports import import_named
+from tunix_lite.files.imports import import_named, looking_in_working_folder
 from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import FAMILIES
@@ -228,13 +229,13 @@ def test_algorithms_are_one_yaml_file_each():
         (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: a list has brackets: 'model.mesh_shape=[[2,2],[fsdp,tp]]'; without them it is a sweep, which needs --multirun"),
         (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected list, got 4"),
-        (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is cispo, dapo, "),
+        (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; did you mean algorithm=grpo? There is cispo, dapo, "),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
         (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
         (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16 or bf16_params"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
-        (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; here it is algorithm.advantages.eps=1"),
+        (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; write algorithm.advantages.eps=1"),
         (["training.max_steps=[1"], "training.max_steps=[1: cannot be read as an override"),
         (["model=random", "model.architecture.num_layers=2", "hydra.run.dir=a{}b"], "hydra.run.dir=a{}b: cannot be read"),
         (["model=random", "model.architecture.num_layers=2", "training.max_step=4"], "did you mean 'training.max_steps'?"),
@@ -246,7 +247,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: sampling takes one token at a time"),
         (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
         (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
-        (["training.attention=flash"], "training.attention=flash: there is no such value; here it is training.attention=auto"),
+        (["training.attention=flash"], "training.attention=flash: there is no such value; write training.attention=auto"),
         (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
         (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is of packed rows, and packing is none"),
         (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
@@ -267,7 +268,7 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
     assert compose(["task=mine"], str(tmp_path)).task == compose([]).task
     with pytest.raises(ConfigError, match="did you mean 'training.max_steps'"):
         compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
-    with pytest.raises(ConfigError, match="there is arithmetic, .*mine"):
+    with pytest.raises(ConfigError, match=r"did you mean task=mine\? There is arithmetic, .*mine"):
         compose(["task=mien"], str(tmp_path))
 
 
@@ -280,7 +281,7 @@ def test_a_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
 
 
 def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_path, monkeypatch):
-    """The folder is not on the import path, as for `tunix-lite train`; `beside` is."""
+    """The folder is not on the import path, as for `tunix-lite chat`; `beside` is."""
     (tmp_path / "my_own_rewards.py").write_text("raise AssertionError('imported')\n")
     beside = tmp_path / "beside"
     beside.mkdir()
@@ -296,6 +297,48 @@ def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_pa
         with pytest.raises(ValueError, match=r"cannot import .*; ") as refused:
             import_named(path)
         assert str(refused.value).endswith(hint), path
+
+
+def test_programs_that_train_import_what_a_setting_names_in_the_working_folder_and_nothing_before(
+    tmp_path, monkeypatch
+):
+    """The folder comes last on the path, once a setting names a file of it: an installed module of the name wins."""
+    (tmp_path / "rewards_of_this_folder.py").write_text("def near(completion, example): return 1.0\n")
+    (tmp_path / "math.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "package_here").mkdir()
+    (tmp_path / "package_here" / "inside.py").write_text("def far(completion, example): return 0.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ValueError, match="put PYTHONPATH=. before the command"):
+        import_named("rewards_of_this_folder.near")
+    before = list(sys.path)
+
+    with looking_in_working_folder():
+        assert import_named("math.sqrt")(9) == 3
+        with pytest.raises(ValueError, match="Python looks in this folder, beside run_training.py and in"):
+            import_named("nowhere_at_all.f")
+        assert sys.path == before
+        assert import_named("rewards_of_this_folder.near")("", {}) == 1.0
+        assert import_named("package_here.inside.far")("", {}) == 0.0
+        assert sys.path == [*before, str(tmp_path)]
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_the_commands_that_call_rewards_look_in_the_working_folder(command, monkeypatch):
+    module = importlib.import_module(f"tunix_lite.commands.{command}")
+    looks = []
+    for program in ("main", "run_command"):
+        monkeypatch.setattr(module.program, program, lambda *_, **__: looks.append(imports._looks_here.get()))
+    if command == "train":
+        monkeypatch.setattr(module, "take_gpu_memory", lambda: None)
+    module.main()
+    assert looks == [True] and not imports._looks_here.get()
+
+
+def test_a_replay_without_a_step_names_the_folder_that_was_typed():
+    for folder, shown in (("outputs/my run", "'outputs/my run'"), (None, "outputs/latest")):
+        with pytest.raises(ValueError, match=f"tunix-lite replay {shown} step=12; or skipped=12 for an update"):
+            Replay(checkpoint=folder)
 
 
 def test_build_binds_functions_and_builds_classes():

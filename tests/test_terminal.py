@@ -119,6 +119,20 @@ def test_what_takes_long_has_a_running_clock():
     assert "compiling" not in board.headline()
 
 
+def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
+    """Steps of 2 s and evaluations of 30 s at steps 0, 5, 10, 15 and 18: the mean of all that was would be wrong."""
+    now = [0.0]
+    board = Dashboard(18, clock=lambda: now[0], evaluates_every=5)
+    board.log(0, {"time/eval": 40.0})
+    left = {}
+    for step in range(1, 19):
+        now[0] += 2.0 + (30.0 if step in (5, 10, 15, 18) else 0.0)
+        board.log(step, {"time/step": 2.0} | ({"time/eval": 30.0} if step in (5, 10, 15, 18) else {}))
+        left[step] = board.seconds_left()
+    assert left[1] is None and left[2] == 16 * 2 + 4 * 40
+    assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
+
+
 def test_a_run_that_goes_on_shows_the_step_that_it_goes_on_from(tmp_path):
     """It said `step 0/60 0% | compiling the update` for half a minute after `resumed from step 24`."""
     console = Console(tmp_path / "train.log", max_steps=60, stream=io.StringIO())

@@ -567,7 +567,13 @@ def _build_dataclass(kind: type, values: Any, where: str) -> Any:
     _refuse_unknown(values, [field.name for field in fields], where)
     missing = [field.name for field in fields if _is_required(field) and field.name not in values]
     if missing:
-        raise ConfigError(f"{where or 'config'}: missing {', '.join(missing)}")
+        names = ", ".join(missing)
+        if where:
+            raise ConfigError(f"{where}: missing {names}")
+        raise ConfigError(
+            f"config: missing {names}; a file for --config-name begins with "
+            "`defaults: [config, _self_]`"
+        )
 
     hints = get_type_hints(kind)
     with error_context(where):

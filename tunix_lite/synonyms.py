@@ -853,8 +853,9 @@ RUNS = (
     no_word(
         "an evaluation stands before the first update, unless evaluation.num_examples=0",
         verl="val_before_train",
-        TRL="eval_on_start do_eval do_train",
+        TRL="eval_on_start do_eval",
     ),
+    no_word("a run always trains; tunix-lite evaluate only evaluates", TRL="do_train"),
     # Beside the greedy completion, which is always made.
     word("evaluation.num_samples={}", verl="val_kwargs.n", TRL="num_generations_eval"),
     word("evaluation.temperature={}", verl="val_kwargs.temperature", MaxText="eval_temperature"),
@@ -936,6 +937,7 @@ DEVICES = (
     # Sampling has no mesh of its own.
     word(
         TP,
+        values={"-1": "model.mesh_shape=[[1,-1],[fsdp,tp]]"},
         note="one mesh trains and samples",
         TRL="vllm_tensor_parallel_size",
         verl="tensor_model_parallel_size",
@@ -1048,6 +1050,7 @@ WORDS = (
 # Whole families of settings that have no equivalent: how their names begin, and why.
 FAMILIES = {
     "critic.": "there is no critic: an advantage compares the completions of a prompt",
+    "profiler_options.": "training.profile_communication=true writes a trace of three steps",
     "critic_": "there is no critic: an advantage compares the completions of a prompt",
     "reward_model.": "rewards are functions; a model that judges is one of them, task.rewards",
     "vllm_": "completions are drawn by the program and the weights that train; there is no vLLM",

@@ -33,6 +33,7 @@ from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.evaluation import report
 from tunix_lite.evaluation.statistics import Estimate
+from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
@@ -104,7 +105,7 @@ class EvaluateConfig(WhichWeights):
 
 
 def main() -> None:
-    with exit_at_once_on_failure():
+    with looking_in_working_folder(), exit_at_once_on_failure():
         program.run_command(
             "evaluate",
             EvaluateConfig,

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import re
+import shlex
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -96,11 +97,17 @@ class Replay:
     def __post_init__(self):
         if self.checkpoint is None or (self.skipped is None and self.step is None):
             raise ValueError(
-                "give the folder of a run, and a step of it: tunix-lite replay outputs/latest "
-                "step=12; or skipped=12, an update that it did not make"
+                "give the folder of a run and one of its steps: tunix-lite replay "
+                f"{shown_folder(self.checkpoint)} step=12; or skipped=12 for an update that the "
+                "run skipped"
             )
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+
+
+def shown_folder(folder: str | None) -> str:
+    """The folder as a command line has it; without one, that of the newest run."""
+    return "outputs/latest" if folder is None else visible(shlex.quote(folder))
 
 
 # settings of the command itself

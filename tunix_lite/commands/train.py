@@ -29,6 +29,7 @@ from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folde
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.models.source import weights_digest
 from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
@@ -47,7 +48,7 @@ SWEEPS: list[Path] = []
 
 def main() -> None:
     take_gpu_memory()
-    with exit_at_once_on_failure():
+    with looking_in_working_folder(), exit_at_once_on_failure():
         try:
             program.main(start, check)
         finally:

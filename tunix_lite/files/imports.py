@@ -4,6 +4,7 @@ allowed beforehand: importing a module runs it."""
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Set
 from contextvars import ContextVar
@@ -14,6 +15,23 @@ from tunix_lite.plain_text import shown
 
 # what may be imported, and what to say of anything else; None: the settings are the user's own
 _allowed: ContextVar[tuple[Set[str], str] | None] = ContextVar("allowed", default=None)
+# whether a file in the working folder may be imported, where a setting names it
+_looks_here: ContextVar[bool] = ContextVar("looks_here", default=False)
+
+
+@contextlib.contextmanager
+def looking_in_working_folder() -> Iterator[None]:
+    """Inside, settings may name modules of the working folder, too.
+
+    The folder comes last on the import path, and only once a setting names a module that is there
+    and that Python has nowhere else. Until then nothing in it can be imported, so that a folder of
+    somebody else cannot stand in for an optional package that is not installed.
+    """
+    token = _looks_here.set(True)
+    try:
+        yield
+    finally:
+        _looks_here.reset(token)
 
 
 @contextlib.contextmanager
@@ -41,11 +59,24 @@ def import_named(path: str) -> Any:
         raise ValueError(
             f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
         )
+    if _looks_here.get():
+        _add_working_folder(module.partition(".")[0])
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         hint = _hint(error, module, name)
         raise ValueError(f"cannot import {path!r} ({error}){hint}") from error
+
+
+def _add_working_folder(top: str) -> None:
+    """Puts the working folder last on the import path if `top` is a module of it alone."""
+    here = Path.cwd()
+    is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
+    if not is_here or top in sys.modules or str(here) in sys.path:
+        return
+    if importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
 
 
 def _hint(error: Exception, module: str, name: str) -> str:
@@ -61,7 +92,10 @@ def _hint(error: Exception, module: str, name: str) -> str:
             return "; Python does not look in this folder: put PYTHONPATH=. before the command"
         near = difflib.get_close_matches(top, here, n=1)
         if not near:
-            return "; Python looks beside run_training.py and in the folders of PYTHONPATH"
+            here_too = "in this folder, " if _looks_here.get() else ""
+            return (
+                f"; Python looks {here_too}beside run_training.py and in the folders of PYTHONPATH"
+            )
     elif isinstance(error, AttributeError) and module in sys.modules:
         near = difflib.get_close_matches(name, dir(sys.modules[module]), n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from tunix_lite.files.addresses import NO_ADDRESSES, is_address
 from tunix_lite.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
@@ -185,8 +186,11 @@ def check_only_files(folder: Path) -> None:
 def as_path(name: str | Path) -> Path:
     """The path that a setting names, with ~ filled in.
 
-    Raises ValueError for one that cannot exist: it names no user, or is too long.
+    Raises ValueError for one that cannot exist: it names no user, or is too long; and for an
+    address such as gs://bucket/run.
     """
+    if is_address(str(name)):
+        raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
     try:
         path = Path(name).expanduser()
         path.exists()

@@ -144,6 +144,8 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
     platform = parts.mesh.devices.flat[0].platform
     for line in toy_defaults(run, num_params, model.lora is None, platform):
         console.say(f"hint: {line}", style="yellow")
+    if parts.failing:
+        console.say(f"warning: {parts.failing}, made up before the run", style="yellow")
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
@@ -188,6 +190,7 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
         quiet=not run_dir.is_first,
         mode=run.tracking.console,
         hides_noise=run_dir.is_first and jax.process_count() == 1,
+        evaluates_every=run.evaluation.interval_steps,
     )
     with contextlib.ExitStack() as at_end:
         at_end.push(closed_at_end(console.close))

@@ -24,6 +24,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
+from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
@@ -32,6 +33,7 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Task
+from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 
@@ -64,6 +66,8 @@ class Parts:
     damaged: str = ""
     # models of the algorithm that score, by name, such as a teacher
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
+    # text: rewards that fail on made-up completions, where the settings let the run go on
+    failing: str = ""
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
@@ -87,13 +91,13 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     """The parts of a run that will write to this folder, and every check that needs files or
     devices. Raises ConfigError.
 
-    found: what `find_parts` gave for the same run, where this process has called it already, as the
-    check before Hydra makes a folder does. Loads no weights and makes no folder. It does compile
-    small programs where attention tries cuDNN (NVIDIA), downloads the files of a hub model after
-    everything else has been found right, and writes and removes a small file in a folder that is
-    there, to see whether it can be written.
+    found: what this gave for the same run, where this process has called it already, as the check
+    before Hydra makes a folder does. Loads no weights and makes no folder. It calls plain functions
+    among the user's rewards, compiles small programs where attention tries cuDNN (NVIDIA),
+    downloads the files of a hub model after everything else has been found right, and writes and
+    removes a small file in a folder that is there, to see whether it can be written.
     """
-    parts = find_parts(run) if found is None else found
+    parts = with_rewards_tried(find_parts(run)) if found is None else found
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -105,6 +109,28 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     with error_context("resume"):
         reference = find_reference(run, parts.model, run_dir, parts.resume_from)
     return replace(parts, reference=reference)
+
+
+def with_rewards_tried(parts: Parts) -> Parts:
+    """The parts, after the first process has called the user's rewards on made-up completions of
+    an example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
+    run = parts.resolved.run
+    samples = not run.algorithm.needs_demonstrations
+    if jax.process_index() or not (samples or run.evaluation.num_examples):
+        return parts
+    if samples:
+        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0][0]
+    else:
+        example = parts.task.held_out(1)[0]
+    group = getattr(run.algorithm, "num_generations", 1)
+    failing = failing_functions(run.task, example, group, run.rewards)
+    if failing and run.rewards.on_error == "raise":
+        with error_context("task"):
+            raise ValueError(
+                f"{failing}, made up before the run; rewards.on_error=zero or drop continues "
+                "without it"
+            )
+    return replace(parts, failing=failing)
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -398,7 +424,7 @@ def startup_summary(
     """The title and the rows, (name, text) each, of the panel at the start of a run."""
     # The machine.
     device = parts.mesh.devices.flat[0]
-    kind = f"{device.device_kind} ({device.platform})"
+    kind = device_name(device.device_kind, device.platform)
     axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
     rows = [
         ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
@@ -432,7 +458,8 @@ def startup_summary(
     if parts.resume_from is not None:
         steps += f", from the checkpoint in {parts.resume_from}"
     rows.append(("optimizer", steps))
-    viewer = "  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""
+    all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
+    viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
 
     algorithm = type(run.algorithm).__name__

@@ -86,11 +86,13 @@ class Console:
         quiet: bool = False,
         mode: str = "auto",
         hides_noise: bool = False,
+        evaluates_every: int = 0,
     ):
         """log_file: lines are appended to it. every: steps between two lines in a pipe. stream: the
         screen; None: standard output. quiet: print nothing; of several processes only the first
         prints. mode: tracking.console. hides_noise: what compiled code prints to standard error
-        while there is a live region goes to the log. Raises OSError.
+        while there is a live region goes to the log. evaluates_every: as of a Dashboard. Raises
+        OSError.
         """
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
@@ -101,12 +103,9 @@ class Console:
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
         self._rewrapped = Rewrapped(self._terminal)
-        self._board = Dashboard(max_steps)
+        self._board = Dashboard(max_steps, time.perf_counter, evaluates_every=evaluates_every)
         self._max_steps = max_steps
         self._every = every
-        # the clock at the end of the first step, and that step
-        self._began: float | None = None
-        self._first_step = 0
 
     # ---- the start
 
@@ -158,28 +157,15 @@ class Console:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
-        line = self.line(step, metrics)
-        # The first step compiles, so the pace is measured from its end.
-        if self._began is None and "time/step" in metrics:
-            self._began = time.perf_counter()
-            self._first_step = step
-
-        self._write(line)
         self._board.log(step, metrics)
+        line = step_line(step, self._max_steps, metrics, self._board.seconds_left())
+        self._write(line)
         if self._is_live:
             self._show()
             if "eval/accuracy" in metrics:
                 self._print(line)
         elif step % self._every == 0 or step == self._max_steps or "eval/accuracy" in metrics:
             self._print(line)
-
-    def line(self, step: int, metrics: Metrics) -> str:
-        """`step 12/120 10% | eta 2m | reward 0.41 | ...`, with the pace since the first step."""
-        seconds_left = None
-        if self._began is not None and step > self._first_step:
-            pace = (time.perf_counter() - self._began) / (step - self._first_step)
-            seconds_left = pace * (self._max_steps - step)
-        return step_line(step, self._max_steps, metrics, seconds_left)
 
     def samples(self, step: int, rows: list[dict], all_rows: Sequence[dict] = ()) -> None:
         """Prints completions, each with its extracted answer, marked right or wrong.

@@ -83,10 +83,13 @@ class Dashboard:
         max_steps: int | None,
         clock: Callable[[], float] = time.monotonic,
         is_here: bool = True,
+        evaluates_every: int = 0,
     ):
         """max_steps: None: not known. clock: seconds, from any start. is_here: the run logs each
-        step as it makes it; False: from files, so the time left is by the seconds of its steps."""
+        step as it makes it; False: from files, so the time left is by the seconds of its steps.
+        evaluates_every: steps between two evaluations; 0: there is one at the end, or none."""
         self.max_steps = max_steps
+        self._evaluates_every = evaluates_every
         self.step = 0
         self._clock = clock
         self._is_here = is_here
@@ -96,6 +99,9 @@ class Dashboard:
         self._busy: tuple[str, float] | None = None
         # the clock at the end of the first step, which compiles, and that step
         self._began: tuple[float, int] | None = None
+        # seconds of all evaluations since then, and of the last one
+        self._evaluating = 0.0
+        self._last_evaluation = 0.0
 
     def busy(self, text: str, since: float | None = None) -> None:
         """What is done now, with a clock until the next step. since: by the clock; None: now."""
@@ -105,12 +111,17 @@ class Dashboard:
         """Takes the metrics of a step; what is no finite number is left out."""
         self.step = step
         self._busy = None
-        if self._began is None and "time/step" in metrics:
+        has_begun = self._began is not None
+        if not has_begun and "time/step" in metrics:
             self._began = (self._clock(), step)
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 self._course.setdefault(name, deque(maxlen=KEPT)).append((step, float(value)))
                 self._keep_best(name, step, float(value))
+        if course := self._course.get("time/eval"):
+            step_of_last, self._last_evaluation = course[-1]
+            if step_of_last == step and has_begun:
+                self._evaluating += self._last_evaluation
 
     def _keep_best(self, name: str, step: int, value: float) -> None:
         for better, sign in (("up", 1), ("down", -1)):
@@ -119,14 +130,26 @@ class Dashboard:
                 self._best[name, better] = (step, value)
 
     def seconds_left(self) -> float | None:
-        """By the pace since the first step, which compiles; None: not known yet."""
+        """By the pace since the first step, which compiles, and the evaluations that are still to
+        come, each as long as the last one; None: not known yet."""
         if self._began is None or self.max_steps is None or self.step <= self._began[1]:
             return None
-        if not self._is_here:
-            seconds = [value for _, value in list(self._course["time/step"])[1:]]
-            return sum(seconds) / len(seconds) * (self.max_steps - self.step)
-        pace = (self._clock() - self._began[0]) / (self.step - self._began[1])
-        return pace * (self.max_steps - self.step)
+        if self._is_here:
+            seconds = self._clock() - self._began[0] - self._evaluating
+            pace = max(seconds, 0.0) / (self.step - self._began[1])
+        else:
+            steps = [value for _, value in list(self._course["time/step"])[1:]]
+            pace = sum(steps) / len(steps)
+        evaluating = self._evaluations_left() * self._last_evaluation
+        return pace * (self.max_steps - self.step) + evaluating
+
+    def _evaluations_left(self) -> int:
+        """How many are still to come: every so many steps, and after the last one."""
+        if self.step >= self.max_steps:
+            return 0
+        every = self._evaluates_every
+        before_last = (self.max_steps - 1) // every - self.step // every if every else 0
+        return before_last + 1
 
     # ---- drawing
 

@@ -79,12 +79,19 @@ class FollowedRun:
 
     def max_steps(self) -> int | None:
         """training.max_steps of the run; None where its settings cannot be read."""
+        return self._steps("training", "max_steps")
+
+    def evaluates_every(self) -> int:
+        """evaluation.interval_steps of the run; 0 where its settings cannot be read."""
+        return self._steps("evaluation", "interval_steps") or 0
+
+    def _steps(self, group: str, name: str) -> int | None:
         try:
             settings = read_yaml(self.run_dir.path / ".hydra" / "config.yaml", MOST_LINE)
         except ValueError:
             return None
-        training = settings.get("training")
-        steps = training.get("max_steps") if isinstance(training, dict) else None
+        found = settings.get(group)
+        steps = found.get(name) if isinstance(found, dict) else None
         return steps if type(steps) is int and 0 < steps < MOST_STEPS else None
 
     def new_samples(self) -> tuple[int, list[dict]] | None:

@@ -1,0 +1,86 @@
+"""Calls the rewards of a user once before a run compiles anything: what fails on every completion
+is found in a second, not after the first rollout.
+
+Only plain functions outside of this package are called. Objects, such as a judge or a sandbox for
+code, may talk to a server or keep something between two calls. The calls are made in a process of
+their own, which ends with them, so what a function keeps in its module is not there later.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+
+from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig, check_portable
+from tunix_lite.tasks.task import TaskConfig
+
+# The second one has the marks that rewards look for. A function that fails on both fails on all.
+COMPLETIONS = (
+    "I think that the answer is 7.",
+    "<think>\n3 + 4 = 7\n</think>\n<answer>7</answer>\nThe answer is \\boxed{7}.\n#### 7",
+)
+# until the calls must have ended; a function that is not done by then is not judged
+SECONDS = 5.0
+# how a call may have failed for good; one that takes long may take less the next time
+FOR_GOOD = ("error", "not_number", "crash")
+
+
+def failing_functions(
+    config: TaskConfig, example: dict, group: int, settings: RewardsConfig
+) -> str:
+    """Which of the user's functions fail on made-up completions of this example, in words; "" if
+    none does, or if none could be called.
+
+    group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
+
+    Example: `reward 'near' failed with KeyError: 'anser' (my_rewards.py, line 3) for the completion
+    'I think that the answer is 7.'`.
+    """
+    called = _functions_to_try(config)
+    if not called:
+        return ""
+    limit = min(settings.timeout, SECONDS)
+    own = replace(settings, on_error="zero", workers=1, timeout=limit)
+    texts = [CompletionText(text, len(text.split())) for text in COMPLETIONS]
+    groups = set(config.group_names)
+    found: dict[str, list[Outcome]] = {name: [] for name in called}
+
+    # A worker that does not start says so when the run itself needs one.
+    with suppress(ValueError, TimeoutError), closing(Pool(called, own)) as pool:
+        for text in texts:
+            asked = [
+                (name, pool.submit([text] * group if name in groups else text, example, [name]))
+                for name in called
+            ]
+            for name, future in asked:
+                found[name].append(future.result(SECONDS)[name])
+        failed = [name for name, outcomes in found.items() if _fails_always(outcomes)]
+        shown = {name: [texts[0]] * group if name in groups else texts[0] for name in failed}
+        return "; ".join(
+            pool.describe_failure(name, found[name][0], shown[name]) for name in failed
+        )
+    return ""
+
+
+def _fails_always(outcomes: list[Outcome]) -> bool:
+    return all(kind in FOR_GOOD for kind, _ in outcomes)
+
+
+def _functions_to_try(config: TaskConfig) -> dict[str, Callable]:
+    """The plain functions of a task that are not of this package, and that a worker can be given,
+    by the name that messages have for them."""
+    functions = config.functions()
+    found = {}
+    for name, fn in functions.items():
+        plain = fn.args[0]
+        while isinstance(plain, partial):
+            plain = plain.func
+        is_ours = (getattr(plain, "__module__", "") or "").startswith("tunix_lite.")
+        if not inspect.isfunction(plain) or is_ours:
+            continue
+        with suppress(ValueError):
+            check_portable({name: fn})
+            found[name] = fn
+    return found
