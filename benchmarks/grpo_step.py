@@ -18,10 +18,6 @@ from dataclasses import dataclass
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tunix_lite.distributed.host_memory import keep_freed_memory
-
-keep_freed_memory()
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +26,7 @@ from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
@@ -81,6 +78,7 @@ class FixedWork:
     @classmethod
     def make(cls, packing: str, remat: str = "none", dtype_name: str = "fp32") -> "FixedWork":
         """packing: a name of ROWS. remat: a name of decoder.REMAT. dtype_name: of learner.policy.DTYPES."""
+        keep_freed_memory()
         jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
         rng = np.random.default_rng(0)
         params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
