@@ -229,13 +229,13 @@ def test_algorithms_are_one_yaml_file_each():
         (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: a list has brackets: 'model.mesh_shape=[[2,2],[fsdp,tp]]'; without them it is a sweep, which needs --multirun"),
         (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected list, got 4"),
-        (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; there is cispo, dapo, "),
+        (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; did you mean algorithm=grpo? There is cispo, dapo, "),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
         (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
         (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16 or bf16_params"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
-        (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; here it is algorithm.advantages.eps=1"),
+        (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; write algorithm.advantages.eps=1"),
         (["training.max_steps=[1"], "training.max_steps=[1: cannot be read as an override"),
         (["model=random", "model.architecture.num_layers=2", "hydra.run.dir=a{}b"], "hydra.run.dir=a{}b: cannot be read"),
         (["model=random", "model.architecture.num_layers=2", "training.max_step=4"], "did you mean 'training.max_steps'?"),
@@ -247,11 +247,11 @@ def test_algorithms_are_one_yaml_file_each():
         (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: sampling takes one token at a time"),
         (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
         (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
-        (["training.attention=flash"], "training.attention=flash: there is no such value; here it is training.attention=auto"),
+        (["training.attention=flash"], "training.attention=flash: there is no such value; write training.attention=auto"),
         (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
-        (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is of packed rows, and packing is none"),
+        (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is for packed rows, and packing is none"),
         (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
-        (["training.grace_seconds=0"], "training: grace_seconds=0.0 must be above 0; 30 is what most machines give"),
+        (["training.grace_seconds=0"], "training: grace_seconds=0.0 must be above 0; most clusters give 30"),
         (["training.sync_gradients_every=0"], "sync_gradients_every=0 must be at least 1"),
         (["training.packing=prefix", "model.lora.rank=2", "model.lora.dropout=0.1"], "leave out one of the two"),
     ],
@@ -268,7 +268,7 @@ def test_options_of_the_users_own_are_found_and_mistakes_beside_them_named(tmp_p
     assert compose(["task=mine"], str(tmp_path)).task == compose([]).task
     with pytest.raises(ConfigError, match="did you mean 'training.max_steps'"):
         compose(["task=mine", "training.max_stepz=3"], str(tmp_path))
-    with pytest.raises(ConfigError, match="there is arithmetic, .*mine"):
+    with pytest.raises(ConfigError, match=r"did you mean task=mine\? There is arithmetic, .*mine"):
         compose(["task=mien"], str(tmp_path))
 
 
@@ -333,6 +333,12 @@ def test_the_commands_that_call_rewards_look_in_the_working_folder(command, monk
         monkeypatch.setattr(module, "take_gpu_memory", lambda: None)
     module.main()
     assert looks == [True] and not imports._looks_here.get()
+
+
+def test_a_replay_without_a_step_names_the_folder_that_was_typed():
+    for folder, shown in (("outputs/my run", "'outputs/my run'"), (None, "outputs/latest")):
+        with pytest.raises(ValueError, match=f"tunix-lite replay {shown} step=12; or skipped=12 for an update"):
+            Replay(checkpoint=folder)
 
 
 def test_build_binds_functions_and_builds_classes():

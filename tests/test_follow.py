@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -113,6 +114,36 @@ def test_the_command_shows_each_step_until_the_run_ends_and_changes_nothing(fold
     before = contents(folder)
     watch.main()
     assert contents(folder) == before
+
+
+HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\n"
+HOLDS += "with lock_folder(Path(sys.argv[1]), 1): print('has it', flush=True); time.sleep(60)"
+
+
+def test_a_run_whose_process_was_killed_is_not_waited_for(folder, monkeypatch, capsys):
+    trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "has it\n"
+    (folder / "status.json").write_text('{"status": "running", "steps": 0}')
+    assert not watch._has_ended(watch.FollowedRun(folder))
+    trainer.kill()
+    trainer.communicate()
+    monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(folder)])
+    watch.main()
+    assert f"it was killed; hydra.run.dir={folder} goes on" in capsys.readouterr().out
+    # the lock of another machine cannot be seen from here, so nothing is said of its process
+    (folder / ".lock").write_text("process 1 of another-machine, since 2026-01-01 00:00:00.0\n")
+    assert not watch._has_ended(watch.FollowedRun(folder))
+
+
+def test_an_empty_folder_and_an_address_are_refused(tmp_path, monkeypatch, capsys):
+    for folder, message in (
+        (tmp_path, "is not the folder of a run"),
+        ("gs://bucket/run", "addresses are not supported"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(folder)])
+        with pytest.raises(SystemExit):
+            watch.main()
+        assert message in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys):

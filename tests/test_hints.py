@@ -59,10 +59,10 @@ def answer(typed: str) -> str:
 
 def offered(message: str) -> str:
     """The overrides that a message says to write, as one reads them; "" if it says none."""
-    found = re.search(r"(?:here it is|dashes:|write it as|did you mean) (.*)", message)
+    found = re.search(r"(?:; write it as|write it as|; write|dashes:|did you mean) (.*)", message)
     if not found:
         return ""
-    text = re.split(r"(?<=[^,]) \((?!q\|)|; (?![^{]*\})", found[1])[0].strip().rstrip("?")
+    text = re.split(r"(?<=[^,]) \((?!q\|)|; (?![^{]*\})|\? There is ", found[1])[0].strip().rstrip("?")
     if "did you mean" in message and "=" not in text:
         return text.strip("'")
     return " ".join(shlex.split(text))
@@ -89,6 +89,43 @@ def test_a_name_that_means_another_thing_gets_no_override():
         message = answer(typed)
         assert not offered(message), f"{typed}: {message}"
         assert sentence == "-" or sentence in message, f"{typed}: {message}"
+
+
+REFUSED = {  # the values of other projects that a run of ours does not take
+    "--max_steps -1": "training.max_steps here, which does not take this value",
+    "--lr_scheduler_type polynomial": "optimizer.schedule here, which does not take this value",
+    "--lr_scheduler_type inverse_sqrt": "it is one of constant, linear, cosine",
+    "--warmup_steps 0.1": "optimizer.warmup_steps: expected int, got 0.1",
+    "trainer.test_freq=-1": "evaluation.interval_steps here, which does not take this value",
+    "trainer.total_training_steps=null": "training.max_steps: expected int",
+    "base_output_directory=gs://bucket/run": "addresses are not supported",
+    "rl_training_config.profiler_options.log_dir=x": "training.profile_communication=true",
+    "--do_train": "a run always trains",
+    "model.mesh_shape=[[-1,-1],[fsdp,tp]]": "'model.mesh_shape=[[4,1],[fsdp,tp]]'",
+}
+
+
+def by_the_program(words: list[str]) -> str:
+    """The message that the program ends with, which never offers what a run refuses."""
+    known = list(program._all_settings((), words))
+    with pytest.raises(ConfigError) as error:
+        refuse_foreign(words, known, HYDRA, program._refusal_of_a_run(words))
+        compose(words)
+    return str(error.value)
+
+
+def test_a_value_that_a_run_refuses_is_never_offered():
+    for typed, sentence in REFUSED.items():
+        message = by_the_program(typed.split())
+        assert sentence in message, f"{typed}: {message}"
+        assert "mesh_shape" in typed or not offered(message), f"{typed}: {message}"
+
+
+def test_the_chosen_algorithm_decides_what_a_word_means_and_a_negative_number_is_a_value():
+    assert offered(by_the_program(["--beta", "0.1", "algorithm=dpo"])) == "algorithm.beta=0.1"
+    assert offered(by_the_program(["--beta", "0.1"])) == "algorithm.kl_coef=0.1"
+    assert offered(by_the_program(["--top_k", "-1", "--seed", "3"])) == "generation.top_k=0 seed=3"
+    assert offered(by_the_program(["ici_tensor_parallelism=-1"])) == "model.mesh_shape=[[1,-1],[fsdp,tp]]"
 
 
 def test_no_name_stands_in_the_table_twice_with_two_meanings():
@@ -192,8 +229,8 @@ def test_families_of_names_are_explained_and_never_translated():
     "words, message",
     [
         (["--learning_rate", "1e-5"], "optimizer.learning_rate=1e-5"),
-        (["model=org/name"], "here it is model.weights=org/name"),
-        (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "here it is optimizer.learning_rate=1"),
+        (["model=org/name"], "did you mean model.weights=org/name"),
+        (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "write optimizer.learning_rate=1"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "+seed.x=1"], "seed"),
         (["--config-dir", "{tmp}", "--config-name", "min"], "--config-name=min: there is no min.yaml in "),
     ],

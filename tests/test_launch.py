@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tunix_lite.commands.program import compose, conf_dir
+from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import LocalProcesses, local_processes
@@ -96,7 +96,7 @@ os.abort()
 """
     code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
     assert code == 128 + signal.SIGKILL
-    assert "launch: process 1 was ended by SIGKILL, as by a machine that is out of memory\n" in err
+    assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in err
     assert "Terminating" not in err and "@  " not in err and "crashed" not in err
     (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
     assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
@@ -440,12 +440,12 @@ def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
         (
             4,
             {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
-            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, WORLD_SIZE the number of all on all",
+            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, and WORLD_SIZE counts the processes of all machines",
         ),
         (
             4,
             {"WORLD_SIZE": "4", "RANK": "4"},
-            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all are on this machine, and RANK=0 is the first; WORLD_SIZE is the number of all on all machines",
+            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all processes are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all machines",
         ),
     ],
 )
@@ -577,11 +577,14 @@ def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
     assert rules("a.py", *words) == (5, 60)
 
 
+GIVE = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-timeout=SECONDS"
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds, and 0 for ever"),
-        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds, and 0 for ever"),
+        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds; 0 sets no limit"),
+        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds; 0 sets no limit"),
         (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
         (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
         (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
@@ -591,11 +594,15 @@ def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
         ),
         (
             ["launch=mine"],
-            f"launch=mine: there is no mine.yaml in {conf_dir() / 'launch'}; --max-restarts=N and --stall-timeout=SECONDS tell the launcher",
+            f"launch=mine: there is no mine.yaml in {conf_dir() / 'launch'}; {GIVE}",
         ),
         (
             ["--config-name=mine"],
-            "--config-name and --config-path are not read by the launcher; --max-restarts=N and --stall-timeout=SECONDS tell the launcher",
+            f"--config-name=mine cannot be read; {GIVE}",
+        ),
+        (
+            ["--config-path=mine"],
+            f"--config-path is not read by the launcher; {GIVE}",
         ),
     ],
 )
@@ -620,13 +627,23 @@ def test_settings_of_files_are_those_that_the_run_has(where, tmp_path, monkeypat
     assert rules("a.py", *where, "launch=mine") == (3, 60)
 
 
+def test_the_file_of_config_name_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    option(tmp_path, "mine", "defaults: [config, _self_]\nlaunch: {max_restarts: 4}\n")
+    option(tmp_path, "other", "defaults: [config, {override launch: often}, _self_]\n")
+    option(tmp_path, "launch/often", "defaults: [default]\nmax_restarts: 6\n")
+    for name, restarts in (("mine", 4), ("other", 6), ("other.yaml", 6)):
+        assert rules("a.py", "-cd", ".", "--config-name", name)[0] == restarts
+        assert compose_values([], str(tmp_path), config_name=name)["launch"]["max_restarts"] == restarts
+
+
 def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.setattr(launcher, "conf_dir", lambda: tmp_path / "conf")
     option(tmp_path / "conf", "launch/default", "max_restarts: 2\nstall_timeout: ${seed}\n")
     option(tmp_path / "conf", "launch/mine", "max_restarts: 6\n")
     with pytest.raises(
-        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher does not resolve references; --max-restarts=N"
+        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher does not resolve references; give them"
     ):
         rules("a.py")
     main = tmp_path / "conf" / "config.yaml"

@@ -17,7 +17,7 @@ from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.evaluation.statistics import wilson
 from tunix_lite.report.charts import Chart, Line, line_chart, number_text, smoothed, sparkline, thinned, ticks
-from tunix_lite.report.comparison import runs_in
+from tunix_lite.report.comparison import compared, runs_in
 from tunix_lite.report.html import MOST_BYTES, page_as_html
 from tunix_lite.report.run_page import run_page
 from tunix_lite.report.write import report_at_end, write_page
@@ -460,6 +460,7 @@ def test_a_run_without_any_step_has_one(tmp_path):
     (tmp_path / "status.json").write_text('{"status": "failed", "error": "RunFailed: no"}')
     words = " ".join(read(tmp_path).words)
     assert "No step was made." in words and "RunFailed: no" in words
+    assert "of one evaluation, after step 0" in words and "no evaluation of two steps" in words
 
 
 # ---- several
@@ -491,3 +492,5 @@ def test_runs_of_different_folders_go_to_a_place_of_their_own(tmp_path, monkeypa
     main()
     tables = Reader((tmp_path / "page" / "report.html").read_text()).tables
     assert [["run", "optimizer.learning_rate"], ["a/run", "4e-05"], ["b/run", "0.001"]] in tables
+    with pytest.raises(ValueError, match="a/run is given twice"):
+        compared([folders[0], folders[1], folders[0].parent / "." / "run"])

@@ -733,7 +733,7 @@ def test_weights_are_where_settings_or_one_device_say(cfg, params):
     memory_of = partial(memory.choose_weights, params, cfg, jnp.float32, GenerationConfig(LONG, ROOM))
     for said in ("gathered", "sharded"):
         assert memory_of(RolloutConfig(weights=said), 4, []) == (said, f"weights {said}, as rollout.weights says")
-    assert memory_of(RolloutConfig(), 4, []) == ("gathered", "weights whole on every device, as fsdp is 1")
+    assert memory_of(RolloutConfig(), 4, []) == ("gathered", "each device has all weights, as fsdp is 1")
     set_mesh(1, 2)
     params = random_params(cfg)
     assert memory.choose_weights(params, cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 4, [])[0] == "gathered"

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tunix_lite.plain_text import shortened, visible
+from tunix_lite.plain_text import device_name, shortened, visible
 from tunix_lite.tracking.console import Console, minutes
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines
@@ -89,6 +89,10 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     words = status.closing_lines("")[0][0]
     assert words == "held-out accuracy 25.0% → 50.0%, avg@4 12.5% → 75.0%"
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
+
+
+def test_a_device_is_named_once():
+    assert device_name("cpu", "cpu") == "cpu" and device_name("NVIDIA H100", "gpu") == "NVIDIA H100 (gpu)"
 
 
 def test_a_run_that_stops_before_its_first_step_promises_nothing(tmp_path):

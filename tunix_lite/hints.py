@@ -37,10 +37,28 @@ class Hint:
         """The overrides as a shell takes them."""
         return " ".join(shell_quoted(text) for text in self.overrides)
 
+    def checked(self, refusal: "Refusal") -> "Hint":
+        """This hint, or, where a run refuses its overrides, the settings and what a run says of
+        them. A hint without overrides is returned as it is."""
+        reason = refusal(self.overrides) if self.overrides else None
+        if reason is None:
+            return self
+        settings = " and ".join(text.partition("=")[0].lstrip("+~") for text in self.overrides)
+        return Hint((), f"it is {settings} here, which does not take this value ({reason})")
+
     def __str__(self) -> str:
         if not self.overrides:
             return self.note
         return f"{self.paste} ({self.note})" if self.note else self.paste
+
+
+# What a run says of overrides that it refuses; None: it takes them.
+Refusal = Callable[[tuple[str, ...]], str | None]
+
+
+def takes_all(overrides: tuple[str, ...]) -> str | None:
+    """The Refusal of who cannot ask a run: none."""
+    return None
 
 
 def shell_quoted(override: str) -> str:
@@ -48,17 +66,24 @@ def shell_quoted(override: str) -> str:
     return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
 
 
-def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
+def unknown_key(
+    key: str,
+    known: Iterable[str],
+    value: object = None,
+    refusal: Refusal = takes_all,
+) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
     it.
 
-    known: the names of all settings. value: what it was to be, as text or as YAML read it.
+    known: the names of all settings. value: what it was to be, as text or as YAML read it. refusal:
+    what a run says of overrides, so that none is offered that it refuses.
     """
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
     if hint is not None:
-        link = "; here it is" if hint.overrides else ":"
+        hint = hint.checked(refusal)
+        link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
     near = nearest_settings(key, known)
     if near:

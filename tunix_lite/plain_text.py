@@ -56,3 +56,11 @@ def _cut(text: str, most: int) -> str:
 
 def _escaped(found: re.Match) -> str:
     return found.group().encode("unicode_escape").decode()
+
+
+def device_name(kind: str, platform: str) -> str:
+    """A device in words: `NVIDIA H100 80GB HBM3 (gpu)`; of a CPU, whose kind says no more, `cpu`.
+
+    kind, platform: as jax has them.
+    """
+    return kind if kind == platform else f"{kind} ({platform})"

@@ -20,6 +20,7 @@ from tunix_lite.distributed.join import hosts, initialise, nodes_of
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.process_place import LaunchConfig, find_place
 from tunix_lite.errors import is_of_a_peer
+from tunix_lite.plain_text import device_name
 from tunix_lite.planning import hardware
 
 GiB = 2**30
@@ -123,7 +124,12 @@ class Probe:
         self._emit({"facts": facts})
 
         room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
-        lines = [ok("devices", f"{len(devices)} x {first.device_kind} ({first.platform}){room}")]
+        lines = [
+            ok(
+                "devices",
+                f"{len(devices)} x {device_name(first.device_kind, first.platform)}{room}",
+            )
+        ]
         if len(seen) > 1:
             for index, (each, host) in enumerate(zip(seen, hosts())):
                 text = f"{index} on {host}: {each['devices']} devices"

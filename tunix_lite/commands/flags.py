@@ -4,6 +4,7 @@ to type.
 Settings are key=value here, and the flags that there are belong to Hydra.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 from tunix_lite.errors import ConfigError
 from tunix_lite.hints import (
     Hint,
+    Refusal,
     foreign_value,
     near_option,
     nearest_settings,
     options_of,
     shell_quoted,
+    takes_all,
     translated,
     unknown_key,
 )
@@ -84,15 +87,30 @@ def foreign_flags(words: list[str], ours: dict[str, int]) -> list[Flag]:
         # A flag without a value, as --bf16, is followed by another flag, an override or nothing.
         text = word
         if not equals:
-            has_value = bool(rest) and not rest[0].startswith("-") and "=" not in rest[0]
+            has_value = bool(rest) and is_value(rest[0])
             value = rest.pop(0) if has_value else "true"
             text = f"{word} {value}" if has_value else word
         found.append(Flag(text, flag.lstrip("-").replace("-", "_"), value))
     return found
 
 
-def refuse_foreign(words: list[str], known: Iterable[str], ours: dict[str, int]) -> None:
-    """Raises ConfigError if there are flags that are not ours, with what to write for each."""
+def is_value(word: str) -> bool:
+    """Whether a word after a flag is its value, and not another flag or an override. -1 is one."""
+    is_negative = re.fullmatch(r"-\d+(\.\d*)?(e[+-]?\d+)?", word) is not None
+    return is_negative or not (word.startswith("-") or "=" in word)
+
+
+def refuse_foreign(
+    words: list[str],
+    known: Iterable[str],
+    ours: dict[str, int],
+    refusal: Refusal = takes_all,
+) -> None:
+    """Raises ConfigError if there are flags that are not ours, with what to write for each.
+
+    known: the names of all settings. ours: as foreign_flags takes it. refusal: what a run says of
+    overrides, so that none is offered that it refuses.
+    """
     flags = foreign_flags(words, ours)
     if not flags:
         return
@@ -102,6 +120,7 @@ def refuse_foreign(words: list[str], known: Iterable[str], ours: dict[str, int])
     others = []
     for flag in flags:
         hint = meant(flag.name, flag.value, known)
+        hint = hint and hint.checked(refusal)
         if hint is None:
             others.append(f"{flag.text.split()[0]}: there is no such setting")
         elif hint.overrides:
@@ -148,11 +167,13 @@ def wrong_override(
     known: list[str],
     groups: list[str],
     folders: Iterable[Path] = (),
+    refusal: Refusal = takes_all,
 ) -> str | None:
     """The message for an override that names no setting, group or option; None: it names one.
 
     known: the names of all settings. groups: the folders of conf/. folders: more of them, with
-    options of the user's own.
+    options of the user's own. refusal: what a run says of overrides, so that none is offered that
+    it refuses.
     """
     if key in groups:
         is_option = value is None or str(value) in options_of(key, folders)
@@ -161,7 +182,7 @@ def wrong_override(
     if key in known or is_section:
         return None
     is_group = misspelt_group(key, value, groups) if "." not in key else None
-    return is_group or unknown_key(key, known, value)
+    return is_group or unknown_key(key, known, value, refusal)
 
 
 def check_values(overrides: Iterable[str]) -> None:
@@ -169,17 +190,21 @@ def check_values(overrides: Iterable[str]) -> None:
     for text in overrides:
         key, _, value = text.partition("=")
         if (hint := foreign_value(key, value)) is not None:
-            raise ConfigError(f"{text}: there is no such value; here it is {hint}")
+            raise ConfigError(f"{text}: there is no such value; write {hint}")
 
 
 def unknown_option(group: str, value: object, folders: Iterable[Path]) -> str:
     """The message for an option that a group does not have."""
     options = options_of(group, folders)
-    text = f"{group}={value}: there is no such {group}; there is {', '.join(options)}"
+    text = f"{group}={value}: there is no such {group}; "
+    there = f"there is {', '.join(options)}"
     hint = option_meant(group, str(value), folders)
     if hint is None:
-        return text
-    return f"{text}; here it is {hint}" if hint.overrides else f"{text}; {hint.note}"
+        return text + there
+    # The hint comes first: some groups have thirty options.
+    if hint.overrides:
+        return f"{text}did you mean {hint}? T{there[1:]}"
+    return f"{text}{hint.note}; {there}"
 
 
 def misspelt_group(key: str, value: object, groups: list[str]) -> str | None:

@@ -57,12 +57,12 @@ OFTEN = (
     "runtime.dry_run",
 )
 FLAGS = {
-    "--help [GROUP|KEY|all]": "this help, or that of a group, a setting, or everything",
+    "--help [GROUP|KEY|all]": "this help, or of a group, a setting, everything",
     "--cfg job": "show the settings of a run without running it",
     "--info defaults-tree": "show which files the settings come from",
-    "--multirun, -m": "a run of each combination: seed=0,1 algorithm=grpo,dr_grpo",
+    "--multirun, -m": "a run of each combination, such as seed=0,1",
     "--config-dir FOLDER": "options of your own, in the same subfolders as conf/",
-    "--config-name NAME": "a file NAME.yaml of yours to begin with, in place of config.yaml",
+    "--config-name NAME": "begin with your NAME.yaml, not with config.yaml",
     "--version": "the versions of tunix_lite and of its packages",
 }
 HELP = ("--help", "-h")

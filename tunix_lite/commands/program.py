@@ -9,11 +9,13 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -52,7 +54,7 @@ from tunix_lite.distributed.launcher import (
 )
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.hints import unknown_key
+from tunix_lite.hints import Refusal, unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.disk import DiskError
@@ -187,9 +189,13 @@ def explain(
     if not known:
         return _unknown_config(config_name, more_conf) or str(error).replace("\n", " ")
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
+    refusal = partial(_refusal, [*of, *chosen], config_name)
     wrong: list[str] = []
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
+        if text.startswith("+") and key in groups and "Multiple values" in str(error):
+            # Hydra takes a + for a group that the defaults list does not have.
+            return f"{text}: write it without the +: {text.lstrip('+')}"
         is_added = text.startswith("+") and key not in groups
         if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
             return (
@@ -198,7 +204,7 @@ def explain(
         if key.startswith(("hydra.", "hydra/")) or is_added:
             continue
         value = override.value() if key in groups else text.partition("=")[2]
-        message = wrong_override(key, value, known, groups, folders)
+        message = wrong_override(key, value, known, groups, folders, refusal)
         if message is not None:
             wrong.append(message)
     if wrong:
@@ -261,10 +267,45 @@ def _unknown_config(config_name: str, more_conf: str | None) -> str:
     return f"--config-name={config_name}: there is no {name}.yaml in {places}; --config-dir=FOLDER"
 
 
-def _all_settings(of: tuple[str, ...] = ()) -> Iterator[str]:
-    """The dotted names of all settings of the default options, composed when they are asked for."""
+def _all_settings(of: tuple[str, ...] = (), words: Iterable[str] = ()) -> Iterator[str]:
+    """The dotted names of all settings, composed when they are asked for: of the options that these
+    words of a command line choose, or of the default ones where that fails."""
     with _options_in(None):
-        yield from _known_settings(list(of), of, "config")
+        yield from _known_settings([*of, *_options_chosen(words)], of, "config")
+
+
+def _options_chosen(words: Iterable[str]) -> list[str]:
+    """The words of a command line that choose an option of a group: `algorithm=dpo`."""
+    is_option = re.compile(r"(\w+)=\w+")
+    found = [(word, is_option.fullmatch(word)) for word in words]
+    return [word for word, match in found if match and (conf_dir() / match[1]).is_dir()]
+
+
+def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
+    """What a run with the options `chosen` says of these overrides: a hints.Refusal.
+
+    Call it inside `hydra.initialize_config_dir`.
+    """
+    try:
+        for text in overrides:
+            check_on_disk(*text.partition("=")[::2])
+        values = _plain_values(hydra.compose(config_name, [*chosen, *overrides]))
+        is_of_a_run = not any(text.startswith("+command=") for text in chosen)
+        if is_of_a_run and all("..." not in text for text in overrides):
+            build(RunConfig, values)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _refusal_of_a_run(words: list[str]) -> Refusal:
+    """What a run with the options that this command line chooses says of overrides."""
+
+    def refusal(overrides: tuple[str, ...]) -> str | None:
+        with _options_in(None):
+            return _refusal(_options_chosen(words), "config", overrides)
+
+    return refusal
 
 
 def _leaves(values: dict, prefix: str = "") -> Iterator[str]:
@@ -288,7 +329,7 @@ def fill_in_folder(text: str, values: dict) -> str:
     except OmegaConfBaseException as error:
         why = str(error).splitlines()[0]
         raise ConfigError(
-            f"{text}: {why}; of several processes it can hold ${{now:...}} and settings"
+            f"{text}: {why}; a run of several processes fills in only ${{now:...}} and settings"
         ) from error
 
 
@@ -309,12 +350,18 @@ def main(
         return
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
-    _or_exit(lambda: refuse_foreign(sys.argv[1:], _all_settings(), HYDRA))
+    words = sys.argv[1:]
+    known = _all_settings((), words)
+    _or_exit(lambda: refuse_foreign(words, known, HYDRA, _refusal_of_a_run(words)))
     _or_exit(lambda: _check_folders(sys.argv[1:]))
     _or_exit(lambda: checked.extend(_check_runs(check, sys.argv[1:])))
     # The check has shown what the run would be, and Hydra would make its folder.
     if checked and all(run.runtime.dry_run for _, run in checked):
         return
+
+    if {"--info", "-i"} & set(sys.argv[1:]):
+        # Hydra prints by a handler of its own, beside that which absl made when it was imported.
+        logging.getLogger().handlers.clear()
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def job(settings: DictConfig) -> object:

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import re
+import shlex
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -96,11 +97,17 @@ class Replay:
     def __post_init__(self):
         if self.checkpoint is None or (self.skipped is None and self.step is None):
             raise ValueError(
-                "give the folder of a run, and a step of it: tunix-lite replay outputs/latest "
-                "step=12; or skipped=12, an update that it did not make"
+                "give the folder of a run and one of its steps: tunix-lite replay "
+                f"{shown_folder(self.checkpoint)} step=12; or skipped=12 for an update that the "
+                "run skipped"
             )
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+
+
+def shown_folder(folder: str | None) -> str:
+    """The folder as a command line has it; without one, that of the newest run."""
+    return "outputs/latest" if folder is None else visible(shlex.quote(folder))
 
 
 # settings of the command itself
@@ -163,7 +170,7 @@ def with_settings_of_run(
         if not values["replay"]["trust"]:
             check_sizes(changed, file)
     if not values["replay"]["trust"]:
-        refusal = f"is named by {file}, and a folder does not say what to import. {IF_YOURS}"
+        refusal = f"is named by {file}, and a folder may not choose what is imported. {IF_YOURS}"
         until_its_end.enter_context(importing_only(names_known(values), refusal))
     found = {**values, **changed}
     for key in (key.lstrip("+~") for key in keys):
@@ -197,7 +204,7 @@ def check_sizes(theirs: dict, file: Path) -> None:
             if abs(value) > MOST_OF_A_STRANGER:
                 wrong = f"is beyond {MOST_OF_A_STRANGER:,}"
         elif isinstance(value, str) and WIDE.search(value.replace("{{", "").replace("}}", "")):
-            wrong = "makes a text of any length"
+            wrong = "can make a text of unlimited length"
         if wrong:
             raise ValueError(
                 f"{file}: {escaped(place)}={shown(value)} {wrong}, and is not taken from a folder. "
@@ -404,7 +411,7 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
             found = {name: arrays[name] for name in arrays}
         unknown = sorted(name for name in found.keys() - ARRAYS if not name.startswith(STREAM))
         if unknown:
-            raise ValueError(f"a batch has no {unknown[0]}")
+            raise ValueError(f"a batch has no array {unknown[0]}")
         batch = batch_of_arrays(found)
         _check_arrays(batch)
         return batch

@@ -9,6 +9,7 @@ import rich.live
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
+from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.plain_text import escaped
@@ -21,6 +22,8 @@ from tunix_lite.tracking.rewrapped import Rewrapped
 EVERY = 0.5
 # Seconds without a step after which that is said.
 SILENT = 60
+# What a run makes first in its folder; one of them is there before its first step.
+OF_A_RUN = (".hydra", "status.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
         folder = as_path(settings.folder)
         if not folder.is_dir():
             raise ValueError(f"{escaped(str(folder))} is no folder of a run")
+        if not any((folder / name).exists() for name in OF_A_RUN):
+            raise ValueError(
+                f"{escaped(str(folder))} is not the folder of a run: it has no status.json"
+            )
         followed = FollowedRun(folder)
         terminal = Terminal(file=Screen(sys.stdout), highlight=False)
         try:
@@ -91,7 +98,7 @@ def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
     with live:
         while True:
             # Before the rows: what an ended run has logged is then all there.
-            has_ended = followed.has_ended()
+            has_ended = _has_ended(followed)
             for step, metrics in followed.new_rows():
                 board.log(step, metrics)
                 since = time.monotonic()
@@ -109,13 +116,24 @@ def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
 def _print_lines(followed: FollowedRun, once: bool) -> None:
     """A plain line for each step."""
     max_steps = followed.max_steps()
+    since = time.monotonic()
     while True:
-        has_ended = followed.has_ended()
+        has_ended = _has_ended(followed)
         for step, metrics in followed.new_rows():
             print(step_line(step, max_steps, metrics), flush=True)
+            since = time.monotonic()
         if has_ended or once:
             return
+        if time.monotonic() - since > SILENT:
+            print(f"no new step for {SILENT} s", flush=True)
+            since = time.monotonic()
         time.sleep(EVERY)
+
+
+def _has_ended(followed: FollowedRun) -> bool:
+    """Whether the run has ended, or its process of this machine was killed."""
+    # The lock first: a run lets go of it after it has written how it ended.
+    return is_abandoned(followed.run_dir.path) or followed.has_ended()
 
 
 def _print_end(followed: FollowedRun) -> None:
@@ -124,6 +142,10 @@ def _print_end(followed: FollowedRun) -> None:
     word = status.get("status")
     if not isinstance(word, str):
         print(f"{escaped(str(followed.run_dir.path))} has no status yet")
+        return
+    if word == "running" and is_abandoned(followed.run_dir.path):
+        path = escaped(str(followed.run_dir.path))
+        print(f"its process is gone without a word: it was killed; hydra.run.dir={path} goes on")
         return
     error = status.get("error")
     why = f": {escaped(error, 400)}" if isinstance(error, str) else ""

@@ -190,9 +190,9 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
         rank = environ.get("RANK", "0").strip()
         if rank.strip("0"):
             raise ValueError(
-                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this "
-                "machine, and RANK=0 "
-                "is the first; WORLD_SIZE is the number of all on all machines"
+                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all processes "
+                "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
+                "machines"
             )
         return LocalProcesses(
             nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
@@ -205,7 +205,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
             f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the "
             "number of the first "
-            "process on this machine, WORLD_SIZE the number of all on all"
+            "process on this machine, and WORLD_SIZE counts the processes of all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
     return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
@@ -225,10 +225,10 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
     if restarts is None:
         restarts = _number("max_restarts", settings, int, "a whole number, 0 or more")
     if stall is None:
-        stall = _number("stall_timeout", settings, float, "a number of seconds, and 0 for ever")
+        stall = _number("stall_timeout", settings, float, "a number of seconds; 0 sets no limit")
     if not all(0 <= number < math.inf for number in (restarts, stall, known.grace)):
         raise ValueError(
-            "--max-restarts, --stall-timeout and --grace must not be negative, nor without end"
+            "--max-restarts, --stall-timeout and --grace must be finite and not negative"
         )
     return RestartPolicy(stall or None, restarts, known.grace)
 
@@ -276,7 +276,7 @@ def check_no_process_ids(program: list[str], world: int) -> None:
 # ---- settings, read without Hydra
 
 
-REMEDY = "--max-restarts=N and --stall-timeout=SECONDS tell the launcher"
+REMEDY = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-timeout=SECONDS"
 
 
 def settings_of_launch(program: list[str]) -> dict:
@@ -285,13 +285,8 @@ def settings_of_launch(program: list[str]) -> dict:
     Raises ValueError where only Hydra could say what they are.
     """
     folders = conf_folders(program)
-    main = _yaml(folders[0] / "config.yaml")
-    chosen = [
-        entry["launch"]
-        for entry in main.get("defaults") or []
-        if isinstance(entry, dict) and "launch" in entry
-    ]
-    option = str(setting_given("launch", program) or next(iter(chosen), "default"))
+    chosen, own = _of_main_file(_hydra_flags(program).config_name or "config", folders)
+    option = str(setting_given("launch", program) or chosen or "default")
 
     # Another option that sets launch.* would be overlooked.
     for file in _other_options(program, folders):
@@ -301,11 +296,33 @@ def settings_of_launch(program: list[str]) -> dict:
             )
 
     # config.yaml comes after the option that it names, and the command line last.
-    own = main.get("launch")
-    settings = _of_option(option, folders)
-    if isinstance(own, dict):
-        settings |= own
-    return settings | _of_command_line(program)
+    return _of_option(option, folders) | own | _of_command_line(program)
+
+
+def _of_main_file(
+    config_name: str, folders: list[Path], within: tuple[str, ...] = ()
+) -> tuple[str | None, dict]:
+    """The option of launch that config.yaml names, and the settings launch.* in it; or those of the
+    file that --config-name names, after those of the files in its defaults list.
+
+    within: the files that name this one. Raises ValueError.
+    """
+    name = config_name.removesuffix(".yaml")
+    file = next((f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()), None)
+    if file is None or name in within:
+        raise ValueError(f"--config-name={config_name} cannot be read; {REMEDY}")
+    main = _yaml(file)
+    option = None
+    own: dict = {}
+    for entry in main.get("defaults") or []:
+        if isinstance(entry, dict):
+            option = entry.get("launch", entry.get("override launch", option))
+        elif entry != "_self_":
+            found, settings = _of_main_file(str(entry), folders, (*within, name))
+            option = found or option
+            own |= settings
+    more = main.get("launch")
+    return option, own | more if isinstance(more, dict) else own
 
 
 def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
@@ -319,7 +336,23 @@ def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
 
 
 def conf_folders(program: list[str]) -> list[Path]:
-    """The folders in which Hydra looks for options, in its order: conf/ comes first."""
+    """The folders in which Hydra looks for options, in its order: conf/ comes first.
+
+    Raises ValueError.
+    """
+    known = _hydra_flags(program)
+    if known.config_path:
+        raise ValueError(f"--config-path is not read by the launcher; {REMEDY}")
+    search_path = (setting_given("hydra.searchpath", program) or "").strip("[] ")
+    more = [known.config_dir]
+    for entry in re.split(r"[\s,]+", search_path):
+        if "pkg:" not in entry:
+            more.append(_unquoted(entry).removeprefix("file://"))
+    return [conf_dir(), *(Path(folder) for folder in more if folder)]
+
+
+def _hydra_flags(program: list[str]) -> argparse.Namespace:
+    """Hydra's flags on the command line of a program that say where settings come from."""
     parser = argparse.ArgumentParser(add_help=False)
     for flags in (
         ("--config-dir", "-cd"),
@@ -329,14 +362,7 @@ def conf_folders(program: list[str]) -> list[Path]:
     ):
         parser.add_argument(*flags, nargs="?")
     known, _ = parser.parse_known_args(program)
-    if known.config_name or known.config_path:
-        raise ValueError(f"--config-name and --config-path are not read by the launcher; {REMEDY}")
-    search_path = (setting_given("hydra.searchpath", program) or "").strip("[] ")
-    more = [known.config_dir]
-    for entry in re.split(r"[\s,]+", search_path):
-        if "pkg:" not in entry:
-            more.append(_unquoted(entry).removeprefix("file://"))
-    return [conf_dir(), *(Path(folder) for folder in more if folder)]
+    return known
 
 
 def conf_dir() -> Path:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from tunix_lite.files.addresses import NO_ADDRESSES, is_address
 from tunix_lite.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
@@ -45,7 +46,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(
-            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
@@ -54,7 +55,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
     if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(found, MOST_DEPTH):
         raise ValueError(
-            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         )
     return found
 
@@ -96,11 +97,11 @@ def _check_yaml(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, _SAFE):
         if isinstance(event, yaml.events.AliasEvent):
-            raise ValueError("an alias, *name, is not read")
+            raise ValueError("aliases (*name) are not read")
         depth += isinstance(event, yaml.events.CollectionStartEvent)
         depth -= isinstance(event, yaml.events.CollectionEndEvent)
         if depth > MOST_DEPTH:
-            raise ValueError(f"nested too deep: {MOST_DEPTH} in one another are read")
+            raise ValueError(f"nested too deep: more than {MOST_DEPTH} in one another")
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
@@ -185,8 +186,11 @@ def check_only_files(folder: Path) -> None:
 def as_path(name: str | Path) -> Path:
     """The path that a setting names, with ~ filled in.
 
-    Raises ValueError for one that cannot exist: it names no user, or is too long.
+    Raises ValueError for one that cannot exist: it names no user, or is too long; and for an
+    address such as gs://bucket/run.
     """
+    if is_address(str(name)):
+        raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
     try:
         path = Path(name).expanduser()
         path.exists()

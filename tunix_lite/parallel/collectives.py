@@ -7,29 +7,27 @@ XLA writes for CPU, GPU and TPU.
 """
 
 import math
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# At most so many turns of a loop are executed here to count them.
-MAX_TURNS = 100_000
-SCALARS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
-SCALARS |= {name: lambda x: x for name in ("copy", "bitcast", "convert")}
-SCALARS |= {
-    f"compare {name}": getattr(operator, name.lower())
-    for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
-}
+from tunix_lite.parallel.hlo import (
+    ARRAY,
+    Computation,
+    Instruction,
+    Program,
+    array_bytes,
+    called,
+    count_turns,
+    op_name,
+    parse,
+    tuple_types,
+)
 
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*-> .*\{$")
-INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-CALLS = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
-ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # {{0,1},{2,3}}; {} is all devices
 GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
 # [2,2]<=[2,2]T(1,0)
@@ -139,36 +137,6 @@ def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One line of a computation.
-
-    Example: `%add.1 = f32[8]{0} add(%a, %b)` -> name add.1, type f32[8]{0}, op add, operands [a,
-    b].
-    """
-
-    name: str
-    type: str  # "f32[8,16]{1,0}", or a tuple of such
-    op: str  # "all-gather-start"
-    operands: list[str]
-    rest: str  # of the line, from the operands on
-
-
-@dataclass
-class Computation:
-    """A function of the program: the entry, the body of a loop, a fusion ...
-
-    Example: Computation({"add.1": Instruction(...)}, root="add.1").
-    """
-
-    instructions: dict[str, Instruction] = field(default_factory=dict)
-    root: str = ""  # the name of the instruction that is the result
-
-
-# computations by name
-Program = dict[str, Computation]
-
-
-@dataclass(frozen=True)
 class CallSite:
     """What the callers of a computation say about it.
 
@@ -184,23 +152,6 @@ class CallSite:
     chains: set[str] = field(default_factory=set)
 
 
-def parse(text: str) -> tuple[Program, str]:
-    """The computations by name, and the name of the entry."""
-    program = {}
-    entry = ""
-    current = Computation()
-    for line in text.splitlines():
-        if match := INSTRUCTION.match(line):
-            root, name, type_, op, rest = match.groups()
-            operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
-            current.instructions[name] = Instruction(name, type_, op, operands, rest)
-            current.root = name if root else current.root
-        elif match := COMPUTATION.match(line):
-            current = program[match[2]] = Computation()
-            entry = match[2] if match[1] else entry
-    return program, entry
-
-
 def callees_of(
     instruction: Instruction,
     caller: Computation,
@@ -209,8 +160,7 @@ def callees_of(
 ) -> Iterator[tuple[str, CallSite]]:
     """The names of the computations that an instruction of `caller` runs, each with what is known
     of the call. site: of the caller."""
-    calls = CALLS.findall(instruction.rest)
-    callees = [(key, name) for key, names in calls for name in re.findall(r"%([\w.-]+)", names)]
+    callees = called(instruction)
     site = replace(
         site, fused=instruction.op == "fusion", source=op_name(instruction) or site.source
     )
@@ -299,102 +249,11 @@ def buffer(
     return instruction.type
 
 
-def tuple_types(type_: str) -> list[str]:
-    """The types of the elements of a tuple, given its type."""
-    parts = [""]
-    depth = 0
-    for character in type_[1:-1]:
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def array_bytes(bits: str, dims: str) -> int:
-    """Bytes of an array. bits: of its dtype, empty for pred, which has no number in its name."""
-    size = math.prod(int(n) for n in re.findall(r"\d+", dims))
-    return -(-size * int(bits or 8) // 8)
-
-
-def op_name(instruction: Instruction) -> str:
-    """The path of JAX's name scopes, jit(main)/while/body/dot_general; empty if there is none."""
-    match = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return match[1] if match else ""
-
-
 def short(name: str) -> str:
     """An op_name without jit(main) and the loops around it, which the reader knows."""
     parts = name.split("/")
     inner = parts[1:] if len(parts) > 1 else parts
     return "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
-
-
-# ---- loops. XLA's text for TPU does not say how often one turns, so its counter is executed here
-
-
-def count_turns(
-    loop: Instruction,
-    callees: dict[str, str],
-    caller: Computation,
-    program: Program,
-) -> int | None:
-    """How often the body runs; None if the text does not show it, as when the data decides."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
-    if known:
-        return int(known[1])
-    state = value(loop.operands[0], caller, program, [])
-    condition = program[callees["condition"]]
-    body = program[callees["body"]]
-    for turn in range(MAX_TURNS):
-        continues = value(condition.root, condition, program, [state])
-        if not continues:
-            return None if continues is None else turn
-        state = value(body.root, body, program, [state])
-    return None
-
-
-def value(
-    name: str,
-    computation: Computation,
-    program: Program,
-    args: list,
-) -> Any:
-    """The integer that an instruction computes, or a list of them if it is a tuple; None for
-    everything that the text does not show. args: values of the computation's parameters."""
-    known: dict[str, Any] = {}
-
-    def of(name: str) -> Any:
-        if name not in known:
-            known[name] = evaluate(computation.instructions[name])
-        return known[name]
-
-    def evaluate(i: Instruction) -> Any:
-        # Only scalars and tuples matter to a counter.
-        literal = i.rest.split(")")[0]
-        if not re.match(r"\(|(pred|[su]\d+)\[\]", i.type):
-            return None
-        if i.op == "parameter":
-            return args[int(literal)] if args else None
-        if i.op == "constant":
-            return {"true": 1, "false": 0}.get(literal) if literal.isalpha() else int(literal)
-
-        # What is computed from other values.
-        values = [of(operand) for operand in i.operands]
-        if i.op == "tuple":
-            return values
-        if i.op == "get-tuple-element":
-            return values[0] and values[0][int(re.search(r"index=(\d+)", i.rest)[1])]
-        if i.op == "fusion":
-            inner = program[re.search(r"calls=%([\w.-]+)", i.rest)[1]]
-            return value(inner.root, inner, program, values)
-        direction = re.search(r" direction=(\w+)", i.rest)
-        operation = SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
-        return operation(*values) if operation and None not in values else None
-
-    return of(name)
 
 
 # ---- groups: which devices communicate. Ids count the devices of the mesh, last axis fastest

@@ -174,10 +174,11 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
 
 
 def _two_sizes(mesh_shape: MeshShape) -> str:
-    """The sizes that were given, if they are two, else an example: [4,1]."""
-    sizes = mesh_shape[0] if mesh_shape else ()
+    """The sizes that were given, if they are two that a mesh can have, else an example: [4,1]."""
+    sizes = list(mesh_shape[0]) if mesh_shape else []
     is_pair = len(sizes) == 2 and all(type(size) is int for size in sizes)
-    return str(list(sizes) if is_pair else [4, 1]).replace(" ", "")
+    can_be = is_pair and all(size >= 1 or size == -1 for size in sizes) and sizes.count(-1) <= 1
+    return str(sizes if can_be else [4, 1]).replace(" ", "")
 
 
 def resolve_mesh_shape(

@@ -207,6 +207,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+# Share of a device's memory below which nobody has to know what takes it.
+PLENTY = 0.5
+
+
 def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
@@ -216,8 +220,10 @@ def memory_line(plan: Plan) -> str:
         is_packed = plan.resolved.rows.packing != "none"
         fullest = " with rows at their fullest" if is_packed else ""
         fits = f": DOES NOT FIT{fullest}, see `tunix-lite plan`"
+    peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device at most{fits}"
+    if plan.machine.capacity is not None and plan.peak_bytes < PLENTY * plan.machine.capacity:
+        return f"{peak} (plan.md)"
     return (
-        f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device at most{fits} "
-        f"({plan.resident_bytes / GiB:.2f} all the "
-        f"time, and {phases}; update {plan.phases[-1].source}; plan.md)"
+        f"{peak} ({plan.resident_bytes / GiB:.2f} for weights and optimizer, and {phases}; "
+        f"update {plan.phases[-1].source}; plan.md)"
     )

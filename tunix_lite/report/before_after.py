@@ -151,7 +151,9 @@ def scores_without_samples(run: Evidence) -> list[ScoreChange]:
     """The accuracy of the first and of the last evaluation, with the intervals of a share."""
     series = run.series("eval/accuracy")
     count = int(run.number("evaluation.num_examples", 0))
-    if series is None or count < 1 or not all(0 <= v <= 1 for v in (series.first, series.last)):
+    if series is None or len(series) < 2 or count < 1:
+        return []
+    if not all(0 <= value <= 1 for value in (series.first, series.last)):
         return []
     return [ScoreChange("accuracy", wilson(series.first, count), wilson(series.last, count), None)]
 

@@ -60,7 +60,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def compared(folders: Sequence[Path]) -> list[Compared]:
-    """What the folders hold. Raises ValueError for one that is not the folder of a run."""
+    """What the folders hold. Raises ValueError for one that is not the folder of a run, or that is
+    given twice."""
+    places = [folder.resolve() for folder in folders]
+    twice = next((f for f, place in zip(folders, places) if places.count(place) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{escaped(str(twice))} is given twice")
     names = names_of(folders)
     found = []
     for name, folder in zip(names, folders):

@@ -164,6 +164,10 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[Figure]:
             note = f"{_signed(change.value)}, 95 %: {_signed(change.low)} to {_signed(change.high)}"
         value = f"{number_text(score.before.value, True)} → {number_text(score.after.value, True)}"
         yield Figure("held-out accuracy", value, note)
+    accuracy = run.series("eval/accuracy")
+    if not scores and accuracy is not None:
+        note = f"of one evaluation, after step {run.evaluations[0]['step']}"
+        yield Figure("held-out accuracy", number_text(accuracy.last, True), note)
     reward = run.series("reward/mean")
     if reward is not None:
         value = f"{number_text(reward.early)} → {number_text(reward.late)}"
@@ -199,7 +203,7 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
         return
     steps = [m.step for m in measured] if len(measured) > 1 else _evaluated_steps(run)
     heads = ["score", f"step {steps[0]}", f"step {steps[-1]}", "change", "95 % of the change"]
-    heads += ["better, worse", "p"]
+    heads += ["higher, lower", "p"]
     rows = []
     for score in scores:
         is_share = score.name != "reward"
@@ -309,7 +313,9 @@ def _findings(run: Evidence) -> Iterator[Block]:
     found = diagnose(run)
     yield from found
     if not found:
-        yield Text("tunix-lite doctor finds nothing: no file says that the run is not sound.")
+        yield Text(
+            "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
+        )
 
 
 def _unread(run: Evidence) -> list[Block]:

@@ -144,7 +144,7 @@ def weights_that_fit(
     if asked != "auto":
         return asked, f"weights {asked}, as rollout.weights says"
     if memory.mesh_shape["fsdp"] == 1:
-        return "gathered", "weights whole on every device, as fsdp is 1"
+        return "gathered", "each device has all weights, as fsdp is 1"
 
     weights = weight_bytes()
     cache = memory.cache_bytes()
@@ -153,11 +153,11 @@ def weights_that_fit(
     fits = weights + cache + prompts <= USABLE * free
     choice = "gathered" if fits else "sharded"
     sizes = (
-        f"{weights / 1e6:,.0f} MB of them, {cache / 1e6:,.0f} MB of cache and "
+        f"{weights / 1e6:,.0f} MB of weights, {cache / 1e6:,.0f} MB of cache and "
         f"{prompts / 1e6:,.0f} MB of prompts {'fit' if fits else 'do not fit'}"
     )
     room = f"{USABLE:.0%} of {free / 1e6:,.0f} MB free"
-    return choice, f"weights {choice} over fsdp: whole, {sizes} into {room}"
+    return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
 
 
 def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:

@@ -24,6 +24,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
+from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
@@ -126,8 +127,8 @@ def with_rewards_tried(parts: Parts) -> Parts:
     if failing and run.rewards.on_error == "raise":
         with error_context("task"):
             raise ValueError(
-                f"{failing}, made up before the run; rewards.on_error=zero or drop continues "
-                "without it"
+                f"tried on made-up completions before the run: {failing}; rewards.on_error=zero or "
+                "drop continues without it"
             )
     return replace(parts, failing=failing)
 
@@ -367,7 +368,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     found = []
     if damage:
         found.append(
-            f"{damage}: its seconds count from now, its accuracies are those of metrics.jsonl"
+            f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
         )
     with error_context("resume"):
         try:
@@ -423,7 +424,7 @@ def startup_summary(
     """The title and the rows, (name, text) each, of the panel at the start of a run."""
     # The machine.
     device = parts.mesh.devices.flat[0]
-    kind = f"{device.device_kind} ({device.platform})"
+    kind = device_name(device.device_kind, device.platform)
     axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
     rows = [
         ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
@@ -457,7 +458,8 @@ def startup_summary(
     if parts.resume_from is not None:
         steps += f", from the checkpoint in {parts.resume_from}"
     rows.append(("optimizer", steps))
-    viewer = "  (tensorboard --logdir outputs/)" if run.tracking.tensorboard else ""
+    all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
+    viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
 
     algorithm = type(run.algorithm).__name__

@@ -129,14 +129,16 @@ class Watch:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
-        console.say(str(self.throughput))
+        # Nobody asks a CPU for it.
+        if self.session.parts.mesh.devices.flat[0].platform != "cpu":
+            console.say(str(self.throughput))
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
         # A signal that came meanwhile ends the run before the sampler is compiled.
         session.stopping.check_before_update()
         if self.start == 0 or self.row_without_evaluation is not None:
-            measured = self.evaluated()
+            measured = self.evaluated(is_first=True)
             if measured:
                 self.log(self.start, (self.row_without_evaluation or {}) | measured)
                 session.status.write("running")
@@ -146,8 +148,11 @@ class Watch:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
         self._began = time.perf_counter()
         self.learner.seconds.clear()
-        first = ", which compiles" if number == self.start else ""
-        self.session.console.doing(f"step {number + 1}: collecting{first}")
+        console = self.session.console
+        if number == self.start:
+            console.busy(f"step {number + 1}: collecting, which compiles…")
+        else:
+            console.doing(f"step {number + 1}: collecting")
         with self.profile.step(number - self.start):
             yield
 
@@ -258,8 +263,8 @@ class Watch:
                 metrics |= _checked_metrics(observer(done))
         return metrics
 
-    def evaluated(self) -> Metrics:
-        """Held-out accuracy now; {} if the run has no evaluation."""
+    def evaluated(self, is_first: bool = False) -> Metrics:
+        """Held-out accuracy now; {} if the run has no evaluation. is_first: it compiles."""
         session = self.session
         num_examples = session.run.evaluation.num_examples
         if not num_examples:
@@ -268,7 +273,10 @@ class Watch:
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
-        session.console.doing("measuring held-out accuracy")
+        if is_first:
+            session.console.busy("compiling the sampler, and measuring held-out accuracy…")
+        else:
+            session.console.doing("measuring held-out accuracy")
         found = evaluate(
             self.learner.policy,
             session.task.at_step(int(self.state.step)),

@@ -1,0 +1,384 @@
+"""What a compiled program starts on one device, read from its HLO text.
+
+`kernels` has one entry for each fusion, library call, copy and collective, with its bytes, FLOPs
+and how often it runs. How things are counted:
+
+- An instruction inside a fusion is no kernel: it reads and writes nothing but registers.
+- A kernel reads each operand once and writes its result once. Of an operand that a fusion only
+  slices or gathers from, it reads the slices. A fusion that ends in a dynamic-update-slice or a
+  scatter updates its operand in place: it reads and writes the slice, not the buffer. If the
+  compiler cannot update in place, it adds a copy, which is an entry of its own.
+- Arguments that results take the place of (aliases) move no bytes.
+- A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
+  counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tunix_lite.parallel.collectives import KINDS, collectives, sent_bytes
+from tunix_lite.parallel.hlo import (
+    ARRAY,
+    Computation,
+    Instruction,
+    Program,
+    array_bytes,
+    called,
+    count_turns,
+    op_name,
+    parse,
+    tuple_types,
+)
+
+# Instructions that start nothing on a device.
+FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
+FREE |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
+# Calls that only mark something for the compiler.
+MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+MARKS |= {"ConcatBitcast", "SliceBitcast", "Sharding"}
+# Moved beside the kernels, by engines of their own.
+PREFETCHES = {"copy-start", "slice-start", "dynamic-slice-start"}
+# What passes each element on, perhaps elsewhere.
+MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-tuple-element"}
+SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
+UPDATES = {"dynamic-update-slice", "scatter"}
+TO_HOST = {"infeed", "outfeed", "send", "recv"}
+LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One thing that a program starts on a device.
+
+    Example: Kernel("fusion.3", "matmul", 12, 2_654_208, 73_728, 1.7e8) runs 12 times.
+    """
+
+    name: str
+    # matmul (a fusion with a product in it), fusion, library, copy, collective, or another op;
+    # prefetch: a copy that runs beside the kernels, and is none; host: a wait for the host
+    kind: str
+    # in one call of the program
+    times: int
+    # each time, from and to the memory of the device
+    read_bytes: int
+    written_bytes: int
+    flops: float = 0.0
+    # of the loops around it the turns of the innermost one; 1: it is in no loop
+    turns: int = 1
+    # the operation of the model that it comes from
+    source: str = ""
+    sent_bytes: int = 0
+
+
+def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
+    """Everything that one call of the program starts on a device, in the order of the text."""
+    program, entry = parse(text)
+    walk = _Walk(program, scalars_are_free=":T(" in text)
+    found = walk.of_computation(entry, 1, 1)
+    if mesh_shape is None or np.prod(list(mesh_shape.values())) == 1:
+        return found
+    # What goes over links is read where collectives are read, and spread over their kernels.
+    total = sum(sent_bytes(c) for c in collectives(text, mesh_shape))
+    links = [kernel for kernel in found if kernel.kind == "collective"]
+    moved = sum(k.times * k.read_bytes for k in links)
+    if not moved:
+        return (
+            [*found, Kernel("links", "collective", 1, 0, 0, sent_bytes=total)] if total else found
+        )
+    return [
+        replace(k, sent_bytes=int(total * k.read_bytes / moved)) if k.kind == "collective" else k
+        for k in found
+    ]
+
+
+def argument_bytes(text: str, prefix: str) -> int:
+    """Bytes of the program's arguments whose path begins so, on one device: args[1] are the weights
+    of a decode program, args[0].cache its cache."""
+    program, entry = parse(text)
+    found = program[entry].instructions.values()
+    chosen = [i for i in found if i.op == "parameter" and op_name(i).startswith(prefix)]
+    return sum(bytes_of(i.type) for i in chosen)
+
+
+# ---- the walk
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Of one program. Example: _Walk(*parse(text)[:1]).of_computation("main", 1, 1)."""
+
+    program: Program
+    # On a TPU, scalars are computed beside the kernels.
+    scalars_are_free: bool = False
+
+    def of_computation(self, name: str, times: int, turns: int) -> list[Kernel]:
+        computation = self.program[name]
+        found: list[Kernel] = []
+        for instruction in computation.instructions.values():
+            found += self.of_instruction(instruction, computation, times, turns)
+        return found
+
+    def of_instruction(
+        self, i: Instruction, computation: Computation, times: int, turns: int
+    ) -> list[Kernel]:
+        callees = called(i)
+        if i.op in FREE or i.op.endswith(("-done", "-update")):
+            return []
+        if i.op == "while":
+            # Where the turns are known, nobody asks the condition.
+            body = dict(callees)["body"]
+            loops = count_turns(i, dict(callees), computation, self.program)
+            inner = self.of_computation(body, times * (loops or 1), loops or 1)
+            return inner if loops else [*inner, Kernel(i.name, "host", times, 0, 0)]
+        if i.op == "conditional":
+            branches = [self.of_computation(name, times, turns) for _, name in callees]
+            dearest = max(branches, key=_moved)
+            return [*dearest, Kernel(i.name, "host", times, 0, 0)]
+        if i.op == "call" or (i.op == "async-start" and callees):
+            return [k for _, name in callees for k in self.of_computation(name, times, turns)]
+        target = re.search(r'custom_call_target="([^"]*)"', i.rest)
+        if target and target[1] in MARKS:
+            return []
+        kernel = self.kernel(i, computation, times, turns, target[1] if target else "")
+        if self.scalars_are_free and i.op != "fusion" and _elements(i.type) <= 1:
+            return []
+        return [kernel]
+
+    def kernel(
+        self, i: Instruction, computation: Computation, times: int, turns: int, target: str
+    ) -> Kernel:
+        if i.op in TO_HOST or "callback" in target:
+            return Kernel(i.name, "host", times, 0, 0, turns=turns)
+        inner = self.program[called(i)[0][1]] if i.op == "fusion" else None
+        flops = self.flops(inner) if inner else _flops(i, computation)
+        return Kernel(
+            name=i.name,
+            kind=self.kind(i, inner, flops),
+            times=times,
+            read_bytes=self.read_bytes(i, computation, inner),
+            written_bytes=self.written_bytes(i, computation, inner),
+            flops=flops,
+            turns=turns,
+            source=op_name(i),
+        )
+
+    def kind(self, i: Instruction, inner: Computation | None, flops: float) -> str:
+        if i.op == "custom-call":
+            return "library"
+        if i.op.removesuffix("-start") in KINDS:
+            return "collective"
+        if i.op in PREFETCHES:
+            return "prefetch"
+        if i.op in ("copy", "transpose"):
+            return "copy"
+        if inner and {x.op for x in inner.instructions.values()} <= MOVES:
+            return "copy"
+        if flops:
+            return "matmul"
+        return i.op
+
+    def flops(self, computation: Computation) -> float:
+        total = 0.0
+        for i in computation.instructions.values():
+            if i.op == "fusion":
+                total += self.flops(self.program[called(i)[0][1]])
+            else:
+                total += _flops(i, computation)
+        return total
+
+    # ---- bytes
+
+    def read_bytes(
+        self, i: Instruction, computation: Computation, inner: Computation | None
+    ) -> int:
+        if inner:
+            shares = self.shares(inner)
+            by_number = {_number(p): shares[name] for name, p in _parameters(inner).items()}
+        else:
+            by_number = {n: self.part(i, n, computation) for n in range(len(i.operands))}
+        total = 0.0
+        for number, name in enumerate(i.operands):
+            if name in computation.instructions:
+                share = min(1.0, by_number.get(number, 0.0))
+                total += share * bytes_of(computation.instructions[name].type)
+        return round(total)
+
+    def written_bytes(
+        self, i: Instruction, computation: Computation, inner: Computation | None
+    ) -> int:
+        if i.op.endswith("-start"):
+            # (operands, results, ...), but for a copy, which is (result, operand, ...)
+            types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
+            return bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
+        results = self.results(inner) if inner else [(i, computation)]
+        types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
+        if len(results) != len(types):
+            return bytes_of(i.type)
+        total = 0
+        for (result, of), type_ in zip(results, types):
+            update = _updates(result, of)
+            # What lies in on-chip memory stays free, whatever is written to it.
+            total += min(bytes_of(type_), bytes_of(update.type)) if update else bytes_of(type_)
+        return total
+
+    def results(self, computation: Computation) -> list[tuple[Instruction, Computation]]:
+        """What a fusion writes: its root, or the elements of its root."""
+        found = []
+        pending = [computation.root]
+        while pending:
+            i = computation.instructions[pending.pop(0)]
+            if i.op == "tuple":
+                pending = [*i.operands, *pending]
+            elif i.op == "bitcast":
+                pending = [i.operands[0], *pending]
+            elif i.op == "fusion":
+                found += self.results(self.program[called(i)[0][1]])
+            else:
+                found.append((i, computation))
+        return found
+
+    def shares(self, computation: Computation) -> dict[str, float]:
+        """By instruction of a fusion, the share of its elements that the fusion needs."""
+        shares: dict[str, float] = defaultdict(float)
+        shares[computation.root] = 1.0
+        for i in reversed(computation.instructions.values()):
+            for number, operand in enumerate(i.operands):
+                if operand in computation.instructions:
+                    part = self.part(i, number, computation)
+                    shares[operand] = min(1.0, shares[operand] + shares[i.name] * part)
+        return shares
+
+    def part(self, i: Instruction, number: int, computation: Computation) -> float:
+        """The share of an operand that an instruction needs."""
+        operand = computation.instructions.get(i.operands[number])
+        if operand is None:
+            return 0.0
+        if number == 0 and i.op in SLICES:
+            # The type of a -start instruction is (operands, result, ...).
+            result = tuple_types(i.type)[1] if i.op.endswith("-start") else i.type
+            return min(1.0, _elements(result) / max(1, _elements(operand.type)))
+        if number == 0 and i.op in UPDATES:
+            return 0.0
+        if i.op == "fusion":
+            inner = self.program[called(i)[0][1]]
+            shares = self.shares(inner)
+            return next(shares[n] for n, p in _parameters(inner).items() if _number(p) == number)
+        return 1.0
+
+
+def _moved(found: list[Kernel]) -> int:
+    return sum(k.times * (k.read_bytes + k.written_bytes) for k in found)
+
+
+def _parameters(computation: Computation) -> dict[str, Instruction]:
+    return {name: i for name, i in computation.instructions.items() if i.op == "parameter"}
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.split(")")[0])
+
+
+def _updates(i: Instruction, computation: Computation) -> Instruction | None:
+    """What an update in place writes: the operand with the new values; None: it is no update."""
+    if i.op not in UPDATES:
+        return None
+    # scatter(buffers, indices, updates), as many updates as buffers
+    return computation.instructions.get(i.operands[1 if i.op != "scatter" else -1])
+
+
+def bytes_of(type_: str) -> int:
+    """Bytes of the arrays of a type that lie in the device's own memory: XLA for TPU writes S(n) on
+    those that lie elsewhere."""
+    return sum(
+        array_bytes(bits, dims)
+        for _, bits, dims, layout in LAYOUT_ARRAY.findall(type_)
+        if not re.search(r"S\([1-9]", layout)
+    )
+
+
+def _elements(type_: str) -> int:
+    return sum(array_bytes("8", dims) for _, _, dims in ARRAY.findall(type_))
+
+
+# ---- FLOPs
+
+
+def _flops(i: Instruction, computation: Computation) -> float:
+    """Of a product; 0 for everything else, which is small beside them."""
+    if i.op == "dot":
+        left = _dims(computation.instructions[i.operands[0]].type)
+        return 2.0 * _elements(i.type) * _sizes(left, _ints(i.rest, "lhs_contracting_dims"))
+    if i.op == "convolution":
+        return _convolution_flops(i, computation)
+    if i.op == "custom-call" and "lhs_contracting_dimensions" in i.rest:
+        left = _dims(computation.instructions[i.operands[0]].type)
+        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
+        result = tuple_types(i.type)[0] if i.type.startswith("(") else i.type
+        return 2.0 * _elements(result) * _sizes(left, [int(n) for n in re.findall(r"\d+", numbers)])
+    return 0.0
+
+
+def _dims(type_: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", ARRAY.search(type_)[3])]
+
+
+def _sizes(dims: list[int], chosen: list[int]) -> int:
+    return int(np.prod([dims[n] for n in chosen])) if chosen else 1
+
+
+def _ints(rest: str, name: str) -> list[int]:
+    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", rest)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
+def _convolution_flops(i: Instruction, computation: Computation) -> float:
+    """XLA for TPU writes every product as one; a dim of both operands then is a spatial one, of
+    which only positions that meet count."""
+    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest).groups()
+    left_dims = _dims(computation.instructions[i.operands[0]].type)
+    right_dims = _dims(computation.instructions[i.operands[1]].type)
+    out_dims = _dims(i.type)
+
+    # Of each spatial dim, the pairs of an output and a kernel position that meet an element.
+    window = re.search(r"window=\{([^}]*)\}", i.rest)
+    of = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    spatial = sorted(label for label in left if label.isdigit())
+    pairs = 1
+    for n, label in enumerate(spatial):
+        size = left_dims[left.index(label)]
+        pairs *= _meetings(
+            size,
+            out_dims[out.index(label)],
+            right_dims[right.index(label)],
+            stride=_nth(of, "stride", n, 1),
+            low=_nth(of, "pad", n, 0),
+            left_dilation=_nth(of, "lhs_dilate", n, 1),
+            right_dilation=_nth(of, "rhs_dilate", n, 1),
+        )
+    groups = re.search(r"batch_group_count=(\d+)", i.rest)
+    batch = left_dims[left.index("b")] // (int(groups[1]) if groups else 1)
+    inputs = right_dims[right.index("i")]
+    return 2.0 * pairs * batch * inputs * out_dims[out.index("f")]
+
+
+def _nth(of: dict[str, str], name: str, n: int, default: int) -> int:
+    """pad=1_2x0_0 has 1 and 0 at the low ends."""
+    return int(of[name].split("x")[n].split("_")[0]) if name in of else default
+
+
+def _meetings(
+    size: int,
+    outputs: int,
+    kernel: int,
+    stride: int,
+    low: int,
+    left_dilation: int,
+    right_dilation: int,
+) -> int:
+    """How many pairs of an output and a kernel position meet an element of the input."""
+    at = np.arange(outputs)[:, None] * stride + np.arange(kernel) * right_dilation - low
+    is_element = (at % left_dilation == 0) & (at >= 0) & (at <= (size - 1) * left_dilation)
+    return int(is_element.sum())
