@@ -10,7 +10,7 @@ def of_text(completion: str, example: dict):
     if completion == "no answer":
         return no_answer("it holds no number")
     if completion == "stopped":
-        return Score(0.25, "stopped", "its code took more than its seconds")
+        return Score(0.25, "stopped", "its code took more than `seconds`")
     return float(completion)
 
 

@@ -286,7 +286,7 @@ def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
     "name, platform, changes, dtype, width, shares, reason",
     [
         ("cudnn", "gpu", {"attn_softcap": 50.0}, jnp.bfloat16, 64, False, "no soft cap, and the model's attn_softcap is 50.0"),
-        ("cudnn", "gpu", {}, jnp.float32, 64, False, "bfloat16 only; training.mixed_precision=bf16 would do"),
+        ("cudnn", "gpu", {}, jnp.float32, 64, False, "bfloat16 only; set training.mixed_precision=bf16"),
         ("cudnn", "gpu", {"head_dim": 260}, jnp.bfloat16, 64, False, "up to 256 in multiples of 8, and head_dim is 260"),
         ("cudnn", "gpu", {"head_dim": 12}, jnp.bfloat16, 64, False, "up to 256 in multiples of 8, and head_dim is 12"),
         ("splash", "tpu", {}, jnp.bfloat16, 128, True, "no branches, and training.packing=prefix makes some"),

@@ -169,15 +169,15 @@ def test_a_run_does_not_go_on_from_a_damaged_folder_and_leaves_it_as_it_is(case,
 
 
 STATUS = {  # what stands in status.json: what is said of it
-    '{"eval": null}': "status.json cannot be read at eval: its seconds count from now",
-    '{"eval": []}': "status.json cannot be read at eval: its seconds count from now",
-    '{"eval": {"first": "x"}}': "status.json cannot be read at eval: its seconds count from now",
+    '{"eval": null}': "status.json cannot be read at eval: seconds are counted from now",
+    '{"eval": []}': "status.json cannot be read at eval: seconds are counted from now",
+    '{"eval": {"first": "x"}}': "status.json cannot be read at eval: seconds are counted from now",
     '{"eval": {"first": {"accuracy": "x"}, "last": {"accuracy": 1}}}': "status.json cannot be read at eval",
     '{"seconds": "x"}': "status.json cannot be read at seconds",
     '{"seconds": NaN, "began_from": "x"}': "status.json cannot be read at seconds, began_from",
-    "[]": "status.json does not hold an object: its seconds count from now",
-    "": "status.json is not JSON (Expecting value: line 1 column 1 (char 0)): its seconds count from now",
-    BRACKETS: "status.json is nested too deep: 64 lists and objects in one another are read: its seconds count",
+    "[]": "status.json does not hold an object: seconds are counted from now",
+    "": "status.json is not JSON (Expecting value: line 1 column 1 (char 0)): seconds are counted from now",
+    BRACKETS: "status.json is nested too deep: more than 64 lists and objects in one another: seconds are counted",
 }
 
 
@@ -288,7 +288,7 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_offered(name, folde
     flipped(run, name)
     prepared(folder)  # reads no array
     checkpoints, like = Checkpoints(run.checkpoints), state_of(0)
-    where = rf"\({name.replace('*', '.*')} has other bytes than when it was written, by the sha256 in digests.json\)"
+    where = rf"\({name.replace('*', '.*')} was changed after it was written, by the sha256 in digests.json\)"
     said = rf"^step 8 cannot be read {where}; remove {run.checkpoints}/8 to go on from step 4$"
     with pytest.raises(ValueError, match=said):
         checkpoints.restore(like)

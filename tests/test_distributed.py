@@ -205,8 +205,8 @@ def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
     with pytest.raises(ValueError) as caught:
         find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text})
     assert str(caught.value) == (
-        f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with launch.num_processes and "
-        "launch.process_id, or MASTER_ADDR says where process 0 is"
+        f"SLURM_STEP_NODELIST={text!r} is not understood: give launch.coordinator=HOST:PORT with launch.num_processes "
+        "and launch.process_id, or set MASTER_ADDR to the host of process 0"
     )
     assert find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith(
         "b:"
@@ -226,7 +226,7 @@ def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_th
     with pytest.raises(ValueError) as caught:
         join.check_devices(LaunchConfig(), ProcessPlace(), {})
     assert str(caught.value) == (
-        "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run knows of 1: start every "
+        "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run was given 1: start every "
         "host with launch.coordinator=auto"
     )
 
@@ -589,7 +589,7 @@ def test_strangers_at_the_port_are_ignored_and_named_once():
     first.join(5)
     assert heard == [agreement.Agreement(["a", "b"], "f")]
     said = [line for line in lines if "s left" not in line]
-    assert said == [f"process 0: somebody at port {port} is no process of this run, and is ignored"]
+    assert said == [f"process 0: a connection to port {port} is not from this run, and is ignored"]
 
 
 def test_many_that_say_half_a_line_and_nothing_more_keep_nobody():
@@ -725,8 +725,8 @@ def test_torchrun_starts_a_run_too(tmp_path):
         ),
         (
             "more",
-            "error: launch.expect_devices=16, but jax sees 4: 2 (cpu) in each of 2 processes. A process of several on a "
-            "machine has one GPU: start one for each. Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, "
+            "error: launch.expect_devices=16, but jax sees 4: 2 (cpu) in each of 2 processes. Of several processes on a "
+            "machine each has one GPU: start one process for each GPU. Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, "
             "and whether jax has its GPU or TPU package\n",
         ),
     ],
@@ -741,7 +741,7 @@ def test_a_peer_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path):
     began = time.monotonic()
     done = launched(tmp_path, "killed")
     assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - began < 40
-    assert "launch: process 1 was ended by SIGKILL, as by a machine that is out of memory\n" in done.stderr
+    assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in done.stderr
     assert "Check failure stack trace" not in done.stderr and "Traceback" not in done.stderr
 
 

@@ -274,8 +274,8 @@ def test_a_target_in_a_runs_folder_is_refused_wherever_it_stands(key, good, tmp_
 
 
 WRONG_SETTINGS = {
-    "family: a module": ("family", "hostile_plug.FAMILY", "a folder does not say what to import"),
-    "family: os": ("family", "os.system", "a folder does not say what to import"),
+    "family: a module": ("family", "hostile_plug.FAMILY", "a folder may not choose what is imported"),
+    "family: os": ("family", "os.system", "a folder may not choose what is imported"),
     "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
     "a path with escape codes": ("weights", "x\x1b[2J", "model.weights='x\\x1b[2J'; a text of one line"),
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
@@ -332,7 +332,7 @@ def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extend" / "example"))
     settings_with(run, "family", "mistral.MISTRAL", canary)
     sys.modules.pop("mistral", None)
-    line = "say so yourself: model.family=mistral.MISTRAL (in Python load(..., family=...))"
+    line = "give it yourself: model.family=mistral.MISTRAL (in Python load(..., family=...))"
     is_refused(lambda: load(run), line)
     is_refused(lambda: of_run(run), line)
     assert "mistral" not in sys.modules
@@ -539,7 +539,7 @@ def test_a_head_that_is_not_the_tied_embedding_is_taken_if_the_user_says_so(good
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     again = load(tmp_path / "out", mesh_shape=meshed)
     jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
-    with pytest.raises(ValueError, match="untie_head=true is of a folder's weights"):
+    with pytest.raises(ValueError, match="untie_head=true is for the weights of a folder"):
         ModelConfig(weights="random", architecture=CFG, untie_head=True)
 
 
@@ -833,8 +833,8 @@ NOT_TAKEN = {  # key -> what stands there, and words of the refusal
     "algorithm.num_generations": (10**9, "num_generations=1000000000 is beyond"),
     "generation.stop_token_ids": ([10**4000], "stop_token_ids=1000"),
     "task.source.max_terms": (10**6, "max_terms=1000000 is beyond"),
-    "task.prompt": ("{question:>1000000000}", "makes a text of any length"),
-    "task.system": ("{question:>{question}}", "makes a text of any length"),
+    "task.prompt": ("{question:>1000000000}", "can make a text of unlimited length"),
+    "task.system": ("{question:>{question}}", "can make a text of unlimited length"),
     "training": ([1], "training is [1], not a group of settings"),
     "task.source": (5, "task.source: expected a group of settings"),
     "task": (None, "task is None"),

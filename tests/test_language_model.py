@@ -297,7 +297,7 @@ def test_overwriting_replaces_only_what_export_wrote(tmp_path):
         export(one(), tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "notes.txt").unlink()
     stands_on = one(ModelConfig(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
-    with pytest.raises(ConfigError, match="is the folder of the base that the model stands on"):
+    with pytest.raises(ConfigError, match="is the folder of the base that the model is made from"):
         export(stands_on, tmp_path / "out", overwrite=True)
 
 
@@ -413,7 +413,7 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
         generate_command.read_prompts(lines, 5)
     for text, says in [
         (b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"),
-        (b"[" * 100_000, "line 1: brackets in brackets"),
+        (b"[" * 100_000, "line 1: nested too deep"),
     ]:
         lines.write_bytes(text)
         with pytest.raises(ConfigError, match=f"prompts=.*asked.jsonl, {says}"):

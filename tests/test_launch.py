@@ -96,7 +96,7 @@ os.abort()
 """
     code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
     assert code == 128 + signal.SIGKILL
-    assert "launch: process 1 was ended by SIGKILL, as by a machine that is out of memory\n" in err
+    assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in err
     assert "Terminating" not in err and "@  " not in err and "crashed" not in err
     (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
     assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
@@ -440,12 +440,12 @@ def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
         (
             4,
             {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
-            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, WORLD_SIZE the number of all on all",
+            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, and WORLD_SIZE counts the processes of all machines",
         ),
         (
             4,
             {"WORLD_SIZE": "4", "RANK": "4"},
-            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all are on this machine, and RANK=0 is the first; WORLD_SIZE is the number of all on all machines",
+            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all processes are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all machines",
         ),
     ],
 )
@@ -583,8 +583,8 @@ GIVE = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-ti
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds, and 0 for ever"),
-        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds, and 0 for ever"),
+        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds; 0 sets no limit"),
+        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds; 0 sets no limit"),
         (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
         (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
         (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),

@@ -105,7 +105,7 @@ def test_a_bad_row_costs_no_step_and_with_a_corrected_file_the_run_goes_on(tmp_p
     corrected = of_rows(False, f"seed={seed}", "training.max_steps=4", "resume.force=true")
     train(corrected, folder)
     log = (folder / "train.log").read_text()
-    assert "resumed from step 2" in log and "not as in the run that it goes on from: " in log
+    assert "resumed from step 2" in log and "settings that differ from the run that it goes on from: " in log
     assert [row["step"] for row in lines(folder)] == [1, 2, 3, 4]
 
 

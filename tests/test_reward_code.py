@@ -157,7 +157,7 @@ def test_code_reaches_no_network():
 
 def test_a_limit_is_named_and_all_tests_together_have_one():
     score = FAST(block("while True: pass"), {"tests": ["assert True"] * 50})
-    assert score.why == "its code took more than its seconds"
+    assert score.why == "its code took more than `seconds`"
     began = time.monotonic()
     share = PassesTests(seconds=0.3, total_seconds=0.8, all_or_nothing=False)
     score = share(block("import time\ntime.sleep(0.2)"), {"tests": ["assert True"] * 50})
@@ -194,7 +194,7 @@ def test_who_watches_may_be_killed_and_takes_the_code_along(places):
     thread.start()
     score = PassesTests(seconds=30)(block(SLEEPS), {"tests": ["assert True"]})
     thread.join()
-    assert kind(score) == "stopped" and "ended who watched it (signal 9)" in score.why
+    assert kind(score) == "stopped" and "killed the process that watched it (signal 9)" in score.why
     deadline = time.monotonic() + 3
     while places.processes() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -145,7 +145,7 @@ def test_repetition_by_hand(completion, n, score):
     [
         (lambda: Tags(()), "tags is empty"),
         (lambda: Tags(("answer", "answer")), "has a tag twice"),
-        (lambda: Tags(("a b",)), "'a b' is no name of a tag"),
+        (lambda: Tags(("a b",)), "'a b' is not the name of a tag"),
         (lambda: TargetLength(5, 0), "width=0"),
         (lambda: TargetLength(5, 1, "bytes"), "unit='bytes'; it is tokens, words or characters"),
         (lambda: SoftOverlong(10, 20), "buffer_tokens=20 must be above 0 and at most max_tokens=10"),

@@ -234,7 +234,7 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; it is as http"),
+        ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
         ({"base_url": "localhost:8000"}, "base_url="),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
         ({"pattern": "Score"}, "has no group"),
@@ -264,6 +264,8 @@ def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
     prompt = "prompt: '{completion}'"
     fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
     asks = [f"+task.rewards.judge={{fn: {fn}}}"]
-    with pytest.raises(ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; raise"):
+    with pytest.raises(
+        ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; set rewards.timeout above 19.5"
+    ):
         compose(asks)
     compose([*asks, "rewards.timeout=20"])

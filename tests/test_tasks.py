@@ -551,8 +551,8 @@ def test_a_line_of_json_ends_with_a_newline_and_nothing_else(tmp_path, tokenizer
     [
         (b'{"question": "\xff"}', r"line 3: not UTF-8 \(byte 15 of the line, 0xff\)"),
         (b"{oops", "line 3: not JSON"),
-        (b"[" * 100_000, "line 3: brackets in brackets, more than 100 deep"),
-        (b'{"question": ' + b"[" * 300 + b"]" * 300 + b"}", "line 3: brackets in brackets, more than 100 deep"),
+        (b"[" * 100_000, "line 3: nested too deep: more than 100 lists and objects"),
+        (b'{"question": ' + b"[" * 300 + b"]" * 300 + b"}", "line 3: nested too deep: more than 100 lists and objects"),
         (b'{"question": ' + b"1" * 5000 + b"}", "line 3: not JSON .Exceeds"),
         (b"[1]", "line 3: not an object"),
         (b'{"question": "\\ud800"}', "line 3: half of a character"),
@@ -694,7 +694,7 @@ def test_special_tokens_of_the_prompt_setting_are_meant(tokenizer, tmp_path):
     text = "<start_of_turn>" + " " * 11 + "<bos><bos>bos'<bos>'"
     assert tokenizer.decode(ids, skip_special=False).split("user\n")[1].split("<end_of_turn>")[0] == text
     assert ids.count(ids[0]) == 1 and ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3
-    with pytest.raises(ValueError, match="both hold a special token, and !r or a format hides which is which"):
+    with pytest.raises(ValueError, match="both hold a special token, and with !r or a format it cannot be told"):
         replace(task, config=replace(task.config, prompt="<bos>{question!r}")).text.prompt(
             {"question": 'it\'s "<bos>"'}
         )

@@ -219,7 +219,9 @@ def test_a_tracker_that_fails_is_named_once_and_gets_nothing_more():
         guarded.log(step, {})
     guarded.close()
     assert calls == [1, 2]
-    assert said == [r"warning: tracking.trackers.mine failed (ConnectionError: no\nnetwork); it gets nothing more"]
+    assert said == [
+        r"warning: tracking.trackers.mine failed (ConnectionError: no\nnetwork); nothing more is sent to it"
+    ]
 
 
 def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):

@@ -573,7 +573,7 @@ def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or
         status = json.loads((tmp_path / "status.json").read_text())
         assert (status["status"], status["steps"], status["eval"]) == ("completed", 1, ended["eval"])
         assert lines(tmp_path) == made
-    assert "all its steps are made; a higher training.max_steps goes on" in (tmp_path / "train.log").read_text()
+    assert "all its steps are made; raise training.max_steps to go on" in (tmp_path / "train.log").read_text()
     with pytest.raises(ConfigError, match="is at step 1 already"):
         train(replace(run, resume=replace(run.resume, folder=str(tmp_path))), tmp_path / "another")
 

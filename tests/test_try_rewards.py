@@ -61,7 +61,9 @@ def test_a_failing_reward_ends_the_start_or_is_a_warning_as_on_error_says(tmp_pa
     run = compose(["evaluation.num_examples=4"])
     run = replace(run, task=replace(run.task, rewards=run.task.rewards | {"wrong": Reward(tried.wrong_key)}))
     folder = RunDir(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"^task: reward 'wrong' failed with KeyError: 'anser' .*, made up before"):
+    with pytest.raises(
+        ConfigError, match=r"^task: tried on made-up completions .*: reward 'wrong' failed with KeyError: 'anser'"
+    ):
         prepare(run, folder)
     assert not folder.path.exists()
     parts = prepare(replace(run, rewards=replace(run.rewards, on_error="drop")), folder)

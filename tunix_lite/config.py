@@ -137,7 +137,7 @@ class TrainingConfig:
         # Rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
             raise ValueError(
-                f"micro_batch_tokens={self.micro_batch_tokens} is of packed rows, and packing is "
+                f"micro_batch_tokens={self.micro_batch_tokens} is for packed rows, and packing is "
                 "none"
             )
         if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
@@ -178,7 +178,7 @@ class TrainingConfig:
             )
         if not 0 < self.grace_seconds < math.inf:
             raise ValueError(
-                f"grace_seconds={self.grace_seconds} must be above 0; 30 is what most machines give"
+                f"grace_seconds={self.grace_seconds} must be above 0; most clusters give 30"
             )
         if self.max_sampler_gap is not None and not self.max_sampler_gap > 0:
             raise ValueError(

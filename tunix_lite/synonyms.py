@@ -78,7 +78,7 @@ BATCH = (
     # Also prompts, in the configuration; the trainer multiplies it by n.
     no_word(
         "write training.prompts_per_step=ppo_mini_batch_size and "
-        "algorithm.mini_batches=train_batch_size/ppo_mini_batch_size, for a rollout is for "
+        "algorithm.mini_batches=train_batch_size/ppo_mini_batch_size, since a rollout has "
         "mini_batches x prompts_per_step prompts",
         verl="ppo_mini_batch_size",
     ),
@@ -298,7 +298,7 @@ MODEL = (
         TRL="fp16 fp16_full_eval half_precision_backend",
     ),
     no_word(
-        "JAX decides how float32 products are made: export "
+        "JAX decides how float32 products are computed: export "
         "JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32",
         TRL="tf32",
     ),
@@ -388,12 +388,12 @@ LORA = (
     # The type nf4, in blocks, as bitsandbytes has it by default.
     word(
         values={"true": "model.lora.base=nf4", "false": "model.lora.base=bf16"},
-        note="it is the base of adapters: model.lora.rank is above 0",
+        note="it is for LoRA: set model.lora.rank above 0",
         TRL="load_in_4bit",
     ),
     word(
         values={"true": "model.lora.base=int8", "false": "model.lora.base=bf16"},
-        note="it is the base of adapters: model.lora.rank is above 0",
+        note="it is for LoRA: set model.lora.rank above 0",
         TRL="load_in_8bit",
     ),
     word("model.lora.base={}", note="nf4, int8, bf16 or fp32", Tunix="weight_qtype"),
@@ -851,7 +851,7 @@ RUNS = (
         TRL="eval_strategy evaluation_strategy",
     ),
     no_word(
-        "an evaluation stands before the first update, unless evaluation.num_examples=0",
+        "an evaluation runs before the first update, unless evaluation.num_examples=0",
         verl="val_before_train",
         TRL="eval_on_start do_eval",
     ),
@@ -1028,7 +1028,7 @@ DEVICES = (
         other="rank",
     ),
     no_word(
-        "a section of ours has it only inside of sharding; prompts of an update are "
+        "here only sharding has a setting of this name; prompts of an update are "
         "training.prompts_per_step",
         other="batch",
     ),

@@ -92,7 +92,7 @@ class Distill:
             raise ValueError(f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}")
         if self.divergence != "jensen_shannon" and self.mix != 0.5:
             raise ValueError(
-                f"mix={self.mix} changes nothing with divergence={self.divergence}; it is of "
+                f"mix={self.mix} changes nothing with divergence={self.divergence}; it belongs to "
                 "divergence=jensen_shannon"
             )
         if not 0 < self.mix < 1:

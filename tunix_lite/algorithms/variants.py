@@ -85,20 +85,20 @@ VARIANTS: dict[str, dict[str, Changes]] = {
 REFUSED: dict[str, dict[str, str]] = {
     "grpo": {
         "tunix": "its KL is k1 as a loss, which has no expected gradient",
-        "tinker": "its ratio is to the sampler, and its loss a sum",
+        "tinker": "its ratio compares with the sampler, and its loss is a sum",
     },
     "dr_grpo": {
         "verl": "it divides by the padded width, which changes with the batch",
         "tunix": "it divides by the padded width, which changes with the batch",
     },
     "gspo": {
-        "tunix": "it is the paper's but for empty completions",
-        "openrlhf": "its ratio is to the sampler",
+        "tunix": "it is the paper's, except for empty completions",
+        "openrlhf": "its ratio compares with the sampler",
     },
-    "cispo": {"tinker": "its ratio is to the sampler, and its loss a sum"},
+    "cispo": {"tinker": "its ratio compares with the sampler, and its loss is a sum"},
     "rloo": {"tunix": "it is clipped and averages over completions that are not empty"},
     "reinforce_pp": {"nemo_rl": "its variance is that of a population"},
-    "scalerl": {"paper": "it is the preset as it is"},
+    "scalerl": {"paper": "the preset is that definition without a variant"},
 }
 # of every objective, where there is a KL term
 KL = {"trl": {"kl_estimator": ("k3_exact", "k3")}, "verl": {"kl_estimator": ("k3_exact", "k3")}}

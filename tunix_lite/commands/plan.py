@@ -11,13 +11,18 @@ import jax
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import take_gpu_memory
-from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.planning import compare_run, report, timed
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.choices import choices
+from tunix_lite.planning.forecast import HardwareCosts, forecast
+from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
+from tunix_lite.planning.programs import mesh_of_run
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.resolved import find_model
 
@@ -35,6 +40,19 @@ class PlanConfig:
     analytic: bool = False
     # Most meshes to compile with mesh=all. The others are estimated.
     compile_most: int = 4
+    # true predicts seconds a step, hours and cost. Small runs are timed on attached devices, others
+    # estimated.
+    predict: bool = True
+    # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
+    prompt_share: float = 0.5
+    # Mean length of completions, as a share of generation.max_new_tokens, for the prediction.
+    completion_share: float = 0.5
+    # Folder of a run whose recorded lengths are taken instead.
+    lengths_of: str | None = None
+    # Price of all devices together for an hour, in any currency. null predicts no cost.
+    price_per_hour: float | None = None
+    # Folder of a run made with the same settings: prints predicted against measured, and no plan.
+    verify: str | None = None
     # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
@@ -46,6 +64,11 @@ class PlanConfig:
                 f"compile_most={self.compile_most} must be at least 1; analytic=true compiles "
                 "nothing"
             )
+        for name in ("prompt_share", "completion_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
+        if self.price_per_hour is not None and self.price_per_hour < 0:
+            raise ValueError(f"price_per_hour={self.price_per_hour} must not be negative")
 
 
 def main() -> None:
@@ -57,17 +80,29 @@ def main() -> None:
 
 
 def plan(run: RunConfig, settings: PlanConfig) -> None:
-    """Makes the plans, writes plan.md and plan.json, and prints a short form of them."""
+    """Makes the plans, writes plan.md and plan.json, and prints a short form of them. Raises
+    RunFailed, after that, if none fits."""
     if settings.target != "attached":
         # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
         # unless CUDA is none of the platforms that jax may use.
         jax.config.update("jax_platforms", "cpu")
+    if settings.verify is not None:
+        print("\n".join(verified(run, settings)))
+        return
     found = make_plans(run, settings, sys.argv[1:])
+    if settings.predict:
+        found = predicted(found, settings)
     folder = Path(
         settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
     ).expanduser()
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
+    if all(plan.fits is False for plan in found.plans):
+        best = found.plans[0]
+        raise RunFailed(
+            f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
+            f"{report.gib(best.machine.capacity)} GiB a device"
+        )
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
@@ -151,15 +186,98 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         f"{report.source(found)}"
     )
     if found.fits:
-        return replace(
-            plans, command=command_that_fits(words, overrides), change=f"would fit, with {peak}:"
-        )
+        change = f"would fit, with {peak}:"
+        if found.is_near_the_limit:
+            change = f"may fit, with {peak}, which may be wrong by {planning.ESTIMATE_MARGIN:.0%}:"
+        return replace(plans, command=command_that_fits(words, overrides), change=change)
     least = "nothing makes it smaller"
     if overrides:
         least = f"the least is {peak}, with {' '.join(overrides)}"
     return replace(
         plans, change=f"nothing that was tried fits, and a larger target is needed: {least}"
     )
+
+
+def predicted(plans: Plans, settings: PlanConfig) -> Plans:
+    """The plans with a forecast of each that may fit, the fastest first, and other settings of the
+    best one."""
+    lengths = lengths_for(settings)
+    found = [
+        plan if plan.fits is False else with_forecast(plan, lengths, settings)
+        for plan in plans.plans
+    ]
+    found.sort(key=lambda plan: plan.rank)
+    best = found[0]
+    hardware, measured = hardware_of(best)
+    others = choices(best, lengths, lambda resolved: HardwareCosts(resolved, hardware))
+    return replace(plans, plans=tuple(found), choices=tuple(others), measured=measured)
+
+
+def lengths_for(settings: PlanConfig) -> Lengths:
+    """The lengths that the settings ask for. Raises ConfigError."""
+    if settings.lengths_of is not None:
+        return recorded_lengths(settings.lengths_of)
+    return Lengths(settings.prompt_share, settings.completion_share)
+
+
+def with_forecast(plan: Plan, lengths: Lengths, settings: PlanConfig) -> Plan:
+    """The plan with its programs timed where they are small and the devices are there, otherwise
+    with an estimate."""
+    price = settings.price_per_hour
+    resolved = plan.resolved
+    is_here = plan.machine.name == "attached" and jax.process_count() == 1
+    if is_here and not settings.analytic and not timed.can_be_timed(resolved):
+        _say("timing the programs of a step…")
+        count = resolved.mesh_shape["fsdp"] * resolved.mesh_shape["tp"]
+        with mesh_of_run(resolved, jax.devices()[:count]):
+            found = forecast(resolved, lengths, timed.TimedCosts(resolved), price)
+        return replace(plan, forecast=found)
+    hardware, _ = hardware_of(plan)
+    costs = HardwareCosts(resolved, hardware)
+    return replace(plan, forecast=forecast(resolved, lengths, costs, price))
+
+
+def hardware_of(plan: Plan) -> tuple[Hardware, str]:
+    """What the devices of a plan do, and in words what of it was measured here."""
+    if plan.machine.hardware is not None:
+        return plan.machine.hardware, ""
+    speed = timed.machine_speed(timed.shapes_that_matter(plan.resolved))
+    return speed.as_hardware(plan.machine.platform), str(speed)
+
+
+def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
+    """Predicted against measured, of a run with these settings on the attached devices. Raises
+    ConfigError if the run was started with others."""
+    took = compare_run.measured(settings.verify)
+    check_same_overrides(settings.verify, sys.argv[1:])
+    lengths = recorded_lengths(settings.lengths_of or settings.verify)
+    plans = make_plans(run, replace(settings, analytic=True, mesh="run"), sys.argv[1:])
+    plan = with_forecast(plans.plans[0], lengths, settings)
+    rows = compare_run.predicted_against(plan.forecast, took)
+    return [
+        *report.compared_lines(rows),
+        f"predicted: {plan.forecast.source}; lengths {plan.forecast.lengths}",
+        f"measured: medians of {settings.verify}/metrics.jsonl after the first "
+        f"{compare_run.FIRST} steps",
+    ]
+
+
+# Settings that change no time of a step.
+NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "verify")
+
+
+def check_same_overrides(folder: str, words: list[str]) -> None:
+    """Raises ConfigError, with the command to paste, if the run was started with settings that
+    these words lack."""
+    file = Path(folder).expanduser() / ".hydra" / "overrides.yaml"
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    started = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
+    missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]
+    if missing:
+        command = shlex.join(["tunix-lite", "plan", *words, *missing])
+        raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
 
 
 def command_that_fits(words: list[str], overrides: tuple[str, ...]) -> str:

@@ -329,7 +329,7 @@ def fill_in_folder(text: str, values: dict) -> str:
     except OmegaConfBaseException as error:
         why = str(error).splitlines()[0]
         raise ConfigError(
-            f"{text}: {why}; of several processes it can hold ${{now:...}} and settings"
+            f"{text}: {why}; a run of several processes fills in only ${{now:...}} and settings"
         ) from error
 
 

@@ -170,7 +170,7 @@ def with_settings_of_run(
         if not values["replay"]["trust"]:
             check_sizes(changed, file)
     if not values["replay"]["trust"]:
-        refusal = f"is named by {file}, and a folder does not say what to import. {IF_YOURS}"
+        refusal = f"is named by {file}, and a folder may not choose what is imported. {IF_YOURS}"
         until_its_end.enter_context(importing_only(names_known(values), refusal))
     found = {**values, **changed}
     for key in (key.lstrip("+~") for key in keys):
@@ -204,7 +204,7 @@ def check_sizes(theirs: dict, file: Path) -> None:
             if abs(value) > MOST_OF_A_STRANGER:
                 wrong = f"is beyond {MOST_OF_A_STRANGER:,}"
         elif isinstance(value, str) and WIDE.search(value.replace("{{", "").replace("}}", "")):
-            wrong = "makes a text of any length"
+            wrong = "can make a text of unlimited length"
         if wrong:
             raise ValueError(
                 f"{file}: {escaped(place)}={shown(value)} {wrong}, and is not taken from a folder. "
@@ -411,7 +411,7 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
             found = {name: arrays[name] for name in arrays}
         unknown = sorted(name for name in found.keys() - ARRAYS if not name.startswith(STREAM))
         if unknown:
-            raise ValueError(f"a batch has no {unknown[0]}")
+            raise ValueError(f"a batch has no array {unknown[0]}")
         batch = batch_of_arrays(found)
         _check_arrays(batch)
         return batch

@@ -125,7 +125,7 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         except ValueError as error:
             # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
-                f"{place.source}: jax found no other processes here ({error}); say "
+                f"{place.source}: jax found no other processes here ({error}); give "
                 "launch.coordinator=HOST:PORT, "
                 "launch.num_processes and launch.process_id"
             ) from error
@@ -195,7 +195,7 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
         raise ValueError(
             f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a "
             "TPU slice, and this "
-            f"run knows of {place.num_processes}: start every host with launch.coordinator=auto"
+            f"run was given {place.num_processes}: start every host with launch.coordinator=auto"
         )
     if place.num_processes == 1 and launch.expect_devices is None:
         return
@@ -231,7 +231,8 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
             f"{counts[0]} "
             f"({kinds[0]}) in each of {len(counts)} processes. "
             + (
-                "A process of several on a machine has one GPU: start one for each. "
+                "Of several processes on a machine each has one GPU: start one process for each "
+                "GPU. "
                 if place.num_local > 1
                 else ""
             )

@@ -190,9 +190,9 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
         rank = environ.get("RANK", "0").strip()
         if rank.strip("0"):
             raise ValueError(
-                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all are on this "
-                "machine, and RANK=0 "
-                "is the first; WORLD_SIZE is the number of all on all machines"
+                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all processes "
+                "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
+                "machines"
             )
         return LocalProcesses(
             nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
@@ -205,7 +205,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
             f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the "
             "number of the first "
-            "process on this machine, WORLD_SIZE the number of all on all"
+            "process on this machine, and WORLD_SIZE counts the processes of all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
     return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
@@ -225,10 +225,10 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
     if restarts is None:
         restarts = _number("max_restarts", settings, int, "a whole number, 0 or more")
     if stall is None:
-        stall = _number("stall_timeout", settings, float, "a number of seconds, and 0 for ever")
+        stall = _number("stall_timeout", settings, float, "a number of seconds; 0 sets no limit")
     if not all(0 <= number < math.inf for number in (restarts, stall, known.grace)):
         raise ValueError(
-            "--max-restarts, --stall-timeout and --grace must not be negative, nor without end"
+            "--max-restarts, --stall-timeout and --grace must be finite and not negative"
         )
     return RestartPolicy(stall or None, restarts, known.grace)
 

@@ -229,8 +229,8 @@ class Arrivals:
         if not self._has_noted:
             self._has_noted = True
             text = (
-                f"process 0: somebody at port {_address(self._place)[1]} is no process of this "
-                "run, and is ignored"
+                f"process 0: a connection to port {_address(self._place)[1]} is not from this run, "
+                "and is ignored"
             )
             self._waiting.note(text)
         self._forget(connection)
@@ -308,9 +308,8 @@ def _welcome(
     lines.append((process, connection))
     if hello.count != place.num_processes:
         return (
-            f"process {process} ({about.host}) is of {hello.count} processes and process 0 "
-            f"({came[0].host}) of "
-            f"{place.num_processes}: give all the same number"
+            f"process {process} ({about.host}) was started as one of {hello.count} processes, "
+            f"process 0 ({came[0].host}) as one of {place.num_processes}: give all the same number"
         )
     if other is not about:
         return (

@@ -214,9 +214,9 @@ def first_node(text: str) -> str:
     first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", text)
     if first is None:
         raise ValueError(
-            f"SLURM_STEP_NODELIST={text!r} is not understood: launch.coordinator=HOST:PORT, with "
-            "launch.num_processes "
-            "and launch.process_id, or MASTER_ADDR says where process 0 is"
+            f"SLURM_STEP_NODELIST={text!r} is not understood: give launch.coordinator=HOST:PORT "
+            "with launch.num_processes and launch.process_id, or set MASTER_ADDR to the host of "
+            "process 0"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 

@@ -260,7 +260,7 @@ def how(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
     hint = {
-        "SIGKILL": ", as by a machine that is out of memory",
+        "SIGKILL": "; perhaps the machine ran out of memory",
         "SIGSEGV": ", in compiled code",
     }.get(name, "")
     return f"was ended by {name}{hint}"

@@ -81,7 +81,7 @@ def changed_files(
                 return f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
             if _digest(folder / name)[1] != digest:
                 return (
-                    f"{escaped(name)} has other bytes than when it was written, by the {ALGORITHM} "
+                    f"{escaped(name)} was changed after it was written, by the {ALGORITHM} "
                     f"in {NAME}"
                 )
         except FileNotFoundError:

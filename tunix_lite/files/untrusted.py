@@ -46,7 +46,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(
-            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
@@ -55,7 +55,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
     if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(found, MOST_DEPTH):
         raise ValueError(
-            f"{name} is nested too deep: {MOST_DEPTH} lists and objects in one another are read"
+            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         )
     return found
 
@@ -97,11 +97,11 @@ def _check_yaml(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, _SAFE):
         if isinstance(event, yaml.events.AliasEvent):
-            raise ValueError("an alias, *name, is not read")
+            raise ValueError("aliases (*name) are not read")
         depth += isinstance(event, yaml.events.CollectionStartEvent)
         depth -= isinstance(event, yaml.events.CollectionEndEvent)
         if depth > MOST_DEPTH:
-            raise ValueError(f"nested too deep: {MOST_DEPTH} in one another are read")
+            raise ValueError(f"nested too deep: more than {MOST_DEPTH} in one another")
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:

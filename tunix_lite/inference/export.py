@@ -134,7 +134,7 @@ def export(
     ):
         if folder is not None and out == Path(folder).resolve():
             raise ConfigError(
-                f"out={out} is the folder of {what} that the model stands on; give another"
+                f"out={out} is the folder of {what} that the model is made from; give another"
             )
     if kind == "adapter" and source.folder is None:
         raise ConfigError(
@@ -142,7 +142,7 @@ def export(
         )
     if source.family is None:
         raise ConfigError(
-            "model.family: say whose names the tensors get: " + ", ".join(families.FAMILIES)
+            f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
     if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
         written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())

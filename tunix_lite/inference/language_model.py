@@ -454,7 +454,8 @@ def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
         there = None if None in limits else sum(limits)
     if there is not None and needed > there:
         raise ValueError(
-            f"its weights take {needed / 1e9:,.1f} GB here, and there are {there / 1e9:,.1f} GB"
+            f"its weights take {needed / 1e9:,.1f} GB here, more than the {there / 1e9:,.1f} GB "
+            "that there are"
         )
 
 
@@ -476,9 +477,9 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         if isinstance(named, str) and family is None and named not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise ValueError(
-                f"{file}: model.family is {shown(named)}, none of {known}, and a folder does not "
-                "say what to import. "
-                f"If it is yours, say so yourself: model.family={shown(named)[1:-1]} (in Python "
+                f"{file}: model.family is {shown(named)}, none of {known}, and a folder may not "
+                "choose what is imported. "
+                f"If it is yours, give it yourself: model.family={shown(named)[1:-1]} (in Python "
                 "load(..., family=...))"
             )
         lora = settings.get("lora")

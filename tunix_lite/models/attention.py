@@ -599,19 +599,19 @@ def unsupported(
         if cfg.attn_softcap is not None:
             return f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}"
         if jnp.dtype(dtype).itemsize != 2:
-            return "it computes in bfloat16 only; training.mixed_precision=bf16 would do"
+            return "it computes in bfloat16 only; set training.mixed_precision=bf16"
         if width % 2:
             return (
-                f"it takes rows of even length, and they have {width}; another "
-                "generation.max_prompt_length would do"
+                f"it takes rows of even length, and they have {width}; change "
+                "generation.max_prompt_length by 1"
             )
         if cfg.head_dim > 256 or cfg.head_dim % 8:
             return f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
         return None
     if shares_prompts:
         return (
-            "it knows no branches, and training.packing=prefix makes some; packing=sequences "
-            "would do"
+            "it knows no branches, and training.packing=prefix makes some; set "
+            "training.packing=sequences"
         )
     if width % LANES:
         return f"it takes rows in multiples of {LANES} tokens, and they have {width}"

@@ -448,7 +448,8 @@ def check_flags(cfg: Architecture, family: Family) -> None:
     lost = architecture_differences(as_computed(cfg), as_computed(read_back))
     if lost:
         raise ValueError(
-            f"a config.json of the family {family.name} cannot say: {'; '.join(lost)} (read back)"
+            f"a config.json of the family {family.name} cannot hold all of this model: "
+            f"{'; '.join(lost)} (read back)"
         )
 
 

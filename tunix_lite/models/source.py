@@ -70,7 +70,7 @@ class ModelConfig:
             )
         if self.weights == "random" and self.untie_head:
             raise ValueError(
-                "untie_head=true is of a folder's weights; random ones take "
+                "untie_head=true is for the weights of a folder; for random ones set "
                 "model.architecture.tied=false"
             )
 

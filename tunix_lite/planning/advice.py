@@ -11,7 +11,7 @@ from tunix_lite.parallel.mesh import as_text
 from tunix_lite.planning.batch_size import lengths_of, plan_batch
 from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
-from tunix_lite.planning.plan import Plan, estimated
+from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
 from tunix_lite.planning.resolved import (
     find_model,
     micro_batches_to_try,
@@ -46,7 +46,8 @@ def advice(
     that it gets down to.
 
     Single changes first, in the order of what they cost; then several, as few as do; then more
-    devices. refine(estimate that fits) -> a plan that knows more, by compiling it.
+    devices. What fits by an estimate alone must leave ESTIMATE_MARGIN of the memory free.
+    refine(estimate that fits) -> a plan that knows more, by compiling it.
     """
     start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
@@ -54,7 +55,7 @@ def advice(
         if found is None or not found.fits:
             continue
         found = refine(found)
-        if found.fits:
+        if found.fits and not found.is_near_the_limit:
             return trial.overrides, found
 
     # Nothing fits: what needs the least.
@@ -114,7 +115,8 @@ def _few_changes(start: Trial) -> Trial:
     # Add changes, each as far as it goes.
     makers = []
     peak = _peak(start)
-    capacity = start.machine.capacity or 0
+    # What is proposed by an estimate leaves some memory free.
+    capacity = int((1 - ESTIMATE_MARGIN) * (start.machine.capacity or 0))
     for make in CHANGES:
         changed = _peak(_all_changes(start, [*makers, make]))
         if changed <= peak:

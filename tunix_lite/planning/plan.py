@@ -17,6 +17,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning import estimate, speed
+from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.programs import (
@@ -38,6 +39,8 @@ from tunix_lite.planning.speed import Bound
 # where the bytes of a phase come from
 COMPILED = "compiled"
 ESTIMATE = "estimate"
+# Of the memory, what an estimate leaves free where it proposes a setting.
+ESTIMATE_MARGIN = 0.1
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -73,6 +76,8 @@ class Plan:
     phases: tuple[Phase, ...]
     programs: dict[str, Compiled] = field(default_factory=dict)
     refused: tuple[str, ...] = ()  # by the compiler: which program, and what it said
+    # how long a step will take; None: nothing is predicted
+    forecast: Forecast | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -118,10 +123,20 @@ class Plan:
 
     @property
     def rank(self) -> tuple:
-        """Sorts what fits first, and then the fastest; of what does not fit, the smallest."""
+        """Sorts what fits first, and then the fastest, by the forecast where there is one; of what
+        does not fit, the smallest."""
         if self.fits is False:
             return True, self.peak_bytes
-        return False, self.step_seconds or 0.0, self.peak_bytes
+        seconds = self.step_seconds if self.forecast is None else self.forecast.step_seconds
+        return False, seconds or 0.0, self.peak_bytes
+
+    @property
+    def is_near_the_limit(self) -> bool:
+        """Whether it fits only by an estimate, and with less room than an estimate may be wrong
+        by."""
+        if not self.fits or self.machine.capacity is None or self.fullest.source == COMPILED:
+            return False
+        return self.peak_bytes > (1 - ESTIMATE_MARGIN) * self.machine.capacity
 
 
 def assemble_plan(

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.models import decoder, weights
+from tunix_lite.planning.choices import Choice
+from tunix_lite.planning.compare_run import PredictedRow
+from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
-from tunix_lite.planning.plan import ESTIMATE, Phase, Plan
+from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
 # of plan.json
 VERSION = 1
@@ -30,6 +33,10 @@ class Plans:
     command: str | None = None  # one with which the best would fit, where it does not
     # what that does, and how much it was found to need; or that nothing would fit
     change: str | None = None
+    # other settings of the best, the fastest first
+    choices: tuple[Choice, ...] = ()
+    # what the machine was measured to do; "": it is in the table
+    measured: str = ""
 
 
 def _all(plan: Plan | Plans) -> Plans:
@@ -53,6 +60,9 @@ def short_form(plan: Plan | Plans) -> list[str]:
         f"{best.machine.name}: {verdict(best)}",
         *([speed(best)] if best.fits is not False else []),
     ]
+    if best.forecast is not None:
+        lines += forecast_lines(best.forecast, plans.measured)
+    lines += choice_lines(plans.choices)
     lines += [f"  {message}" for message in best.refused]
     lines += [plans.change] if plans.change else []
     lines += [f"  {plans.command}"] if plans.command else []
@@ -140,7 +150,10 @@ def verdict(plan: Plan) -> str:
         return f"peak {peak}; how much there is, nobody knows"
     if not plan.fits:
         return f"does not fit: peak {peak} of {gib(capacity)}"
-    return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}"
+    margin = ""
+    if plan.is_near_the_limit:
+        margin = f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
+    return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
 
 
 def speed(plan: Plan) -> str:
@@ -151,6 +164,55 @@ def speed(plan: Plan) -> str:
     devices = plan.machine.num_devices
     took = f"a step takes at least {three_digits(plan.step_seconds)} s"
     return f"speed: {took}: at most {rate:,.0f} tokens/s, {rate / devices:,.0f} a device"
+
+
+def forecast_lines(found: Forecast, measured: str = "") -> list[str]:
+    """The predicted step: phases, tokens/s, hours and the price."""
+    parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
+    phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
+    lines = [
+        f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
+        f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps, slots "
+        f"{found.slot_use:.0%} in use; {parts}",
+        f"  {found.num_steps} steps take {duration(found.hours)}{price_text(found)}, without "
+        "starting and evaluating",
+        f"  {found.source}",
+        f"  lengths {found.lengths}",
+    ]
+    return [*lines, f"  {measured}"] if measured else lines
+
+
+def compared_lines(rows: list[PredictedRow]) -> list[str]:
+    """Predicted against measured, phase by phase."""
+    cells = [("", "predicted", "measured", "off by")]
+    for row in rows:
+        took = "-" if row.measured is None else three_digits(row.measured)
+        off = "-" if row.off is None else f"{row.off:+.0%}"
+        cells.append((row.name, three_digits(row.predicted), took, off))
+    return columns(cells)
+
+
+def price_text(found: Forecast) -> str:
+    """Of the whole run; "" if no price is given."""
+    if found.price is None:
+        return ""
+    return f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
+
+
+def duration(hours: float) -> str:
+    """Hours, or minutes where they are few."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
+
+
+def choice_lines(choices: tuple[Choice, ...]) -> list[str]:
+    """Other settings that fit, by the predicted time of a step."""
+    if not choices:
+        return []
+    rows = [("step s", "peak GiB", "with")]
+    for choice in choices:
+        step = three_digits(choice.forecast.step_seconds)
+        rows.append((step, gib(choice.peak_bytes), " ".join(choice.overrides) or "(as it is)"))
+    return ["by predicted time, the memory and the others' ratios by estimates:", *columns(rows)]
 
 
 def gib(size: float) -> str:
@@ -283,10 +345,22 @@ def as_dict(plan: Plan | Plans) -> dict:
         "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
         "command_that_fits": plans.command,
         "advice": plans.change,
+        **_predicted_dict(plans),
+    }
+
+
+def _predicted_dict(plans: Plans) -> dict:
+    """What only a plan with a forecast has; a run writes plan.json without."""
+    if all(plan.forecast is None for plan in plans.plans):
+        return {}
+    return {
+        "choices": [_choice_dict(one) for one in plans.choices],
+        "measured": plans.measured or None,
     }
 
 
 def _plan_dict(plan: Plan) -> dict:
+    forecast = {} if plan.forecast is None else {"forecast": _forecast_dict(plan.forecast)}
     return {
         "mesh": plan.resolved.mesh_shape,
         "batch": str(plan.resolved.batch),
@@ -304,4 +378,23 @@ def _plan_dict(plan: Plan) -> dict:
         "refused_by_the_compiler": list(plan.refused),
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
+        **forecast,
+    }
+
+
+def _forecast_dict(found: Forecast) -> dict:
+    derived = {
+        "step_seconds": found.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "hours": found.hours,
+        "price": found.price,
+    }
+    return dataclasses.asdict(found) | derived
+
+
+def _choice_dict(choice: Choice) -> dict:
+    return {
+        "overrides": list(choice.overrides),
+        "peak_bytes": choice.peak_bytes,
+        "step_seconds": choice.forecast.step_seconds,
     }

@@ -23,9 +23,9 @@ def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def setting_blocks(run: Evidence, overrides: list[str] | None) -> Iterator[Block]:
     if overrides is None:
-        yield Text("The run was not started from the command line: what it kept is below.")
+        yield Text("The run was not started from the command line. Its settings are below.")
     elif not overrides:
-        yield Text("Everything is as the defaults have it.")
+        yield Text("All settings are the defaults.")
     else:
         rows = [[_short(key), _short(value)] for key, _, value in map(_parted, overrides)]
         yield Table(["changed from the defaults", "value"], rows[:MOST_SETTINGS])

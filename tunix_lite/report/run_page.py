@@ -313,7 +313,9 @@ def _findings(run: Evidence) -> Iterator[Block]:
     found = diagnose(run)
     yield from found
     if not found:
-        yield Text("tunix-lite doctor finds nothing: no file says that the run is not sound.")
+        yield Text(
+            "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
+        )
 
 
 def _unread(run: Evidence) -> list[Block]:

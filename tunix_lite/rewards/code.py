@@ -20,7 +20,7 @@ LONGEST = 256 * 1024
 GRACE = 5.0
 RUNNER = Path(__file__).with_name("run_code.py")
 STOPPED = {
-    "time": "took more than its seconds",
+    "time": "took more than `seconds`",
     "output": "printed more than output_kib",
     "memory": "took more than memory_mib",
     "processes": "started more than max_processes",
@@ -146,7 +146,10 @@ def run_job(job: dict) -> dict:
         process.communicate()
         return {"status": "could not be ended in time", "why": ""}
     if process.returncode < 0:
-        return {"status": f"ended who watched it (signal {-process.returncode})", "why": ""}
+        return {
+            "status": f"killed the process that watched it (signal {-process.returncode})",
+            "why": "",
+        }
     try:
         verdict = json.loads(said)
     except ValueError as error:

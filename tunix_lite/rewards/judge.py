@@ -77,7 +77,7 @@ class Judge:
     def __post_init__(self):
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"base_url={self.base_url!r}; it is as http://127.0.0.1:8000/v1")
+            raise ValueError(f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1")
         try:
             named = {name for _, name, *_ in string.Formatter().parse(self.prompt) if name}
             groups = re.compile(self.pattern).groups

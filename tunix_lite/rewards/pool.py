@@ -110,7 +110,7 @@ def check_times(functions: dict[str, Callable], settings: RewardsConfig) -> None
         if settings.workers and seconds >= settings.timeout:
             raise ValueError(
                 f"{name} may take {seconds:g} seconds by its settings, and "
-                f"rewards.timeout={settings.timeout:g}; raise that above it"
+                f"rewards.timeout={settings.timeout:g}; set rewards.timeout above {seconds:g}"
             )
 
 

@@ -192,7 +192,7 @@ def _isolate(folder: str, job: dict) -> list[str]:
     user, group = os.getuid(), os.getgid()
     missing = []
     if _landlock_version() < 1:
-        missing.append("it can write wherever this user may (landlock is not there)")
+        missing.append("it can write wherever this user may write (this kernel has no landlock)")
     wanted = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
     if libc.unshare(wanted):
         # Without a process namespace nothing ends code that forks faster than it can be looked for.
@@ -218,7 +218,9 @@ def _isolate(folder: str, job: dict) -> list[str]:
     libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
     if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
         refused = os.strerror(ctypes.get_errno())
-        missing.append(f"its files are on the disk, without a limit in all (mount: {refused})")
+        missing.append(
+            f"its files are on the disk, and their total is not limited (mount: {refused})"
+        )
     return missing
 
 

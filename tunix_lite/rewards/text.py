@@ -43,7 +43,7 @@ class Tags:
             raise ValueError(f"tags={list(self.tags)} has a tag twice; each may stand there once")
         for tag in self.tags:
             if not re.fullmatch(r"[A-Za-z][\w.-]*", tag):
-                raise ValueError(f"tags: {tag!r} is no name of a tag, as `answer` is one")
+                raise ValueError(f"tags: {tag!r} is not the name of a tag, such as answer")
 
     def __call__(self, completion: str, example: dict) -> float:
         right = [self._is_right(completion, tag) for tag in self.tags]

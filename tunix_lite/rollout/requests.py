@@ -145,7 +145,7 @@ def not_finite(
     )
     return (
         f"the model's scores are not finite at {place}: the weights are damaged, "
-        "or too large for the type of the computation, or the temperature is all but 0"
+        "or too large for the type of the computation, or the temperature is almost 0"
     )
 
 

@@ -75,10 +75,15 @@ class PromptBlocks:
 
 
 def prompt_blocks(
-    spec: SamplerSpec, prompts: Prompts, num_generations: int, num_slots: int
+    spec: SamplerSpec,
+    prompts: Prompts,
+    num_generations: int,
+    num_slots: int,
+    fsdp: int | None = None,
 ) -> PromptBlocks:
-    """prompts: in the order of the requests, `num_generations` of which each one has."""
-    fsdp = axis_size("fsdp")
+    """prompts: in the order of the requests, `num_generations` of which each one has. fsdp: None
+    takes that of the current mesh."""
+    fsdp = axis_size("fsdp") if fsdp is None else fsdp
     generation = spec.generation
     widths = prompt_widths(generation.max_prompt_length)
     longest = generation.max_new_tokens

@@ -160,7 +160,7 @@ def diverged(
         kept = f"the weights before could not be saved ({unsaved})"
     return (
         f"step {step}: {seen}{updates} not finite. None was made: {kept}. A learning rate that is "
-        "too high is the usual cause; next a reward or a loss of your own that divides by zero. "
+        "too high is the usual cause; a reward or a loss of your own that divides by 0 is another. "
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
     )
@@ -172,8 +172,8 @@ def sampler_fault(step: int, gap: float, most: float) -> str:
         f"step {step}: the trainer gives the sampler's tokens log-probabilities that differ by "
         f"{gap:.3g} nats a token on average; training.max_sampler_gap={most:g} is the limit, and "
         "rounding in bfloat16 is below 0.01. The weights that sample, or one of the two programs, "
-        "are wrong, so the update is not kept. If that is what you want: "
-        "training.max_sampler_gap=null"
+        "are wrong, so the update is not kept. training.max_sampler_gap=null turns this "
+        "check off"
     )
 
 

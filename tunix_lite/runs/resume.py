@@ -80,9 +80,11 @@ def _restored(
             "its files were not compared with digests: an earlier version wrote it, and kept none"
         )
     if step == run.training.max_steps:
-        console.say("all its steps are made; a higher training.max_steps goes on")
+        console.say("all its steps are made; raise training.max_steps to go on")
     if parts.damaged:
         console.say(parts.damaged, style="red")
     if parts.differs:
-        console.say(f"not as in the run that it goes on from: {parts.differs}", style="red")
+        console.say(
+            f"settings that differ from the run that it goes on from: {parts.differs}", style="red"
+        )
     return state, skipped

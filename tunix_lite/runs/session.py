@@ -145,7 +145,9 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
     for line in toy_defaults(run, num_params, model.lora is None, platform):
         console.say(f"hint: {line}", style="yellow")
     if parts.failing:
-        console.say(f"warning: {parts.failing}, made up before the run", style="yellow")
+        console.say(
+            f"warning: tried on made-up completions before the run: {parts.failing}", style="yellow"
+        )
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:

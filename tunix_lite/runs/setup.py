@@ -127,8 +127,8 @@ def with_rewards_tried(parts: Parts) -> Parts:
     if failing and run.rewards.on_error == "raise":
         with error_context("task"):
             raise ValueError(
-                f"{failing}, made up before the run; rewards.on_error=zero or drop continues "
-                "without it"
+                f"tried on made-up completions before the run: {failing}; rewards.on_error=zero or "
+                "drop continues without it"
             )
     return replace(parts, failing=failing)
 
@@ -368,7 +368,7 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     found = []
     if damage:
         found.append(
-            f"{damage}: its seconds count from now, its accuracies are those of metrics.jsonl"
+            f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
         )
     with error_context("resume"):
         try:

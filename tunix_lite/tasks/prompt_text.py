@@ -265,9 +265,9 @@ class PromptText:
         both = (
             f"task.{name}={shortened(template)} and {shortened(example)} both hold a special token"
         )
-        hidden = "and !r or a format hides which is which"
+        hidden = "and with !r or a format it cannot be told which one is of the data"
         raise ValueError(
-            f"{both}, {hidden}; leave that out, or set task.special_tokens_in_data=control"
+            f"{both}, {hidden}; leave the format out, or set task.special_tokens_in_data=control"
         )
 
     def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:

@@ -320,9 +320,13 @@ def json_of(line: str, at: str) -> Any:
         # JSONDecodeError, or an integer of more than 4300 digits
         raise ValueError(f"{at}: not JSON ({error})") from error
     except RecursionError as error:
-        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep") from error
+        raise ValueError(
+            f"{at}: nested too deep: more than {DEEPEST} lists and objects in one another"
+        ) from error
     if line.count("[") + line.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
-        raise ValueError(f"{at}: brackets in brackets, more than {DEEPEST} deep")
+        raise ValueError(
+            f"{at}: nested too deep: more than {DEEPEST} lists and objects in one another"
+        )
     return value
 
 

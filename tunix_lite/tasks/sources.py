@@ -139,8 +139,8 @@ def first_fitting(
         raise ValueError(
             f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
             f"{len(fitting)} fit "
-            f"generation.max_prompt_length={limit}; lower the one or raise "
-            "the other"
+            f"generation.max_prompt_length={limit}; lower num_examples or raise "
+            "max_prompt_length"
         )
     return fitting
 

@@ -295,7 +295,7 @@ class Task:
         if longest > limit:
             raise ValueError(
                 f"a prompt with it has {longest} tokens, more than {limit}; "
-                f"max_prompt_length={longest} beside it would do"
+                f"set max_prompt_length={longest} beside it"
             )
         return rows
 

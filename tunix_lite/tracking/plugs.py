@@ -145,4 +145,4 @@ class Guarded:
         except Exception as error:
             self._tracker = None
             reason = escaped(f"{type(error).__name__}: {error}", 300)
-            self._say(f"warning: {self._name} failed ({reason}); it gets nothing more")
+            self._say(f"warning: {self._name} failed ({reason}); nothing more is sent to it")

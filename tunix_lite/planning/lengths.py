@@ -1,0 +1,151 @@
+"""How long prompts and completions will be: assumed, or as a run recorded them.
+
+An assumed length is exponential, cut off at its maximum: many are short, a few are long, and those
+that would be longer have the maximum. Its mean is given as a share of the maximum. With a share of
+1 all have the maximum.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tunix_lite.errors import ConfigError
+from tunix_lite.types import Prompts
+
+# Share of the maximum that a mean length has, if nobody says.
+MEAN_SHARE = 0.5
+# Drawn the same for every mesh and setting, so that plans can be compared.
+SEED = 0
+# Above this share nearly all lengths have the maximum.
+ALMOST_ALL = 0.995
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Where the lengths of a plan come from.
+
+    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64)).
+    """
+
+    # Means as shares of the maxima.
+    prompt_share: float = MEAN_SHARE
+    completion_share: float = MEAN_SHARE
+    # Tokens of completions that a run has recorded; (): assumed.
+    completions: tuple[int, ...] = ()
+    # The mean of its prompts in tokens; None: assumed.
+    mean_prompt: float | None = None
+    # The folder of that run.
+    recorded_by: str = ""
+
+    def draw(
+        self, prompts: int, generations: int, longest: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens of each prompt [P], tokens of each completion [P, G])."""
+        rng = np.random.default_rng(SEED)
+        most_prompt, most_new = longest
+        shape = (prompts, generations)
+        prompt_share = self.prompt_share
+        if self.mean_prompt is not None:
+            # A recorded mean is that of prompts which hardly differ.
+            fixed = min(most_prompt, max(1, round(self.mean_prompt)))
+            prompt_lengths = np.full(prompts, fixed)
+        else:
+            prompt_lengths = assumed(rng, (prompts,), most_prompt, prompt_share)
+        if self.completions:
+            drawn = rng.choice(np.asarray(self.completions), shape)
+            return prompt_lengths, np.minimum(drawn, most_new)
+        return prompt_lengths, assumed(rng, shape, most_new, self.completion_share)
+
+    def __str__(self) -> str:
+        if self.completions:
+            mean = np.mean(self.completions)
+            return (
+                f"recorded by {self.recorded_by}: {len(self.completions)} completions of "
+                f"{mean:.1f} tokens on average, prompts of {self.mean_prompt:.1f}"
+            )
+        return (
+            f"assumed: on average {self.prompt_share:.0%} of the longest prompt and "
+            f"{self.completion_share:.0%} of the longest completion, exponential"
+        )
+
+
+def assumed(
+    rng: np.random.Generator, shape: tuple[int, ...], longest: int, share: float
+) -> np.ndarray:
+    """Lengths from 1 to `longest` whose mean is this share of it."""
+    if share >= ALMOST_ALL:
+        return np.full(shape, longest)
+    drawn = np.ceil(rng.exponential(scale_of(share) * longest, shape))
+    return np.clip(drawn, 1, longest).astype(int)
+
+
+def scale_of(share: float) -> float:
+    """The scale r of an exponential whose mean, cut off at 1, is `share`: r (1 - exp(-1 / r))."""
+    low = 1e-3
+    high = 1e3
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        if middle * -math.expm1(-1 / middle) < share:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def recorded_lengths(folder: str) -> Lengths:
+    """The lengths that a run recorded in its samples and metrics. Raises ConfigError where it
+    recorded none."""
+    path = Path(folder).expanduser()
+    completions = []
+    for file in sorted(path.glob("samples/step_*.jsonl")):
+        rows = json_rows(file)
+        completions += [len(row["tokens"]) for row in rows if isinstance(row.get("tokens"), list)]
+    completions = [count for count in completions if count]
+    if not completions:
+        raise ConfigError(
+            f"lengths_of={folder}: there are no samples with tokens, such as "
+            "samples/step_000020.jsonl"
+        )
+
+    # Prompts are not kept as tokens, but how many tokens were read is.
+    read = [row.get("rollout/prefill_tokens") for row in json_rows(path / "metrics.jsonl")]
+    read = [count for count in read if isinstance(count, int | float)]
+    plan = json_rows(path / "plan.json", whole=True)
+    prompts = num_prompts(plan)
+    mean_prompt = float(np.mean(read)) / prompts if read and prompts else None
+    if mean_prompt is None:
+        raise ConfigError(f"lengths_of={folder}: metrics.jsonl and plan.json do not say how long")
+    return Lengths(completions=tuple(completions), mean_prompt=mean_prompt, recorded_by=folder)
+
+
+def num_prompts(plan: list[dict]) -> int:
+    """Prompts of a step, as plan.json has them in words: "16 prompts x 8 generations ..."; 0 if it
+    does not."""
+    text = str(plan[0].get("plans", [{}])[0].get("batch", "")) if plan else ""
+    first = text.split(" ", 1)[0]
+    return int(first) if first.isdigit() else 0
+
+
+def json_rows(file: Path, whole: bool = False) -> list[dict]:
+    """The objects of a file of JSON lines, or the one object of a JSON file; [] if it is missing.
+    Lines that are no objects are left out."""
+    if not file.is_file():
+        return []
+    text = file.read_text(encoding="utf-8", errors="replace")
+    found = []
+    for part in [text] if whole else text.splitlines():
+        try:
+            value = json.loads(part)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def prompts_of(lengths: np.ndarray) -> Prompts:
+    """Prompts of these lengths; what their tokens say changes no time. No two are the same."""
+    return [[1 + i % 7] * int(length) for i, length in enumerate(lengths)]
