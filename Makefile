@@ -1,4 +1,4 @@
-# make train | test | test-all | docs | lint | gate | bench | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | test | test-all | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -32,7 +32,7 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test wide test-all docs lint gate bench soak
+.PHONY: help install train test wide test-all docs lint gate bench peers bench-peers soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
@@ -43,6 +43,8 @@ help:
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make gate     count FLOPs, bytes, kernels and more of tiny programs; more than benchmarks/gate.json has is an error'
 	@echo 'make bench    time one GRPO step'
+	@echo 'make peers    install TRL and Tunix, each into a venv of its own under .peers/, some 3 GB'
+	@echo 'make bench-peers race ours, TRL and Tunix on the same work in turns'
 	@echo 'make soak     an hour of kills and signals, after which a run must be the same to the bit'
 	@echo 'make install  only make $(VENV) and install the package into it'
 	@echo
@@ -77,6 +79,16 @@ soak: $(STAMP)-test $(DEVICE)
 
 bench: $(STAMP) $(DEVICE)
 	$(VENV)/bin/python benchmarks/grpo_step.py $(ARGS)
+
+peers:
+	$(PYTHON) benchmarks/peers/install.py $(ARGS)
+
+bench-peers: $(STAMP) .peers/tunix/bin/python .peers/trl/bin/python
+	$(VENV)/bin/python benchmarks/peers/run.py $(ARGS)
+	$(VENV)/bin/python docs/benchmarks_page.py
+
+.peers/%/bin/python:
+	$(PYTHON) benchmarks/peers/install.py $*
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -7,15 +7,25 @@ would run.
 
 import sys
 
-try:
-    from tunix_lite.commands.train import main
-except ModuleNotFoundError as error:
-    # Most likely the environment is not active in this shell.
-    if error.name is None or error.name.startswith("tunix_lite"):
-        raise
-    sys.exit(
-        f"error: no module named {error.name}: source .venv/bin/activate (`make install` makes it)"
-    )
+
+def main() -> None:
+    try:
+        from tunix_lite.commands import help
+
+        if help.answered(sys.argv[1:]):
+            return
+        # JAX takes a second to import, which --help does not wait for.
+        from tunix_lite.commands import train
+    except ModuleNotFoundError as error:
+        # Most likely the environment is not active in this shell.
+        if error.name is None or error.name.startswith("tunix_lite"):
+            raise
+        sys.exit(
+            f"error: no module named {error.name}: source .venv/bin/activate "
+            "(`make install` makes it)"
+        )
+    train.main()
+
 
 if __name__ == "__main__":
     main()

@@ -13,20 +13,20 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-from tunix_lite.distributed.host_memory import keep_freed_memory
-
-keep_freed_memory()
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
@@ -37,7 +37,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.types import Batch, Rollout, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
 GROUP = RowShape(NEW_TOKENS, GENERATIONS, PROMPT_LENGTH)  # a prompt and its completions, as batching chooses
@@ -61,6 +61,67 @@ def matmul_peak(size: int = 2048, repeats: int = 5) -> float:
     return 2 * size**3 / min(seconds) / 1e9
 
 
+@dataclass
+class FixedWork:
+    """The programs and the weights of the fixed workload, and its phases one by one.
+
+    Example: `work = FixedWork.make("prefix")`, then `batch = work.judged(work.rollout(0))`.
+    """
+
+    generate: Callable
+    policy: Policy
+    train_step: TrainStep
+    rows: RowLayout
+    state: TrainState
+    prompts: list[list[int]]
+
+    @classmethod
+    def make(cls, packing: str, remat: str = "none", dtype_name: str = "fp32") -> "FixedWork":
+        """packing: a name of ROWS. remat: a name of decoder.REMAT. dtype_name: of learner.policy.DTYPES."""
+        keep_freed_memory()
+        jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
+        rng = np.random.default_rng(0)
+        params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
+        generation, dtype = GenerationConfig(PROMPT_LENGTH, NEW_TOKENS), DTYPES[dtype_name]
+        generate = make_generate(CFG, generation, eos_ids=(CFG.vocab_size,), pad_id=0, dtype=dtype)
+        rows = ROWS[packing]
+        policy = make_policy(CFG, generate, 1.0, dtype, jax.tree.map(jnp.copy, params), rows, remat=remat)
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
+        state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+        algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
+        train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts)
+        prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
+        return cls(generate, policy, train_step, rows, state, prompts)
+
+    def rollout(self, step: int) -> Rollout:
+        """Completions of all prompts, every one of NEW_TOKENS tokens."""
+        key = jax.random.fold_in(jax.random.key(0), step)
+        return jax.block_until_ready(self.generate(self.state.params, self.prompts, key, GENERATIONS))
+
+    def judged(self, rollout: Rollout) -> Batch:
+        """The batch of a rollout, with the advantages of a made-up reward."""
+        mask = np.asarray(rollout.completion_mask)
+        assert (mask.sum(axis=1) == NEW_TOKENS).all()
+        rewards = (np.asarray(rollout.tokens) % 7 == 0).mean(axis=1).reshape(PROMPTS, GENERATIONS)
+        return Batch(
+            tokens=rollout.tokens,
+            token_mask=rollout.token_mask,
+            loss_weight=per_token(mask),
+            advantages=np.broadcast_to(standardise(rewards).reshape(-1, 1), mask.shape).astype(np.float32),
+            old_logprobs=rollout.logprobs,
+        )
+
+    def reference(self, batch: Batch) -> Batch:
+        """The batch with the log-probabilities of the reference."""
+        return batch.replace(ref_logprobs=self.policy.scorers["reference"](batch))
+
+    def update(self, batch: Batch) -> dict:
+        """One update of the weights. Returns its metrics."""
+        self.state, metrics = self.train_step(self.state, None, self.rows.lay_out(batch)[0])
+        jax.block_until_ready((self.state, metrics))
+        return metrics
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=7)
@@ -70,40 +131,17 @@ def main() -> None:
     args = parser.parse_args()
     repeats = args.repeats
 
-    jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
-    rng = np.random.default_rng(0)
-    params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
-    generation, dtype = GenerationConfig(PROMPT_LENGTH, NEW_TOKENS), DTYPES[args.dtype]
-    generate = make_generate(CFG, generation, eos_ids=(CFG.vocab_size,), pad_id=0, dtype=dtype)
-    rows = ROWS[args.packing]
-    policy = make_policy(CFG, generate, 1.0, dtype, jax.tree.map(jnp.copy, params), rows, remat=args.remat)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
-    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
-    train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts)
-    prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
-
+    work = FixedWork.make(args.packing, args.remat, args.dtype)
     times = {"rollout": [], "reference": [], "update": [], "step": []}
     for step in range(repeats + 1):
-        key = jax.random.fold_in(jax.random.key(0), step)
         began = time.perf_counter()
-        rollout = jax.block_until_ready(generate(state.params, prompts, key, GENERATIONS))
+        rollout = work.rollout(step)
         rolled = time.perf_counter()
-        mask = np.asarray(rollout.completion_mask)
-        assert (mask.sum(axis=1) == NEW_TOKENS).all()
-        rewards = (np.asarray(rollout.tokens) % 7 == 0).mean(axis=1).reshape(PROMPTS, GENERATIONS)
-        batch = Batch(
-            tokens=rollout.tokens,
-            token_mask=rollout.token_mask,
-            loss_weight=per_token(mask),
-            advantages=np.broadcast_to(standardise(rewards).reshape(-1, 1), mask.shape).astype(np.float32),
-            old_logprobs=rollout.logprobs,
-        )
+        batch = work.judged(rollout)
         judged = time.perf_counter()
-        batch = batch.replace(ref_logprobs=policy.scorers["reference"](batch))
+        batch = work.reference(batch)
         scored = time.perf_counter()
-        state, metrics = train_step(state, None, rows.lay_out(batch)[0])
-        jax.block_until_ready((state, metrics))
+        metrics = work.update(batch)
         ended = time.perf_counter()
         if step:  # the first one compiles
             for name, seconds in (

@@ -16,9 +16,12 @@ from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.planning import compare_run, lengths, timed
 from tunix_lite.planning.choices import scaled_by
 from tunix_lite.planning.compare_run import PredictedRow
-from tunix_lite.planning.forecast import Forecast, batch_of, forecast, row_work
+from tunix_lite.planning.forecast import CompiledCosts, Forecast, HardwareCosts, batch_of, forecast, row_work
+from tunix_lite.planning.hardware import find_target
+from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import ESTIMATE_MARGIN
+from tunix_lite.planning.programs import Compiled
 from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.planning.simulated_rollout import simulated
 from tunix_lite.rollout.engine import make_generate
@@ -170,6 +173,22 @@ def test_a_run_with_other_settings_is_not_compared(tmp_path):
     command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block"])
     with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan a=1 training\.remat=block$"):
         command.check_same_overrides(str(folder), ["a=1"])
+
+
+def test_compiled_kernels_count_and_the_rest_is_an_estimate(cfg):
+    """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch; the update is not compiled."""
+    hardware = find_target("h100").hardware
+    case = case_of(cfg, "training.packing=sequences")
+    kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
+    programs = {"scoring": Compiled("scoring", 0, 0, 0, 0, 0, kernels=(kernel,))}
+    estimated = HardwareCosts(case, hardware)
+    costs = CompiledCosts(estimated, programs)
+    batch = batch_of(case, np.full(5, 4), np.ones((5, 4), int))
+    work = replace(row_work(case, batch), parts=3)
+    once = 2 * (0.001 + hardware.launch_seconds)
+    assert costs.scoring("scoring", batch, work) == pytest.approx(3 * once)
+    assert costs.update(batch, work) == estimated.update(batch, work)
+    assert "compiled programs (scoring) on h100" in costs.source
 
 
 def test_a_setting_is_scaled_by_what_is_known_of_the_other():

@@ -308,3 +308,16 @@ def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollou
     scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
     np.testing.assert_allclose(rollout.full_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
     assert np.abs(rollout.logprobs - rollout.full_logprobs)[rows, 4:].max() > 0.1
+
+
+def test_an_accelerators_best_token_is_a_cpus_and_nan_gives_the_last():
+    """The two ways of finding it, on ties, on rows of NaN and where everything is cut off."""
+    logits_BV = jax.random.normal(jax.random.key(0), (5, 1000))
+    noisy_BV = jnp.round(4 * (logits_BV + jax.random.gumbel(jax.random.key(1), (5, 1000))))  # many ties
+    noisy_BV = noisy_BV.at[1].set(jnp.nan).at[2].set(-jnp.inf)
+    tokens_B, logprobs_B = jax.jit(sampling.best)(noisy_BV, logits_BV)
+    expected_B = [int(np.argmax(noisy_BV[0])), 999, 0, *(int(np.argmax(row)) for row in noisy_BV[3:])]
+    assert tokens_B.tolist() == expected_B == sampling.best_on_cpu(noisy_BV, logits_BV)[0].tolist()
+    exact_BV = np.asarray(logits_BV, np.float64)
+    expected = exact_BV[range(5), expected_B] - np.log(np.exp(exact_BV).sum(-1))
+    np.testing.assert_allclose(logprobs_B, expected, rtol=1e-6)

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tunix_lite import __version__
+from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.distributed.launcher import conf_dir, config_dir
 
 COMMANDS = {
@@ -199,6 +200,17 @@ def all_settings(words: Iterable[str] = ()) -> dict[str, Setting]:
 
 
 # ---- showing it
+
+
+def answered(words: list[str]) -> bool:
+    """Shows our help or our version if a command line of training asks for it, where Hydra would
+    show its own. It needs no JAX, so it is there at once."""
+    is_help = topic(words) is not None
+    if not is_help and "--version" not in words:
+        return False
+    with as_long_as_read():
+        show_help(words) if is_help else print(versions())
+    return True
 
 
 def topic(words: list[str]) -> str | None:

@@ -17,7 +17,7 @@ from tunix_lite.planning import compare_run, report, timed
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.choices import choices
-from tunix_lite.planning.forecast import HardwareCosts, forecast
+from tunix_lite.planning.forecast import CompiledCosts, HardwareCosts, forecast
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
@@ -234,6 +234,8 @@ def with_forecast(plan: Plan, lengths: Lengths, settings: PlanConfig) -> Plan:
         return replace(plan, forecast=found)
     hardware, _ = hardware_of(plan)
     costs = HardwareCosts(resolved, hardware)
+    if plan.programs and plan.machine.hardware is not None:
+        costs = CompiledCosts(costs, plan.programs)
     return replace(plan, forecast=forecast(resolved, lengths, costs, price))
 
 

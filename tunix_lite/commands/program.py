@@ -346,7 +346,7 @@ def main(
     keep_freed_memory()
     if SHOWS_ONLY & set(sys.argv[1:]):
         end_when_unread()
-    if _only_shows(sys.argv[1:]):
+    if help_pages.answered(sys.argv[1:]):
         return
     sys.argv[1:] = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
@@ -372,17 +372,6 @@ def main(
         return found[0] if found else None
 
     job()
-
-
-def _only_shows(words: list[str]) -> bool:
-    """Shows our help or our version, if a command line asks for it; Hydra would show its own."""
-    if help_pages.topic(words) is not None:
-        help_pages.show_help(words)
-        return True
-    if "--version" in words:
-        print(help_pages.versions())
-        return True
-    return False
 
 
 def _run_of(settings: DictConfig, checked: list[tuple[dict, RunConfig]]) -> RunConfig:

@@ -85,8 +85,16 @@ def _product(
         return stored(wide(summed(x, y)), x.dtype)
     if on_cpu is multiply:
         return stored(summed(x, y), x.dtype)
-    summed_on_cpu = partial(on_cpu, preferred_element_type=sum_dtype)
-    return stored(jax.lax.platform_dependent(x, y, cpu=summed_on_cpu, default=summed), x.dtype)
+
+    def rounded_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
+        return stored(on_cpu(x, y, preferred_element_type=sum_dtype), x.dtype)
+
+    def rounded(x: jax.Array, y: jax.Array) -> jax.Array:
+        # A GPU's products end in a conversion at no cost, but not in reduce_precision, which would
+        # be a kernel of its own. The barrier keeps XLA from dropping the conversion.
+        return jax.lax.optimization_barrier(summed(x, y).astype(x.dtype))
+
+    return jax.lax.platform_dependent(x, y, cpu=rounded_on_cpu, default=rounded)
 
 
 def _product_forward(

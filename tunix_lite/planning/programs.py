@@ -31,6 +31,7 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
+from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import tables
 from tunix_lite.rollout.programs import (
@@ -65,6 +66,8 @@ class Compiled:
     code_bytes: int
     collectives: tuple[CollectiveTotal, ...] = ()
     compile_seconds: float = 0.0
+    # what a device starts in one call; planning.roofline predicts the time of them
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -117,11 +120,9 @@ def of_executable(
     """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory,
     as on TPUs."""
     sizes = done.memory_analysis()
-    found = (
-        grouped(collectives(done.as_text(), mesh_shape))
-        if np.prod(list(mesh_shape.values())) > 1
-        else []
-    )
+    text = done.as_text()
+    is_divided = np.prod(list(mesh_shape.values())) > 1
+    found = grouped(collectives(text, mesh_shape)) if is_divided else []
     return Compiled(
         name,
         sizes.argument_size_in_bytes,
@@ -131,6 +132,7 @@ def of_executable(
         sizes.generated_code_size_in_bytes if code_on_device else 0,
         tuple(found),
         seconds,
+        tuple(kernels(text, mesh_shape)),
     )
 
 

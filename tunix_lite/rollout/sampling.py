@@ -62,25 +62,55 @@ def draw(
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
     noise_BV = jnp.where(temperature > 0, noise_BV, 0.0)
-    tokens_B = first_argmax(left_BV + noise_BV)
+    tokens_B, full_logprobs_B = jax.lax.platform_dependent(
+        left_BV + noise_BV, full_BV, cpu=best_on_cpu, default=best
+    )
 
     # Where nothing was changed, one log-probability is enough.
-    logprobs_B = logprobs_of(left_BV, tokens_B)
     if left_BV is full_BV:
-        return tokens_B, logprobs_B, logprobs_B
-    return tokens_B, logprobs_B, logprobs_of(full_BV, tokens_B)
+        return tokens_B, full_logprobs_B, full_logprobs_B
+    return tokens_B, logprobs_of(left_BV, tokens_B), full_logprobs_B
 
 
-def first_argmax(scores_BV: jax.Array) -> jax.Array:
-    """The first of the best tokens of each row, [B] int32; the last token in a row of NaN.
+def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first of the best tokens of each row by scores, [B] int32, the last token in a row of
+    NaN; and its log-probability under the logits, [B].
 
-    argmax as two plain reductions: a CPU then draws the noise in threads, and takes half the time.
+    For accelerators, which are bound by memory here: the logits are read once for the token and
+    their maximum, once for the sum of exponentials, and the scores are never written.
     """
+    V = scores_BV.shape[-1]
+
+    def better(left: tuple, right: tuple) -> tuple:
+        left_score, left_token, left_logit = left
+        right_score, right_token, right_logit = right
+        is_first = (left_score == right_score) & (left_token < right_token)
+        is_left = (left_score > right_score) | is_first
+        # maximum keeps NaN.
+        score = jnp.maximum(left_score, right_score)
+        token = jnp.where(is_left, left_token, right_token)
+        token = jnp.where(jnp.isnan(score), V - 1, token)
+        return score, token, jnp.maximum(left_logit, right_logit)
+
+    token_BV = jax.lax.broadcasted_iota(jnp.int32, scores_BV.shape, 1)
+    operands = (scores_BV, token_BV, logits_BV)
+    lowest = jnp.float32(-jnp.inf)
+    _, tokens_B, top_B = jax.lax.reduce(operands, (lowest, jnp.int32(V - 1), lowest), better, (1,))
+
+    chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
+    sum_B = jnp.sum(jnp.exp(logits_BV - top_B[:, None]), axis=-1)
+    return tokens_B, chosen_B1[:, 0] - (jnp.log(sum_B) + top_B)
+
+
+def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `best`, with argmax as two plain reductions: a CPU then draws the noise in threads, and
+    takes half the time."""
     V = scores_BV.shape[-1]
     is_best_BV = scores_BV >= jnp.max(scores_BV, axis=-1, keepdims=True)
     token_V = jnp.arange(V, dtype=jnp.int32)
     candidates_BV = jnp.where(is_best_BV, token_V, V - 1)
-    return jnp.min(candidates_BV, axis=-1)
+    tokens_B = jnp.min(candidates_BV, axis=-1)
+    return tokens_B, logprobs_of(logits_BV, tokens_B)
 
 
 def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

@@ -1,0 +1,26 @@
+"""Where the seconds of a GRPO step go: the fixed work of grpo_step.py, each phase by class of operation.
+
+    python benchmarks/profile.py [--packing none|prefix] [--repeats 5] [--rows 30] [--threads 1] [--out FILE]
+
+It runs each phase under JAX's profiler, and reads from the HLO text what each compiled operation computes and moves.
+The seconds of an operation are the least of all its runs, times their number: what another process of the machine
+takes is left out. Operations may run beside each other, so their sum can be more than the phase took. Prints a table of
+the classes of each phase, and one of the slowest operations, in Markdown. The code is in step_profile.py.
+"""
+
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+
+if __name__ == "__main__":
+    import step_profile
+
+    step_profile.main()
+else:
+    # cProfile imports the module of this name in the standard library, and finds this file where benchmarks/ is first.
+    file = Path(sysconfig.get_path("stdlib")) / "profile.py"
+    spec = importlib.util.spec_from_file_location("profile", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["profile"] = module

@@ -1,0 +1,256 @@
+"""What benchmarks/profile.py does: the seconds of a GRPO step by class of operation."""
+
+import argparse
+import collections
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpo_step
+import jax
+
+from tunix_lite.parallel.hlo import Computation, Instruction, Program, called, parse
+from tunix_lite.planning.kernels import Kernel, kernels
+
+# A class, and operations of HLO that only its kernels hold; the first that fits counts.
+BY_OPERATION = {
+    "sampling": {"sort", "rng-bit-generator", "shift-right-logical", "xor", "topk"},
+    "attention, but its products": {"exponential"},
+    "activation": {"tanh", "logistic", "erf"},
+    "norms": {"rsqrt"},
+}
+MOVES = {
+    "slice",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "concatenate",
+    "pad",
+    "broadcast",
+    "gather",
+    "scatter",
+    "iota",
+}
+MOVES |= {"copy", "transpose", "bitcast", "reshape", "parameter", "constant", "tuple", "get-tuple-element", "reverse"}
+
+
+@dataclass
+class Operation:
+    """What one operation of a program took in one run of a phase."""
+
+    program: str
+    kernel: Kernel
+    label: str  # the class
+    shape: str  # of a product, or of the result
+    seconds: float
+    times: float
+
+    @property
+    def flops(self) -> float:
+        return self.kernel.flops * self.times
+
+    @property
+    def moved_bytes(self) -> float:
+        return (self.kernel.read_bytes + self.kernel.written_bytes) * self.times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--packing", choices=["none", "prefix"], default="none")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=30)  # of the table of operations
+    parser.add_argument("--threads", type=int, choices=[1], default=None)  # one thread computes; default: all
+    parser.add_argument("--out", type=Path, default=None)  # the tables go here as well
+    args = parser.parse_args()
+    # XLA writes the text of each program that it compiles into a folder.
+    with tempfile.TemporaryDirectory(prefix="tunix_lite_profile_") as dump:
+        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
+        flags += ["--xla_cpu_multi_thread_eigen=false"] if args.threads == 1 else []
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+        text = "\n".join(tables(args, Path(dump)))
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+
+
+def tables(args: argparse.Namespace, dump: Path) -> list[str]:
+    """Runs the phases, and returns their tables."""
+    work = grpo_step.FixedWork.make(args.packing)
+    batch = work.reference(work.judged(work.rollout(0)))
+    work.update(batch)
+    phases: dict[str, Callable[[int], object]] = {
+        "rollout": lambda step: work.rollout(step + 1),
+        "reference": lambda step: work.reference(batch),
+        "update": lambda step: work.update(batch),
+    }
+    peak = grpo_step.matmul_peak()
+    device = jax.devices()[0].device_kind
+    lines = [f"Matmul peak {peak:,.0f} GFLOP/s; packing={args.packing}; jax {jax.__version__}; {device}.", ""]
+    slowest = []
+    for name, run in phases.items():
+        wall, durations = traced(run, args.repeats)
+        operations = [*found_operations(durations, dump, args.repeats)]
+        lines += [*table_of_classes(name, wall, operations, peak), ""]
+        slowest += [(name, operation) for operation in operations]
+    return lines + table_of_operations(slowest, peak, args.rows)
+
+
+# ---- durations, from the trace
+
+
+def traced(run: Callable[[int], object], repeats: int) -> tuple[float, dict[tuple[str, str], list[float]]]:
+    """Seconds of one run, and those of each event, by (program, operation); of all repeats."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            began = time.perf_counter()
+            for step in range(repeats):
+                run(step)
+            wall = (time.perf_counter() - began) / repeats
+        file = next(Path(folder).rglob("*.xplane.pb"))
+        data = jax.profiler.ProfileData.from_file(str(file))
+        return wall, durations_of(data)
+
+
+def durations_of(data: jax.profiler.ProfileData) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each run of each operation.
+
+    On a CPU an operation may go on after its event: then there is another event, `end: NAME`, that points to it.
+    """
+    began: dict[int, tuple[float, tuple[str, str], int]] = {}
+    ended: dict[int, float] = {}
+    found = collections.defaultdict(list)
+    for number, event in enumerate(event for plane in data.planes for line in plane.lines for event in line.events):
+        stats = dict(event.stats)
+        if "hlo_op" in stats and "hlo_module" in stats:
+            key = (str(stats["hlo_module"]), str(stats["hlo_op"]))
+            began[stats.get("_p", -number)] = (event.start_ns, key, event.duration_ns)
+        elif event.name.startswith("end: ") and "_c" in stats:
+            ended[stats["_c"]] = event.start_ns
+    for number, (start, key, duration) in began.items():
+        whole = max(duration, ended.get(number, 0) - start)
+        found[key].append(whole / 1e9)
+    return found
+
+
+# ---- what each operation is, from the text of its program
+
+
+def found_operations(durations: dict[tuple[str, str], list[float]], dump: Path, repeats: int) -> Iterator[Operation]:
+    """The operations of a phase; loops and calls, which only hold others, are left out. dump: texts of the programs."""
+    by_program = collections.defaultdict(dict)
+    for (program, name), seconds in durations.items():
+        by_program[program][name] = seconds
+    for program, of_name in by_program.items():
+        text = text_of(dump, program, set(of_name))
+        instructions, _ = parse(text)
+        known = {kernel.name: kernel for kernel in kernels(text)}
+        for name, seconds in of_name.items():
+            if name in known:
+                label, shape = described(instructions, name, known[name])
+                times = len(seconds) / repeats
+                yield Operation(program, known[name], label, shape, min(seconds) * times, times)
+
+
+def text_of(dump: Path, program: str, names: set[str]) -> str:
+    """The text of the compiled program of this name that has these operations."""
+    texts = [file.read_text() for file in sorted(dump.glob(f"*.{program}.*after_optimizations.txt"))]
+    if not texts:
+        sys.exit(f"XLA has written no text of {program} to {dump}")
+    return max(texts, key=lambda text: sum(f"%{name} = " in text for name in names))
+
+
+def described(program: Program, name: str, kernel: Kernel) -> tuple[str, str]:
+    """The class of an operation, and its shape."""
+    home = next(c for c in program.values() if name in c.instructions)
+    instruction = home.instructions[name]
+    inner = [*inside(program, instruction)]
+    operations = {i.op for _, i in inner}
+    products = [(c, i) for c, i in inner if i.op == "dot"]
+    if products:
+        is_attention = all("lhs_batch_dims={0" in i.rest for _, i in products)
+        shapes = dict.fromkeys(product_shape(c, i) for c, i in products)
+        return ("attention, its products" if is_attention else "matmul"), " and ".join(shapes)
+    shape = dims(instruction.type)
+    if kernel.kind == "collective":
+        return "collectives", shape
+    label = next((label for label, only in BY_OPERATION.items() if operations & only), None)
+    if label is None:
+        label = "copies, slices, transposes" if operations <= MOVES else "other elementwise and sums"
+    return label, shape
+
+
+def inside(program: Program, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The instructions of a fusion and of the fusions in it; of others the instruction itself."""
+    if instruction.op != "fusion":
+        home = next(c for c in program.values() if instruction.name in c.instructions)
+        yield home, instruction
+        return
+    computation = program[called(instruction)[0][1]]
+    for each in computation.instructions.values():
+        if each.op == "fusion":
+            yield from inside(program, each)
+        else:
+            yield computation, each
+
+
+def dims(type_: str) -> str:
+    """`64x1024` of `f32[64,1024]{1,0}`."""
+    found = re.search(r"\[([\d,]*)\]", type_)
+    return found[1].replace(",", "x") if found else ""
+
+
+def product_shape(computation: Computation, dot: Instruction) -> str:
+    left, right = (dims(computation.instructions[name].type) for name in dot.operands[:2])
+    return f"{left} · {right} -> {dims(dot.type)}"
+
+
+# ---- tables
+
+
+def table_of_classes(phase: str, wall: float, operations: list[Operation], peak: float) -> list[str]:
+    """The classes of a phase, the slowest first, and what is left for the host."""
+    sums = collections.defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    for each in operations:
+        for i, value in enumerate((each.seconds, each.flops, each.moved_bytes, each.times)):
+            sums[each.label][i] += value
+    lines = [f"| {phase}: {wall:.3f} s a run | s | share | runs | GFLOP | GFLOP/s | of the peak | GB moved |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    busy = sum(seconds for seconds, *_ in sums.values())
+    for label, (seconds, flops, moved, times) in sorted(sums.items(), key=lambda item: -item[1][0]):
+        rate = flops / seconds / 1e9 if seconds else 0.0
+        lines.append(
+            f"| {label} | {seconds:.4f} | {seconds / busy:.1%} | {times:,.0f} | {flops / 1e9:.1f} | "
+            f"{rate:,.0f} | {rate / peak:.0%} | {moved / 1e9:.2f} |"
+        )
+    flops = sum(each.flops for each in operations)
+    lines.append(
+        f"| all operations, one after the other | {busy:.4f} | | | {flops / 1e9:.1f} | {flops / busy / 1e9:,.0f} | "
+        f"{flops / busy / 1e9 / peak:.0%} | |"
+    )
+    lines.append(f"| the phase | {wall:.4f} | | | | {flops / wall / 1e9:,.0f} | {flops / wall / 1e9 / peak:.0%} | |")
+    return lines
+
+
+def table_of_operations(found: list[tuple[str, Operation]], peak: float, most: int) -> list[str]:
+    """The slowest operations of all phases; those of one shape are one row."""
+    rows = collections.defaultdict(list)
+    for phase, each in found:
+        rows[phase, each.label, each.shape].append(each)
+    ranked = sorted(rows.items(), key=lambda item: -sum(each.seconds for each in item[1]))
+    lines = [
+        "| phase | class | shape | ms | runs | GFLOP/s | of the peak | GB/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (phase, label, shape), group in ranked[:most]:
+        seconds, times = sum(each.seconds for each in group), sum(each.times for each in group)
+        rate = sum(each.flops for each in group) / seconds / 1e9
+        moved = sum(each.moved_bytes for each in group) / seconds / 1e9
+        lines.append(
+            f"| {phase} | {label} | {shape} | {1000 * seconds:.1f} | {times:,.0f} | {rate:,.0f} | "
+            f"{rate / peak:.0%} | {moved:,.1f} |"
+        )
+    return lines

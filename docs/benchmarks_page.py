@@ -1,0 +1,179 @@
+"""Writes docs/references/benchmarks.md from benchmarks/results/*.json:
+
+    python docs/benchmarks_page.py
+
+tests/test_peers.py compares the file with what this makes, so neither can change alone.
+"""
+
+import json
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "references" / "benchmarks.md"
+TEMPLATE = DOCS / "benchmarks_template.txt"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+NAMES = {"tunix": "Tunix", "trl": "TRL", "ours": "ours", "ours_shared": "ours, shared prompts"}
+OURS = ("ours", "ours_shared")
+TITLES = {
+    "fixed": "Fixed lengths",
+    "long_tails": "Long tails",
+    "long_prompts": "Long prompts, short completions",
+    "vocabulary": "A vocabulary of 65,536",
+    "lora": "LoRA",
+}
+# A load of more than this beside two cores means that others computed too.
+QUIET = 0.5
+
+
+def render(results: Path = RESULTS) -> str:
+    """The whole page."""
+    found = {name: _read(results / f"peers_{name}.json") for name in TITLES}
+    found = {name: one for name, one in found.items() if one}
+    parts = [TEMPLATE.read_text().rstrip()]
+    if found:
+        parts.append(_overview(found))
+    parts += [_workload(name, one) for name, one in found.items()]
+    missing = [TITLES[name].lower() for name in TITLES if name not in found]
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    installed = _read(results / "peers_install.json")
+    if installed:
+        parts.append(_installation(installed))
+    return "\n\n".join(parts) + "\n"
+
+
+def _read(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    align = "| --- |" + " ---: |" * (len(head) - 1)
+    return "\n".join([lines[0], align, *lines[1:]])
+
+
+def _overview(found: dict[str, dict]) -> str:
+    """Whole steps: how many times longer the peers take than ours, workload by workload."""
+    head = (
+        "times our whole step",
+        *(f"{NAMES[peer]} / {NAMES[ours]}" for ours in OURS for peer in ("tunix", "trl")),
+    )
+    rows = []
+    for name, one in found.items():
+        cells = [_times(one, peer, ours) for ours in OURS for peer in ("tunix", "trl")]
+        rows.append((TITLES[name].lower(), *cells))
+    return "## All workloads\n\nAbove 1 ours is faster, below 1 the peer is.\n\n" + table(
+        head, rows
+    )
+
+
+def _times(one: dict, peer: str, ours: str) -> str:
+    ratio = one["frameworks"].get(peer, {}).get(f"times_{ours}", {}).get("step")
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _workload(name: str, one: dict) -> str:
+    """Conditions, then seconds and the rest of every framework."""
+    frameworks = one["frameworks"]
+    whole = {key: each for key, each in frameworks.items() if "error" not in each}
+    parts = [f"## {TITLES[name]}", _conditions(one)]
+    parts.append(
+        table(
+            ("seconds, median", "rollout", "reference", "update", "step", "least", "most"),
+            _seconds(whole),
+        )
+    )
+    head = (
+        "beside it",
+        "rollout, tokens/s",
+        "share of the peak",
+        "peak memory, MB",
+        "first step more, s",
+        "import, s",
+        "set-up, s",
+    )
+    parts.append(table(head, [_beside(key, each) for key, each in whole.items()]))
+    parts += [
+        f"{NAMES[key]} gave no figures: {each['error']}"
+        for key, each in frameworks.items()
+        if "error" in each
+    ]
+    return "\n\n".join(parts)
+
+
+def _conditions(one: dict) -> str:
+    work = one["workload"]
+    machine = one["machine"]
+    rounds = max((len(each.get("steps", ())) for each in one["frameworks"].values()), default=0)
+    lengths = one["lengths"]
+    versions = {f"{name} {v}" for each in one["frameworks"].values() for name, v in _versions(each)}
+    load = machine["load_before"]
+    rows = {
+        "prompts": f"{work['prompts']} of {work['prompt_length']} tokens",
+        "completions": f"{work['generations']} a prompt; mean {lengths['mean']:.0f} tokens, "
+        f"longest {lengths['most']}",
+        "vocabulary": f"{work['vocab_size']:,}",
+        "trained": f"adapters of rank {work['lora_rank']}" if work["lora_rank"] else "all weights",
+        "work": f"{one['gflop_per_step']:.0f} GFLOP a step, prompts not shared",
+        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB",
+        "matmul peak": f"{max(one['matmul_peak_gflops']):.0f} GFLOP/s",
+        "load before": f"{load}: **others computed, too**" if load > QUIET else str(load),
+        "rounds": str(rounds),
+        "measured": f"{one['date']}, commit {one['commit']}, `{one['command']}`",
+        "versions": ", ".join(sorted(versions)),
+    }
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows.items())])
+
+
+def _versions(each: dict) -> list[tuple[str, str]]:
+    return list(each.get("versions", {}).items())
+
+
+def _seconds(whole: dict[str, dict]) -> list[tuple[str, ...]]:
+    rows = []
+    for key, each in whole.items():
+        seconds = each["seconds"]
+        medians = [
+            f"{seconds[phase]['median']:.2f}"
+            for phase in ("rollout", "reference", "update", "step")
+        ]
+        rows.append(
+            (
+                NAMES[key],
+                *medians,
+                f"{seconds['step']['least']:.2f}",
+                f"{seconds['step']['most']:.2f}",
+            )
+        )
+    return rows
+
+
+def _beside(key: str, each: dict) -> tuple[str, ...]:
+    return (
+        NAMES[key],
+        f"{each['rollout_tokens_per_second']:,.0f}",
+        f"{100 * each['share_of_peak']:.0f} %",
+        f"{each['peak_rss_mb']:,}",
+        f"{each['compile_seconds']:.1f}",
+        f"{each['import_seconds']:.1f}",
+        f"{each['setup_seconds']:.1f}",
+    )
+
+
+def _installation(installed: dict[str, dict]) -> str:
+    rows = [
+        (
+            NAMES[key],
+            each["version"],
+            f"{each['seconds']:.0f}",
+            f"{each['megabytes']:,}",
+            str(each["distributions"]),
+        )
+        for key, each in installed.items()
+    ]
+    head = ("venv of its own", "version", "install, s", "MB on the disk", "distributions")
+    return "## Installation\n\n" + table(head, rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
