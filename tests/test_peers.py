@@ -61,7 +61,7 @@ def test_a_step_of_the_fixed_workload_needs_what_pencil_and_paper_say(workloads)
 
 
 def test_long_tails_have_a_quarter_of_the_longest_on_average(workloads):
-    for rows, longest in ((64, 256), (64, 64), (32, 100)):
+    for rows, longest in ((64, 256), (64, 64), (32, 100), (8, 16)):
         lengths = workloads.long_tails(rows, longest)
         assert len(lengths) == rows
         assert sum(lengths) == rows * longest // 4
@@ -95,6 +95,7 @@ while turns.wait():
         with turns.phase(phase):
             time.sleep(0.003)
     time.sleep(0.003)
+    turns.lengths = [turns.work["new_tokens"] - (sys.argv[1] == "d")] * 64
     turns.done()
 """
 
@@ -107,16 +108,19 @@ def test_workers_take_turns_and_one_that_fails_is_left_out(tmp_path, monkeypatch
     failing = tmp_path / "failing.py"
     failing.write_text("raise SystemExit('no such framework')")
     monkeypatch.setattr(
-        run, "WORKERS", {"a": (script, ["a"]), "b": (script, ["b"]), "c": (failing, []), "ours": (script, ["o"])}
+        run,
+        "WORKERS",
+        {"a": (script, ["a"]), "b": (script, ["b"]), "c": (failing, []), "d": (script, ["d"]), "ours": (script, ["o"])},
     )
     monkeypatch.setattr(run, "VENVS", tmp_path)
     monkeypatch.setattr(run, "python_of", lambda framework: sys.executable)
 
-    found = run.race(workloads.workload("fixed"), ["a", "b", "c", "ours"], 2)
+    found = run.race(workloads.workload("fixed"), ["a", "b", "c", "d", "ours"], 2)
 
     # the first step of each, then two rounds
-    assert order.read_text() == "abo" + "abo" * 2
+    assert order.read_text() == "abdo" + "abo" * 2
     assert "no such framework" in found["frameworks"]["c"]["error"]
+    assert "d sampled 4032 tokens in place of 4096" in found["frameworks"]["d"]["error"]
     assert len(found["frameworks"]["a"]["steps"]) == 2
     assert set(found["frameworks"]["a"]["times_ours"]) == {"rollout", "reference", "update", "step"}
     assert found["matmul_peak_gflops"] == [7.0, 7.0]

@@ -139,17 +139,16 @@ class Run:
         policy.scorers["reference"] = timed("reference", policy.scorers["reference"], self.turns)
         return policy
 
-    def step(self, number: int) -> dict:
+    def step(self, number: int) -> None:
         """One step of GRPO."""
         acting = lora.acting_params(self.frozen, self.state.params, self.lora)
         key = jax.random.fold_in(jax.random.key(0), number)
         examples = [{} for _ in self.task.tokens]
         batch, _, _ = self.algorithm.collect(self.policy, self.task, acting, examples, key)
         rows, _ = self.rows.lay_out(batch)
-        self.state, learned = self.update(self.state, self.frozen, rows)
+        self.state, _ = self.update(self.state, self.frozen, rows)
         jax.block_until_ready(self.state)
-        lengths = np.asarray(batch.loss_weight != 0).sum(axis=1)
-        return {"mean_length": float(lengths.mean()), "loss": float(learned["train/loss"])}
+        self.turns.lengths = np.asarray(batch.loss_weight != 0).sum(axis=1).tolist()
 
 
 def optimizer_of(training: dict) -> OptimizerConfig:
@@ -174,7 +173,8 @@ def main() -> None:
     )
     number = 0
     while turns.wait():
-        turns.done(**run.step(number))
+        run.step(number)
+        turns.done()
         number += 1
 
 

@@ -37,6 +37,7 @@ WORKERS = {
     "ours_shared": ("ours_worker.py", ["--packing", "prefix"]),
 }
 ROUNDS = {"fixed": 5, "long_tails": 3, "long_prompts": 3, "vocabulary": 3, "lora": 5}
+TINY = {"prompts": 2, "prompt_length": 8, "new_tokens": 16, "generations": 4}
 # the longest that one answer may take, compilation included
 LIMIT = 900
 
@@ -67,6 +68,17 @@ class Worker:
         """The answer to one line; the process runs until then and no longer."""
         self.process.send_signal(signal.SIGCONT)
         return self._ask(what)
+
+    def step(self, work: dict) -> dict:
+        """The answer to a step. Raises RuntimeError unless the completions have the lengths that they should have."""
+        answer = self.ask("step")
+        expected = workloads.new_lengths(work)
+        if sorted(answer["lengths"]) != sorted(expected):
+            raise RuntimeError(
+                f"{self.framework} sampled {sum(answer['lengths'])} tokens in place of {sum(expected)}: "
+                f"{answer['lengths']}, not {expected}"
+            )
+        return answer
 
     def _ask(self, line: str) -> dict:
         with contextlib.suppress(BrokenPipeError):
@@ -108,7 +120,7 @@ def race(work: dict, frameworks: list[str], rounds: int) -> dict:
             found[framework] = started(framework, work, workers)
         for number, framework in arithmetic.turns(frameworks, rounds):
             if framework in workers:
-                taken = turn(workers[framework], found[framework])
+                taken = turn(workers[framework], work, found[framework])
                 print(f"  {number + 1}/{rounds} {framework:12} {taken}", flush=True)
                 if taken is None:
                     workers.pop(framework).end()
@@ -123,7 +135,7 @@ def started(framework: str, work: dict, workers: dict[str, Worker]) -> dict:
     """Starts a worker and lets it take its first step, which compiles."""
     try:
         workers[framework] = Worker(framework, work, VENVS / "logs")
-        first = workers[framework].ask("step")
+        first = workers[framework].step(work)
     except RuntimeError as error:
         if framework in workers:
             workers.pop(framework).end()
@@ -133,10 +145,10 @@ def started(framework: str, work: dict, workers: dict[str, Worker]) -> dict:
     return {"facts": workers[framework].facts, "first_step": first["seconds"]["step"], "steps": []}
 
 
-def turn(worker: Worker, found: dict) -> float | None:
+def turn(worker: Worker, work: dict, found: dict) -> float | None:
     """One step of one framework; None: it failed."""
     try:
-        answer = worker.ask("step")
+        answer = worker.step(work)
     except RuntimeError as error:
         found["error"] = str(error)
         return None
@@ -224,8 +236,11 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(workloads.SIZES))
     parser.add_argument("--frameworks", default=",".join(WORKERS))
     parser.add_argument("--rounds", type=int, help="steps of each framework; without it 3 or 5, by the workload")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs; needs --out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the JSON files")
     args = parser.parse_args()
+    if args.tiny and args.out == RESULTS:
+        parser.error("--tiny gives no results worth keeping: name another folder with --out")
 
     # Everybody gets the same processors.
     processors = sorted(os.sched_getaffinity(0))[: workloads.TRAINING["threads"]]
@@ -241,7 +256,8 @@ def main() -> None:
             "commit": commit(),
             "command": shlex.join(["python", "benchmarks/peers/run.py", *sys.argv[1:]]),
         }
-        found = race(workloads.workload(name), frameworks, rounds)
+        work = workloads.workload(name, **(TINY if args.tiny else {}))
+        found = race(work, frameworks, rounds)
         file = args.out / f"peers_{name}.json"
         file.write_text(json.dumps(about | {"load_after": round(os.getloadavg()[0], 2)} | found, indent=1) + "\n")
         print(f"  {file.name}: {found['seconds_of_the_race']:.0f} s", flush=True)

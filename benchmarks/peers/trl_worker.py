@@ -71,7 +71,6 @@ class TakeTurns(TrainerCallback):
 
     def __init__(self, turns: Turns):
         self.turns = turns
-        self.lengths = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         control.should_training_stop = not self.turns.wait()
@@ -84,13 +83,19 @@ class TakeTurns(TrainerCallback):
 
 
 def make_tokenizer(work: dict) -> PreTrainedTokenizerFast:
-    """One word a token."""
+    """One word a token. Padding and end have names that are not a part of other words."""
     vocabulary = {f"t{token}": token for token in range(work["vocab_size"])}
-    end = f"t{work['eos_id']}"
-    vocabulary[end] = work["eos_id"]
+    for name, token in (("<pad>", work["pad_id"]), ("<end>", work["eos_id"])):
+        vocabulary.pop(f"t{token}", None)
+        vocabulary[name] = token
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token=end, padding_side="left")
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", padding_side="left"
+    )
+    for tokens in work["prompt_tokens"]:
+        assert found(words(tokens))["input_ids"] == tokens, "the tokenizer reads other tokens than it was given"
+    return found
 
 
 def make_model(work: dict, folder: str) -> TimedGemma:
@@ -146,7 +151,8 @@ def settings_of(work: dict, folder: str) -> GRPOConfig:
     )
 
 
-def rewards(completions: list[str], **columns: Any) -> list[float]:
+def rewards(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    TimedGemma.turns.lengths = [len(tokens) for tokens in completion_ids]
     return [reward_of_text(text) for text in completions]
 
 

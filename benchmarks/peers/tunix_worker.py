@@ -82,7 +82,11 @@ class TimedCluster(clusters.RLCluster):
 
     def generate(self, *args: Any, **settings: Any) -> Any:
         with self.turns.phase("rollout"):
-            return super().generate(*args, **settings)
+            rollout = super().generate(*args, **settings)
+        # Tunix samples the end token and leaves it out of what it hands on.
+        ended = self.turns.work["lengths"] is not None
+        self.turns.lengths = [len(tokens) + ended for tokens in rollout.tokens]
+        return rollout
 
     def get_ref_per_token_logps(self, *args: Any, **settings: Any) -> Any:
         with self.turns.phase("reference"):

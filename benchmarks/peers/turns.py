@@ -27,6 +27,8 @@ class Turns:
         self._peak = peak
         self._began = 0.0
         self.seconds: dict[str, float] = {}
+        # tokens of each completion of this step, the last one included
+        self.lengths: list[int] = []
         self.work = json.loads(sys.stdin.readline())
 
     def ready(self, **facts: object) -> None:
@@ -51,11 +53,12 @@ class Turns:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def done(self, **facts: object) -> None:
-        """The turn is over: its seconds, with the rest of the step as `update`."""
+    def done(self) -> None:
+        """The turn is over: its seconds, with the rest of the step as `update`, and the lengths that were sampled."""
         step = time.perf_counter() - self._began
         self.seconds["update"] = step - sum(self.seconds.values())
-        self._answer(event="step", seconds=self.seconds | {"step": step}, peak_rss_mb=peak_rss_mb(), **facts)
+        seconds = self.seconds | {"step": step}
+        self._answer(event="step", seconds=seconds, peak_rss_mb=peak_rss_mb(), lengths=self.lengths)
 
     def _answer(self, **facts: object) -> None:
         self._answers.write(json.dumps(facts) + "\n")

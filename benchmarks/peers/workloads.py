@@ -1,5 +1,6 @@
 """The workloads that all frameworks get, and how many FLOP one step of each needs. Standard library alone."""
 
+import itertools
 import math
 import random
 
@@ -67,13 +68,17 @@ def long_tails(rows: int, longest: int) -> list[int]:
     rate = _rate_of_quarter()
     quantiles = [(row + 0.5) / rows for row in range(rows)]
     lengths = [max(2, round(longest * min(1.0, -rate * math.log1p(-q)))) for q in quantiles]
-    # exactly a quarter on average: the rest of the rounding goes to the middle of the list
+    # exactly a quarter on average, and one that is the longest: rounding is made good in the middle of the list
     lengths[-1] = longest
     spare = rows * longest // 4 - sum(lengths)
-    middle = rows // 2
-    step = 1 if spare > 0 else -1
-    for i in range(abs(spare)):
-        lengths[middle + i % (rows // 4)] += step
+    by_middle = sorted(range(rows - 1), key=lambda row: abs(row - rows // 2))
+    for row in itertools.cycle(by_middle):
+        if not spare:
+            break
+        step = 1 if spare > 0 else -1
+        if 1 < lengths[row] + step < longest:
+            lengths[row] += step
+            spare -= step
     random.Random(1).shuffle(lengths)
     return lengths
 

@@ -16,7 +16,9 @@ from tunix_lite.learner import packing
 from tunix_lite.planning import estimate, flops, speed
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.lengths import Lengths
+from tunix_lite.planning.programs import Compiled
 from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.planning.roofline import predicted_seconds
 from tunix_lite.planning.simulated_rollout import RolloutCosts, RolloutTrace, simulated
 from tunix_lite.types import Batch
 
@@ -24,9 +26,7 @@ from tunix_lite.types import Batch
 # bfloat16, and decoding some 70 % of the bandwidth.
 SHARE_OF_PEAK = 0.5
 SHARE_OF_BANDWIDTH = 0.7
-# Starting a kernel takes so many seconds; kernels of one layer, and beside the layers: as compiled
-# for an H100 (issue 18).
-LAUNCH_SECONDS = {"cuda": 3e-6, "tpu": 1e-6, "cpu": 2e-6}
+# Kernels of one layer, and beside the layers: as compiled for an H100 (issue 18).
 KERNELS_OF_LAYER = 17
 KERNELS_BESIDE = 15
 # A rollout's host calls two programs a chunk: refill and decode.
@@ -314,7 +314,7 @@ class HardwareCosts:
 
     def _launches(self) -> float:
         kernels = KERNELS_OF_LAYER * self.resolved.cfg.num_layers + KERNELS_BESIDE
-        return kernels * LAUNCH_SECONDS[self.hardware.platform]
+        return kernels * self.hardware.launch_seconds
 
     def _seconds(self, done: float, read: float, more: float | None = None) -> float:
         """done: FLOPs on all devices together; read: bytes of one device; more: seconds beside."""
@@ -322,3 +322,76 @@ class HardwareCosts:
         computing = done / devices / (SHARE_OF_PEAK * self.hardware.peak_flops)
         reading = read / (SHARE_OF_BANDWIDTH * self.hardware.memory_bandwidth)
         return max(computing, reading) + (self._launches() if more is None else more)
+
+
+# ---- by the kernels of compiled programs
+
+
+@dataclass(frozen=True)
+class CompiledCosts:
+    """Seconds by the kernels of programs that were compiled for the hardware, each at the peak or
+    the bandwidth and its launch (planning.roofline); what was not compiled is an estimate.
+
+    Example: CompiledCosts(HardwareCosts(resolved, hardware), plan.programs).
+    """
+
+    estimate: HardwareCosts
+    programs: dict[str, Compiled]
+
+    @property
+    def source(self) -> str:
+        names = ", ".join(name for name in self.programs if self._has(name))
+        return (
+            f"by the kernels of compiled programs ({names}) on {self.estimate.hardware.name}, each "
+            "at its roofline; the rest an estimate by FLOPs and bytes"
+        )
+
+    def prefill(self, prompts: int, width: int) -> float:
+        estimated = self.estimate.prefill(prompts, width)
+        if not self._has("prefill"):
+            return estimated
+        # What was compiled reads a block of the widest prompts.
+        block, widest, _ = self.estimate.resolved.sampling_memory.prompt_cache
+        return self._ratio("prefill", self.estimate.prefill(block, widest)) * estimated
+
+    def refill(self, slots: int, columns: int) -> float:
+        return self.estimate.refill(slots, columns)
+
+    def resize(self, slots: int, columns: int) -> float:
+        return self.estimate.resize(slots, columns)
+
+    def decode(self, slots: int, columns: int, steps: int, held: float) -> float:
+        estimated = self.estimate.decode(slots, columns, steps, held)
+        if not self._has("decode"):
+            return estimated
+        # What was compiled is a chunk of a step's slots, with all columns.
+        resolved = self.estimate.resolved
+        full = self.estimate.decode(resolved.slots, sum(resolved.lengths), steps, held)
+        return self._ratio("decode", full) * estimated + CALL_SECONDS
+
+    def scoring(self, name: str, batch: Batch, work: RowWork) -> float:
+        if not self._has(name):
+            return self.estimate.scoring(name, batch, work)
+        return self._turns(work) * self._seconds(name)
+
+    def update(self, batch: Batch, work: RowWork) -> float:
+        if not self._has("update"):
+            return self.estimate.update(batch, work)
+        return self._turns(work) * self._seconds("update")
+
+    def rest(self, batch: Batch, work: RowWork) -> float:
+        return self.estimate.rest(batch, work)
+
+    def _has(self, name: str) -> bool:
+        return name in self.programs and bool(self.programs[name].kernels)
+
+    def _seconds(self, name: str) -> float:
+        return predicted_seconds(list(self.programs[name].kernels), self.estimate.hardware)
+
+    def _ratio(self, name: str, estimated: float) -> float:
+        return self._seconds(name) / estimated
+
+    def _turns(self, work: RowWork) -> int:
+        """How often the loop over micro-batches turns that the text shows as one turn: that of
+        packed rows, as the data decides."""
+        return 1 if self.estimate.resolved.rows.packing == "none" else work.parts

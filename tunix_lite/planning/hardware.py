@@ -88,7 +88,7 @@ class Hardware:
 # cuda: the low end of the 2 to 4 microseconds between two small kernels that depend on each other,
 # as XLA launches them in CUDA graphs. tpu: the 1,826 cycles that libtpu writes into its programs as
 # its estimate for copying 64 numbers, at the v5e's 1.5 GHz.
-LAUNCH_SECONDS = {"cuda": 2e-6, "tpu": 1.2e-6}
+LAUNCH_SECONDS = {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 1e-6}
 
 # v5e and v6e: a pod is 256 chips
 FLAT = (

@@ -12,6 +12,7 @@ from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
+from tunix_lite.planning.programs import Compiled
 
 # of plan.json
 VERSION = 1
@@ -97,12 +98,15 @@ def _room(machine: Machine) -> str:
 
 
 def _meshes(plans: tuple[Plan, ...]) -> list[str]:
-    rows = [("mesh", "peak GiB", "fits", "step s >=", "tokens/s <=", "memory is")]
+    # Predicted, and what is possible at best.
+    heads = ("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")
+    rows = [heads]
     for plan in plans[:SHOWN]:
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
         cells = (
             gib(plan.peak_bytes),
             fits,
+            "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds),
             three_digits(plan.step_seconds),
             three_digits(plan.tokens_per_second),
         )
@@ -374,12 +378,18 @@ def _plan_dict(plan: Plan) -> dict:
         "resume_peak_bytes": plan.resume_bytes,
         "resident_bytes": plan.resident,
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
-        "programs": [dataclasses.asdict(program) for program in plan.programs.values()],
+        "programs": [_program_dict(program) for program in plan.programs.values()],
         "refused_by_the_compiler": list(plan.refused),
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
         **forecast,
     }
+
+
+def _program_dict(program: Compiled) -> dict:
+    """Without its kernels, of which there are thousands."""
+    found = dataclasses.asdict(dataclasses.replace(program, kernels=()))
+    return {name: value for name, value in found.items() if name != "kernels"}
 
 
 def _forecast_dict(found: Forecast) -> dict:
