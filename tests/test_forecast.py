@@ -1,8 +1,10 @@
 """A predicted step: the scheduler without a model does what it does with one, and the arithmetic around it."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,6 +29,7 @@ from tunix_lite.planning.simulated_rollout import simulated
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "foresight.py"
 SMALL = [
     *("model=random", "training.prompts_per_step=5", "algorithm.num_generations=4", "evaluation.num_examples=0"),
     *(f"generation.max_prompt_length={PROMPT}", f"generation.max_new_tokens={NEW}"),
@@ -196,7 +199,9 @@ def test_a_setting_is_scaled_by_what_is_known_of_the_other():
     one = Forecast({"update": 2.0, "decode": 4.0}, 1, 1, 1, 1.0, 1, 1, "", "")
     known = replace(one, seconds={"update": 3.0, "decode": 2.0})
     other = replace(one, seconds={"update": 10.0, "decode": 10.0, "rest": 1.0})
-    assert scaled_by(other, one, known).seconds == {"update": 15.0, "decode": 5.0, "rest": 1.0}
+    found = scaled_by(other, one, replace(known, source="timed"))
+    assert found.source.endswith("scaled by: timed")
+    assert found.seconds == {"update": 15.0, "decode": 5.0, "rest": 1.0}
 
 
 def test_a_plan_prints_a_forecast_its_price_and_faster_settings(tmp_path, capsys, monkeypatch):
@@ -236,3 +241,15 @@ def test_programs_are_timed_where_they_are(cfg):
     # what has been timed is not timed again
     assert costs.refill(4, PROMPT + NEW) == costs.known[("refill", 4, PROMPT + NEW)]
     assert timed.can_be_timed(replace(case, cfg=replace(cfg, embed_dim=4096, mlp_dim=65536))).startswith("a step has")
+
+
+def test_the_agreement_of_two_orders_is_kendalls():
+    """By hand: of six pairs five agree and one does not; scipy's value of the same."""
+    spec = importlib.util.spec_from_file_location("foresight", SCRIPT)
+    foresight = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(foresight)
+    assert foresight.kendall_tau([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(4 / 6)
+    assert foresight.kendall_tau([1, 2, 3], [3, 2, 1]) == -1
+    assert len(foresight.SETTINGS) == 20 and len({tuple(one) for one in foresight.SETTINGS}) == 20
+    for overrides in foresight.SETTINGS:
+        compose([*foresight.BASE, *overrides])

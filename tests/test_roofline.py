@@ -112,6 +112,14 @@ def test_the_counts_of_a_program_are_sums_and_the_rest_of_a_loop_stands_beside_i
     assert (turn.kernels, turn.flops) == (4, 1024)
 
 
+def test_a_small_array_between_two_kernels_of_a_turn_stays_in_the_cache():
+    """The product's result, 128 bytes, is one; weights, x and the row in the buffer are none."""
+    product, stored = kernels(LOOP, cached_bytes=128)[1:3]
+    assert (product.read_bytes, product.written_bytes) == (768, 0)
+    assert (stored.read_bytes, stored.written_bytes) == (4, 128)
+    assert kernels(LOOP, cached_bytes=127) == kernels(LOOP)[:3] + kernels(LOOP, cached_bytes=127)[3:]
+
+
 def test_copies_of_weights_and_cache_are_found_inside_and_outside_of_the_loop():
     assert [k.name for k in copies(kernels(LOOP), 256)] == ["fusion.3"]
     assert [k.name for k in copies(kernels(LOOP), 256, in_loop=False)] == ["copy.1", "fusion.3"]
@@ -218,12 +226,11 @@ def test_a_decode_step_of_qwen_has_the_flops_of_the_model_and_no_more_kernels_th
     found = decode_step(target, "qwen3_0.6b", 64)
     assert found["flops_over_model"] == pytest.approx(1, abs=0.01)
     assert found["large_copies"] == 0
-    assert found["kernels_a_layer"] <= COMMITTED[target]["kernels_a_layer"]
-    assert found["bytes_over_floor"] <= COMMITTED[target]["bytes_over_floor"]
+    assert {name: found[name] for name, most in COMMITTED[target].items() if found[name] > most} == {}
 
 
 # python benchmarks/roofline.py --models qwen3_0.6b --slots 64 --programs decode
 COMMITTED = {
-    "h100": {"kernels_a_layer": 99, "bytes_over_floor": 9},
-    "v5e-1": {"kernels_a_layer": 99, "bytes_over_floor": 9},
+    "h100": {"kernels_a_layer": 16.5, "bytes_over_floor": 1.21, "memory_over_floor": 1.03},
+    "v5e-1": {"kernels_a_layer": 29, "bytes_over_floor": 0.99, "memory_over_floor": 0.99},
 }

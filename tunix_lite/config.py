@@ -38,7 +38,7 @@ from tunix_lite.tasks.task import TaskConfig
 
 # settings of Training that name one of a few
 CHOICES = {
-    "packing": PACKING,
+    "packing": (*PACKING, "auto"),
     "mixed_precision": tuple(DTYPES),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
@@ -61,8 +61,8 @@ class TrainingConfig:
     micro_batch_size: int | str | None = None
     # Micro-batches summed into one update. null derives the number.
     gradient_accumulation_steps: int | None = None
-    # Sequences in a row: none (one), sequences (several) or prefix (several, with a group's prompt
-    # once).
+    # Sequences in a row: none (one), sequences (several), prefix (several, with a group's prompt
+    # once) or auto (whichever computes least).
     packing: str = "none"
     # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
@@ -140,7 +140,8 @@ class TrainingConfig:
                 f"micro_batch_tokens={self.micro_batch_tokens} is for packed rows, and packing is "
                 "none"
             )
-        if self.packing != "none" and (self.micro_batch_size or self.gradient_accumulation_steps):
+        is_packed = self.packing in ("sequences", "prefix")
+        if is_packed and (self.micro_batch_size or self.gradient_accumulation_steps):
             raise ValueError(
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
                 "prompts_per_step, not micro_batch_size or gradient_accumulation_steps"
@@ -329,10 +330,10 @@ def check_together(run: RunConfig) -> None:
         )
     declared = reduction_of(run.algorithm)
     if declared not in (None, *LOSS_REDUCTIONS) or (
-        declared is None and run.training.packing != "none"
+        declared is None and run.training.packing in ("sequences", "prefix")
     ):
         raise ValueError(_undeclared(run.algorithm, declared, run.training.packing))
-    if run.training.packing != "none" and run.model.lora.dropout:
+    if run.training.packing in ("sequences", "prefix") and run.model.lora.dropout:
         raise ValueError(
             f"training.packing={run.training.packing} and "
             f"model.lora.dropout={run.model.lora.dropout}: what is "

@@ -16,7 +16,7 @@ from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import compare_run, report, timed
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.choices import choices
+from tunix_lite.planning.choices import choices, scaled_by
 from tunix_lite.planning.forecast import CompiledCosts, HardwareCosts, forecast
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
@@ -24,7 +24,7 @@ from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import mesh_of_run
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.resolved import find_model
+from tunix_lite.planning.resolved import ResolvedRun, find_model
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,27 @@ def predicted(plans: Plans, settings: PlanConfig) -> Plans:
     """The plans with a forecast of each that may fit, the fastest first, and other settings of the
     best one."""
     lengths = lengths_for(settings)
-    found = [
-        plan if plan.fits is False else with_forecast(plan, lengths, settings)
-        for plan in plans.plans
-    ]
+    fitting = [plan for plan in plans.plans if plan.fits is not False]
+    if not fitting:
+        return plans
+    hardware, measured = hardware_of(fitting[0])
+
+    def costs_of(resolved: ResolvedRun) -> HardwareCosts:
+        return HardwareCosts(resolved, hardware)
+
+    # What is compiled is known better than by formulas. What is not is scaled alike: meshes are
+    # compared, and formulas are off by as much for all of them.
+    price = settings.price_per_hour
+    raw = [forecast(plan.resolved, lengths, costs_of(plan.resolved), price) for plan in fitting]
+    better = [with_forecast(plan, lengths, settings) if plan.programs else None for plan in fitting]
+    known = [(a, b.forecast) for a, b in zip(raw, better) if b is not None]
+    found = []
+    for plan, estimated, known_better in zip(fitting, raw, better):
+        scaled = scaled_by(estimated, *known[0]) if known else estimated
+        found.append(known_better or replace(plan, forecast=scaled))
+    found += [plan for plan in plans.plans if plan.fits is False]
     found.sort(key=lambda plan: plan.rank)
-    best = found[0]
-    hardware, measured = hardware_of(best)
-    others = choices(best, lengths, lambda resolved: HardwareCosts(resolved, hardware))
+    others = choices(found[0], lengths, costs_of)
     return replace(plans, plans=tuple(found), choices=tuple(others), measured=measured)
 
 

@@ -104,8 +104,9 @@ HEAD = """\
 
 The same name means different mathematics in different frameworks. This page is written by
 `tunix_lite.conformance`; a test holds it equal to what the module gives. A row is an objective as
-one framework defines it: its formula, and whether settings of ours give the same loss and the same
-gradient by every token's log-probability, within 1e-4, as a float64 numpy version of that formula.
+one framework defines it. It has the formula, and says whether settings of ours give the same
+numbers. These are the loss and its gradient by every token's log-probability. Both are compared
+with a float64 numpy version of that formula, within 1e-4.
 
 | | ours | own function |
 | --- | --- | --- |
@@ -113,9 +114,10 @@ gradient by every token's log-probability, within 1e-4, as a float64 numpy versi
 | 🟥 | none of our settings do; the row says why | it departs from the formula |
 | ⬜ | not checked | it was not run |
 
-`lp` is the log-probability of a token now, `old` when it was sampled, by the trainer, `sampler` the
-same by the sampler, `ref` by the reference; `rho` is exp(lp - old), `w` is exp(old - sampler), A
-the advantage, sg a value without gradient; "token mean" is 1 / all tokens of the batch. Settings
+`lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled,
+`sampler` that of the sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is
+exp(old - sampler). A is the advantage, and sg is a value without gradient. "Token mean" is 1 / all
+tokens of the batch. Settings
 that a row does not name are `advantages=centre`, `weighting=per_token`, and the defaults.
 
 An entropy or a divergence needs the whole distribution of a token. Here the distribution is over

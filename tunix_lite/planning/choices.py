@@ -61,7 +61,8 @@ def scaled_by(raw: Forecast, base: Forecast, known: Forecast) -> Forecast:
         below = base.seconds.get(name, 0.0)
         return known.seconds.get(name, 0.0) / below if below else 1.0
 
-    return replace(raw, seconds={name: took * ratio(name) for name, took in raw.seconds.items()})
+    seconds = {name: took * ratio(name) for name, took in raw.seconds.items()}
+    return replace(raw, seconds=seconds, source=f"{raw.source}, scaled by: {known.source}")
 
 
 def _trials(plan: Plan) -> Iterator[tuple[tuple[str, ...], Plan]]:

@@ -9,6 +9,8 @@ and how often it runs. How things are counted:
   scatter updates its operand in place: it reads and writes the slice, not the buffer. If the
   compiler cannot update in place, it adds a copy, which is an entry of its own.
 - Arguments that results take the place of (aliases) move no bytes.
+- Where `cached_bytes` is given, an array of at most so many bytes that one kernel of a computation
+  makes and others of it use is taken from the cache: it costs no bytes.
 - A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
   counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
 """
@@ -73,10 +75,16 @@ class Kernel:
     sent_bytes: int = 0
 
 
-def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
-    """Everything that one call of the program starts on a device, in the order of the text."""
+def kernels(
+    text: str, mesh_shape: dict[str, int] | None = None, cached_bytes: int = 0
+) -> list[Kernel]:
+    """Everything that one call of the program starts on a device, in the order of the text.
+
+    mesh_shape: size by axis; None: of one device. cached_bytes: the largest array that stays in the
+    cache from one kernel to the next.
+    """
     program, entry = parse(text)
-    walk = _Walk(program, scalars_are_free=":T(" in text)
+    walk = _Walk(program, ":T(" in text, cached_bytes)
     found = walk.of_computation(entry, 1, 1)
     if mesh_shape is None or np.prod(list(mesh_shape.values())) == 1:
         return found
@@ -113,6 +121,7 @@ class _Walk:
     program: Program
     # On a TPU, scalars are computed beside the kernels.
     scalars_are_free: bool = False
+    cached_bytes: int = 0
 
     def of_computation(self, name: str, times: int, turns: int) -> list[Kernel]:
         computation = self.program[name]
@@ -201,7 +210,7 @@ class _Walk:
             by_number = {n: self.part(i, n, computation) for n in range(len(i.operands))}
         total = 0.0
         for number, name in enumerate(i.operands):
-            if name in computation.instructions:
+            if name in computation.instructions and not self.is_cached(name, computation):
                 share = min(1.0, by_number.get(number, 0.0))
                 total += share * bytes_of(computation.instructions[name].type)
         return round(total)
@@ -218,11 +227,28 @@ class _Walk:
         if len(results) != len(types):
             return bytes_of(i.type)
         total = 0
+        is_result = i.name == computation.root
         for (result, of), type_ in zip(results, types):
             update = _updates(result, of)
+            if not update and not is_result and bytes_of(type_) <= self.cached_bytes:
+                continue
             # What lies in on-chip memory stays free, whatever is written to it.
             total += min(bytes_of(type_), bytes_of(update.type)) if update else bytes_of(type_)
         return total
+
+    def is_cached(self, name: str, computation: Computation) -> bool:
+        """Whether an operand is a small array that a kernel of this computation has made whole."""
+        operand = i = computation.instructions[name]
+        while (
+            i.op in ("bitcast", "get-tuple-element") and i.operands[0] in computation.instructions
+        ):
+            i = computation.instructions[i.operands[0]]
+        if i.op in ("parameter", "constant", "while") or bytes_of(operand.type) > self.cached_bytes:
+            return False
+        # Of a buffer that was updated in place only the update is new.
+        inner = self.program[called(i)[0][1]] if i.op == "fusion" else None
+        results = self.results(inner) if inner else [(i, computation)]
+        return not any(_updates(result, of) for result, of in results)
 
     def results(self, computation: Computation) -> list[tuple[Instruction, Computation]]:
         """What a fusion writes: its root, or the elements of its root."""

@@ -20,6 +20,7 @@ from tunix_lite.planning import estimate, speed
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import (
     Compiled,
     DoesNotFit,
@@ -261,7 +262,10 @@ def with_choices(
         chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
         return replace(resolved, sampling_weights=chosen)
 
-    resolved = resolve_run(run, cfg, lora, mesh_shape, machine.platform)
+    def resolve(run: RunConfig) -> ResolvedRun:
+        return resolve_run(run, cfg, lora, mesh_shape, machine.platform)
+
+    resolved = with_packing(run, resolve)
     if not chooses_micro_batch(run):
         return with_sampling_weights(resolved)
 

@@ -98,12 +98,15 @@ def _room(machine: Machine) -> str:
 
 
 def _meshes(plans: tuple[Plan, ...]) -> list[str]:
-    rows = [("mesh", "peak GiB", "fits", "step s >=", "tokens/s <=", "memory is")]
+    # Predicted, and what is possible at best.
+    heads = ("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")
+    rows = [heads]
     for plan in plans[:SHOWN]:
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
         cells = (
             gib(plan.peak_bytes),
             fits,
+            "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds),
             three_digits(plan.step_seconds),
             three_digits(plan.tokens_per_second),
         )

@@ -73,6 +73,8 @@ class ResolvedRun:
     # one of attention.IMPLEMENTATIONS, and why it was chosen
     attention: str
     attention_reason: str = ""
+    # why rows are packed as they are, where the run chose it
+    packing_reason: str = ""
     # Whether sampling uses weights gathered over fsdp, or sharded. Where rollout.weights is auto,
     # "gathered" stands here until a plan chooses by the memory of its machine, or a run by the
     # memory that is free once it is loaded.

@@ -5,8 +5,9 @@ The model: kernels run one after the other, and each takes
 
     launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)
 
-with the figures of `planning.hardware`. It knows no caches, and no kernel that misses its peak, so
-it is a forecast of a well-tuned program. How kernels are counted: `planning.kernels`.
+with the figures of `planning.hardware`. No kernel misses its peak in it, so it is a forecast of a
+well-tuned program, and no device has confirmed it yet. How kernels are counted, and what a cache
+saves: `planning.kernels`.
 """
 
 from collections import defaultdict

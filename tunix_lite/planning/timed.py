@@ -30,8 +30,9 @@ from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.scheduler import MIN_QUEUE, next_power_of_two
 from tunix_lite.types import Batch
 
-# A program is run until so many seconds are over, at least twice and at most so often.
+# A program is run until so many seconds are over, at least and at most so often.
 SECONDS = 0.5
+FEWEST_RUNS = 3
 MOST_RUNS = 7
 # What is timed must be small: FLOPs of one step by formula, and bytes of what stays on a device.
 MOST_FLOPS = 2e12
@@ -178,7 +179,7 @@ def seconds_of(program: Callable[[Any], Any], state: Any) -> float:
     first call, which compiles, does not count."""
     state = jax.block_until_ready(program(state))
     seconds = []
-    while len(seconds) < 2 or (sum(seconds) < SECONDS and len(seconds) < MOST_RUNS):
+    while len(seconds) < FEWEST_RUNS or (sum(seconds) < SECONDS and len(seconds) < MOST_RUNS):
         began = time.perf_counter()
         state = jax.block_until_ready(program(state))
         seconds.append(time.perf_counter() - began)

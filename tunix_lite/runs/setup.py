@@ -26,6 +26,7 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
 from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
+from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import Reference, find_reference
@@ -156,15 +157,19 @@ def find_parts(run: RunConfig) -> Parts:
         mesh = mesh_of(run)
         set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
-    resolved = resolve_run(
-        run,
-        model.cfg,
-        model.lora,
-        dict(mesh.shape),
-        mesh.devices.flat[0].platform,
-        is_attached=True,
-        frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
-    )
+
+    def resolve(run: RunConfig) -> ResolvedRun:
+        return resolve_run(
+            run,
+            model.cfg,
+            model.lora,
+            dict(mesh.shape),
+            mesh.devices.flat[0].platform,
+            is_attached=True,
+            frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
+        )
+
+    resolved = with_packing(run, resolve)
     task = Task(
         run.task,
         model.tokenizer,
@@ -440,6 +445,8 @@ def startup_summary(
         kept = parts.resolved.frozen_models[name].storage
         rows.append((name, f"{_size(found)}, weights {found.name}, kept as {kept}"))
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
+    if parts.resolved.packing_reason:
+        rows.append(("packing", parts.resolved.packing_reason))
     if parts.data:
         rows.append(("data", parts.data))
     if run.curriculum.is_on:

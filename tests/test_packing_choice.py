@@ -1,0 +1,78 @@
+"""training.packing=auto: what rows compute, by hand, and what is chosen."""
+
+from functools import partial
+
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.planning.lengths import Lengths
+from tunix_lite.planning.packing_choice import computed_flops, packed_as, with_packing
+from tunix_lite.planning.resolved import find_model, resolve_run
+
+WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
+WORDS += ["generation.max_new_tokens=8"]
+FULL = Lengths(prompt_share=1.0, completion_share=1.0)
+
+
+def resolved(run, fsdp: int = 1):
+    cfg, lora = find_model(run.model)
+    return resolve_run(run, cfg, lora, {"fsdp": fsdp, "tp": 1}, "cpu")
+
+
+def chosen(*words: str, lengths: Lengths | None = None):
+    return with_packing(compose([*WORDS, "training.packing=auto", *words]), resolved, lengths)
+
+
+def flops(cfg, tokens: int, scored: int, pairs: int) -> float:
+    """2 a weight and token, and 4 a pair of query and key and element of the heads."""
+    attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
+    weights = cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
+    heads = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+    return 2 * weights * tokens + 2 * cfg.vocab_size * cfg.embed_dim * scored + heads * pairs
+
+
+def test_what_rows_compute_is_counted_with_their_padding():
+    run = compose(WORDS)
+    plain = resolved(packed_as(run, "none"))
+    # 8 sequences of 8 + 8 tokens
+    expected = flops(plain.cfg, 8 * 16, 8 * 8, 8 * 16**2)
+    assert computed_flops(plain, FULL) == pytest.approx(expected)
+    assert computed_flops(plain, Lengths(0.5, 0.25)) == pytest.approx(expected), "padding is computed"
+    shared = resolved(packed_as(run, "prefix"))
+    # 2 prompts of 8 tokens, each with 4 lanes of 8 that see the prompt and themselves
+    lanes = 8**2 + 4 * 8 * (8 + 8)
+    assert shared.rows.shape.num_lanes == 4
+    assert computed_flops(shared, FULL) == pytest.approx(flops(shared.cfg, 2 * 40, 2 * 32, 2 * lanes))
+
+
+def test_the_one_that_computes_least_is_chosen_and_the_gain_is_said():
+    best = chosen(lengths=FULL)
+    assert best.rows.packing == "prefix" and best.run.training.packing == "prefix"
+    share = computed_flops(best, FULL) / computed_flops(resolved(packed_as(best.run, "none")), FULL)
+    assert f"prefix {share:.0%}" in best.packing_reason and share < 0.7
+    # prompts of half their longest leave padding in prefixes, which rows of several sequences do not have
+    words = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.prompts_per_step=16"]
+    assert chosen(*words, "algorithm.num_generations=8").rows.packing == "sequences"
+    # a pair shares a short prompt, and all have the longest completion: nothing is gained
+    words = ["algorithm.num_generations=2", "generation.max_prompt_length=2", "generation.max_new_tokens=64"]
+    assert chosen(*words, lengths=FULL).rows.packing == "none"
+
+
+def test_settings_that_packed_rows_cannot_have_leave_one_sequence_a_row():
+    for words in (["training.micro_batch_size=2"], ["model.lora.rank=4", "model.lora.dropout=0.1"]):
+        found = chosen(*words)
+        assert found.rows.packing == "none" and found.packing_reason == "auto: none, as these settings allow no other"
+    packed = chosen("training.micro_batch_tokens=64")
+    assert packed.rows.packing == "prefix" and "of what sequences computes: prefix" in packed.packing_reason
+    with pytest.raises(ConfigError, match="micro_batch_tokens=4 is less than the longest"):
+        chosen("training.micro_batch_tokens=4")
+
+
+def test_a_kernel_that_cannot_take_shared_prompts_is_not_given_up_for_them():
+    lengths = ["generation.max_prompt_length=128", "generation.max_new_tokens=128"]
+    run = compose([*WORDS, "training.packing=auto", "model=gemma3_1b", "training.mixed_precision=bf16", *lengths])
+    cfg, lora = find_model(run.model)
+    on_tpu = partial(resolve_run, cfg=cfg, lora=lora, mesh_shape={"fsdp": 1, "tp": 1}, platform="tpu")
+    found = with_packing(run, on_tpu, FULL)
+    assert found.attention == "splash" and found.rows.packing != "prefix"
