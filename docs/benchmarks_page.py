@@ -161,18 +161,14 @@ def _beside(key: str, each: dict) -> tuple[str, ...]:
 
 
 def _installation(installed: dict[str, dict]) -> str:
-    rows = [
-        (
-            NAMES[key],
-            each["version"],
-            f"{each['seconds']:.0f}",
-            f"{each['megabytes']:,}",
-            str(each["distributions"]),
-        )
-        for key, each in installed.items()
-    ]
-    head = ("venv of its own", "version", "install, s", "MB on the disk", "distributions")
+    rows = [_installed(NAMES[key], each) for key, each in installed.items()]
+    head = ("in a new venv", "version", "seconds", "load", "MB on the disk", "distributions")
     return "## Installation\n\n" + table(head, rows)
+
+
+def _installed(name: str, each: dict) -> tuple[str, ...]:
+    sizes = f"{each['megabytes']:,}", str(each["distributions"])
+    return name, each["version"], f"{each['seconds']:.0f}", f"{each['load_after']:.1f}", *sizes
 
 
 if __name__ == "__main__":

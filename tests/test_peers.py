@@ -158,3 +158,10 @@ def test_a_loss_stands_on_the_page_as_plainly_as_a_win(tmp_path):
     assert "| fixed lengths | - | 0.50 | - | - |" in text
     assert "Tunix gave no figures: it ended" in text
     assert "3.0: **others computed, too**" in text
+
+
+def test_the_page_has_what_an_installation_cost(tmp_path):
+    page = importlib.import_module("benchmarks_page")
+    cost = {"seconds": 61.4, "megabytes": 1500, "distributions": 60, "version": "1.2", "load_after": 2.0}
+    (tmp_path / "peers_install.json").write_text(json.dumps({"trl": cost}))
+    assert "| TRL | 1.2 | 61 | 2.0 | 1,500 | 60 |" in page.render(tmp_path)

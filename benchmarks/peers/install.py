@@ -8,6 +8,7 @@ one of this version first; set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS where that 
 
 import datetime
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def install(framework: str) -> dict:
         "megabytes": round((size_of(folder) - empty) / 1e6),
         "distributions": len(versions) - sum(name in versions for name in ("pip", "setuptools")),
         "version": versions[OWN[framework].replace("-", "_")],
+        "load_after": round(os.getloadavg()[0], 2),
         "date": datetime.date.today().isoformat(),
     }
 

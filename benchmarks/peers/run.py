@@ -242,6 +242,8 @@ def main() -> None:
     if args.tiny and args.out == RESULTS:
         parser.error("--tiny gives no results worth keeping: name another folder with --out")
 
+    # Ended from outside, the race ends its workers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Everybody gets the same processors.
     processors = sorted(os.sched_getaffinity(0))[: workloads.TRAINING["threads"]]
     os.sched_setaffinity(0, processors)

@@ -114,15 +114,23 @@ def make_model(work: dict) -> Gemma:
     return model
 
 
+def on_mesh(model: nnx.Module, mesh: jax.sharding.Mesh) -> nnx.Module:
+    """The model with its weights on the mesh: otherwise the cluster copies them there, once for each role."""
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    nnx.update(model, jax.device_put(nnx.state(model), place))
+    return model
+
+
 def make_cluster(work: dict, mesh: jax.sharding.Mesh) -> TimedCluster:
     training = work["training"]
-    reference = make_model(work)
-    actor = make_model(work)
+    reference = on_mesh(make_model(work), mesh)
     # under LoRA the base is the reference, which then is not a second copy
-    if work["lora_rank"]:
-        actor = reference
+    if not work["lora_rank"]:
+        actor = on_mesh(make_model(work), mesh)
+    else:
         provider = qwix.LoraProvider(module_path=LAYERS, rank=work["lora_rank"], alpha=32.0)
-        actor = qwix.apply_lora_to_model(reference, provider, **reference.get_model_input())
+        adapted = qwix.apply_lora_to_model(reference, provider, **reference.get_model_input())
+        actor = on_mesh(adapted, mesh)
     adam = optax.adamw(
         training["learning_rate"], training["beta1"], training["beta2"], training["eps"], weight_decay=0.0
     )
