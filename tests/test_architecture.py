@@ -43,7 +43,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
     "evaluation": {"evaluation", "rewards.similarity"},
-    "tasks": {"tasks", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
+    "tasks": {"tasks", "files.addresses", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
     "tracking": {"tracking", "files", "plain_text", "types"},
     "report": {"report", "evaluation", "files", "plain_text", "tracking", "types"},

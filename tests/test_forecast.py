@@ -236,11 +236,11 @@ def test_programs_are_timed_where_they_are(cfg):
     set_mesh(1, 1)
     case = case_of(cfg, "rollout.num_slots=4")
     costs = timed.TimedCosts(case)
-    assert timed.can_be_timed(case) == ""
+    assert timed.why_not_timed(case) == ""
     assert costs.refill(4, PROMPT + NEW) > 0
     # what has been timed is not timed again
     assert costs.refill(4, PROMPT + NEW) == costs.known[("refill", 4, PROMPT + NEW)]
-    assert timed.can_be_timed(replace(case, cfg=replace(cfg, embed_dim=4096, mlp_dim=65536))).startswith("a step has")
+    assert timed.why_not_timed(replace(case, cfg=replace(cfg, embed_dim=4096, mlp_dim=65536))).startswith("a step has")
 
 
 def test_the_agreement_of_two_orders_is_kendalls():

@@ -125,6 +125,8 @@ def test_the_chosen_algorithm_decides_what_a_word_means_and_a_negative_number_is
     assert offered(by_the_program(["--beta", "0.1", "algorithm=dpo"])) == "algorithm.beta=0.1"
     assert offered(by_the_program(["--beta", "0.1"])) == "algorithm.kl_coef=0.1"
     assert offered(by_the_program(["--top_k", "-1", "--seed", "3"])) == "generation.top_k=0 seed=3"
+    assert offered(by_the_program(["tracking.wandb=true"])) == "tracking=wandb"
+    assert offered(by_the_program(["training.remat=true"])) == "training.remat=block"
     assert offered(by_the_program(["ici_tensor_parallelism=-1"])) == "model.mesh_shape=[[1,-1],[fsdp,tp]]"
 
 

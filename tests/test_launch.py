@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tunix_lite.commands import launch
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.distributed import launcher
 from tunix_lite.distributed.join import LOST_A_PEER
@@ -575,6 +576,12 @@ def rules(*program: str) -> tuple[int, float | None]:
 def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
     words = [f"{start}launch.{name}={quote}{n}{quote}" for name, n in (("max_restarts", 5), ("stall_timeout", 60))]
     assert rules("a.py", *words) == (5, 60)
+
+
+def test_a_flag_of_the_run_before_the_program_is_answered_with_its_setting():
+    answer = foreign_flags_answer(["--nprocs=2", "--bf16", "run_training.py"], launch.overrides_of)
+    assert answer.endswith("tunix-lite launch --nprocs=2 run_training.py training.mixed_precision=bf16")
+    assert "has no such flag" in foreign_flags_answer(["--colour", "run_training.py"], launch.overrides_of)
 
 
 GIVE = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-timeout=SECONDS"

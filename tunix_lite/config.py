@@ -548,9 +548,10 @@ def _check_mesh_form(value: Any, where: str) -> None:
     lists = is_pair and all(isinstance(part, list | tuple) for part in value)
     named = lists and all(name in AXES for name in value[1])
     meant = mesh_setting(str(value))
-    if named or not meant:
+    if named or (lists and not meant):
         return
-    wrong = "the axes are fsdp and tp" if lists else f"expected list, got {shown(value)}"
+    meant = meant or ("model.mesh_shape=[[4,1],[fsdp,tp]]",)
+    wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
     form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
     raise ConfigError(f"{where}: {wrong}; write it as {form}")
 

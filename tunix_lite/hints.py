@@ -259,8 +259,10 @@ AXIS_NAMES = {
 
 def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
     """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape."""
+    # 4x1 is two sizes.
+    value = re.sub(r"(?<=\d) *[x*] *(?=-?\d)", ",", value.lower())
     sizes = re.findall(r"-?\d+", value)
-    names = re.findall(r"[a-z_]+", value.lower())
+    names = re.findall(r"[a-z_]+", value)
     axes = [AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
     fits = 1 <= len(sizes) <= 2 and len(axes) == len(sizes) == len(set(axes)) and None not in axes
     if not fits:

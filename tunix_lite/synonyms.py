@@ -330,7 +330,14 @@ MODEL = (
         "again, as remat_policy=full does",
         MaxText="remat_policy",
     ),
-    word(values={"full": "training.remat=block"}, ours="training.remat"),
+    word(
+        values={
+            "full": "training.remat=block",
+            "true": "training.remat=block",
+            "false": "training.remat=none",
+        },
+        ours="training.remat",
+    ),
     word(
         values={
             "flash_attention_2": "training.attention=auto",
@@ -903,6 +910,12 @@ RUNS = (
         TRL="report_to",
         verl="trainer.logger",
         accelerate="log_with",
+    ),
+    word(
+        values={"true": "tracking=wandb", "false": ""},
+        note="a run writes metrics.jsonl and event files of TensorBoard without it",
+        seeds="wandb use_wandb tracking.wandb",
+        other="enable_wandb wandb.enabled",
     ),
     no_word(
         "samples are written every tracking.samples_interval_steps updates, and "

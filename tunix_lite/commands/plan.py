@@ -239,7 +239,10 @@ def with_forecast(plan: Plan, lengths: Lengths, settings: PlanConfig) -> Plan:
     price = settings.price_per_hour
     resolved = plan.resolved
     is_here = plan.machine.name == "attached" and jax.process_count() == 1
-    if is_here and not settings.analytic and not timed.can_be_timed(resolved):
+    not_timed = timed.why_not_timed(resolved)
+    if is_here and not settings.analytic and not_timed:
+        _say(f"not timed: {not_timed}")
+    elif is_here and not settings.analytic:
         _say("timing the programs of a step…")
         count = resolved.mesh_shape["fsdp"] * resolved.mesh_shape["tp"]
         with mesh_of_run(resolved, jax.devices()[:count]):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.distributed.launcher_flags import OURS, foreign_flags_answer
+from tunix_lite.distributed.launcher_flags import OURS, OverridesOf, foreign_flags_answer
 from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
 from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
@@ -71,13 +71,16 @@ class LocalProcesses:
         ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    arguments: list[str] | None = None, overrides_of: OverridesOf = lambda name, value: ()
+) -> None:
     """The command `tunix-lite launch`. arguments: of the command line; None: those of this process.
+    overrides_of: as launcher_flags.foreign_flags_answer takes it.
 
     Ends the process: with 2 after a message if the arguments or settings are wrong, else with the
     exit code of the run.
     """
-    known = parsed(sys.argv[1:] if arguments is None else arguments)
+    known = parsed(sys.argv[1:] if arguments is None else arguments, overrides_of)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
 
     # All that can be wrong is found before a process is started.
@@ -123,7 +126,9 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
+def parsed(
+    arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
+) -> argparse.Namespace:
     """The launcher's own flags, and as `program` the words that follow them."""
     about = (
         "Starts the processes of a run on this machine and watches them; the first one has the "
@@ -149,7 +154,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     try:
-        if (answer := foreign_flags_answer(arguments)) is not None:
+        if (answer := foreign_flags_answer(arguments, overrides_of)) is not None:
             raise ValueError(answer)
         return parser.parse_args(arguments)
     except (ValueError, argparse.ArgumentError) as error:

@@ -2,7 +2,7 @@
 `--num_processes 4` of accelerate are answered with the line to type here."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 # Flags of the launcher, each followed by a value.
@@ -44,8 +44,16 @@ class _Meaning:
     unknown: list[str] = field(default_factory=list)
 
 
-def foreign_flags_answer(arguments: list[str]) -> str | None:
+# (name, value) of a flag -> the settings of a run that it means; (): none
+OverridesOf = Callable[[str, str], Iterable[str]]
+
+
+def foreign_flags_answer(
+    arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
+) -> str | None:
     """The message for flags that are not the launcher's; None: there are none.
+
+    overrides_of: for flags of the run that stand before the program, such as --bf16.
 
     Example: ["--nproc_per_node=2", "run_training.py"] -> "--nproc_per_node=2: torchrun's and
     accelerate's flags have other names here; type: tunix-lite launch --nprocs=2 run_training.py".
@@ -56,7 +64,11 @@ def foreign_flags_answer(arguments: list[str]) -> str | None:
         return None
     meaning = _Meaning()
     for text, name, value in flags:
-        _read(meaning, text, name.lstrip("-").replace("-", "_").lower(), value)
+        name = name.lstrip("-").replace("-", "_").lower()
+        if not _read(meaning, text, name, value):
+            overrides = overrides_of(name, value)
+            meaning.overrides += overrides
+            meaning.unknown += [] if overrides else [text]
     shown = " ".join(foreign)
     if meaning.unknown:
         known = ", ".join(OURS)
@@ -88,8 +100,8 @@ def _is_value(word: str) -> bool:
     return not (word.startswith("-") or "=" in word or word.endswith(".py") or word in PROGRAMS)
 
 
-def _read(meaning: _Meaning, text: str, name: str, value: str) -> None:
-    """Adds what a flag means here."""
+def _read(meaning: _Meaning, text: str, name: str, value: str) -> bool:
+    """Adds what a flag means here. False: it is none of another launcher."""
     count = int(value) if value.isdecimal() else None
     if name in PER_MACHINE | IN_ALL:
         # `auto` and `gpu`: one process uses all devices of a machine
@@ -115,8 +127,9 @@ def _read(meaning: _Meaning, text: str, name: str, value: str) -> None:
     elif name in ("m", "multirun"):
         # Hydra's, which stands behind the program
         meaning.overrides.append("--multirun")
-    elif name not in SWITCHES | NEEDLESS:
-        meaning.unknown.append(text)
+    else:
+        return name in SWITCHES | NEEDLESS
+    return True
 
 
 def _line(meaning: _Meaning, program: Iterable[str]) -> str:

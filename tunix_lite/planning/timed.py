@@ -19,9 +19,9 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import stream_names
 from tunix_lite.learner.scoring import scoring_program
-from tunix_lite.planning import flops
+from tunix_lite.planning import estimate, flops
 from tunix_lite.planning.forecast import HOST_SECONDS, RowWork
-from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.hardware import GiB, Hardware
 from tunix_lite.planning.programs import Shapes, abstract, policy_of, train_step_of
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.simulated_rollout import spec_of
@@ -155,7 +155,7 @@ class TimedCosts:
         return self.once(("rest", work), measure)
 
 
-def can_be_timed(resolved: ResolvedRun) -> str:
+def why_not_timed(resolved: ResolvedRun) -> str:
     """Why the programs of this run are not timed; "": they are."""
     if resolved.teacher is not None or stream_names(resolved.run.algorithm):
         return "its batches hold values of the algorithm's own"
@@ -166,6 +166,9 @@ def can_be_timed(resolved: ResolvedRun) -> str:
     done = 4 * flops.forward_flops(resolved.cfg, tokens, sequences * new, attention)
     if done > MOST_FLOPS:
         return f"a step has {done / 1e12:,.0f} TFLOP"
+    stays = sum(estimate.resident(resolved).values())
+    if stays > MOST_BYTES:
+        return f"{stays / GiB:,.0f} GiB stay on a device"
     return ""
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tunix_lite.files.addresses import NO_ADDRESSES, is_address
 from tunix_lite.plain_text import shortened
 
 ON_ERROR = ("raise", "skip")
@@ -212,6 +213,8 @@ def check_is_file(file: str) -> None:
     """Raises ValueError for a path that is no file, with what stands for several."""
     if Path(file).is_file():
         return
+    if is_address(file):
+        raise ValueError(f"{file}: {NO_ADDRESSES}")
     if "*" in file:
         count = len(glob.glob(file))
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.files.addresses import NO_ADDRESSES, is_address
 from tunix_lite.tasks.row_files import KINDS, check_row
 
 
@@ -39,6 +40,8 @@ class RowStream:
         missing = [file for file in self.files if not Path(file).is_file()]
         if not self.files:
             raise ValueError(f"{files}: no file has such a name")
+        if missing and is_address(missing[0]):
+            raise ValueError(f"{missing[0]}: {NO_ADDRESSES}")
         if missing:
             raise ValueError(f"{missing[0]} is not a file")
         self.buffer = buffer
