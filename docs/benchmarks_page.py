@@ -163,7 +163,11 @@ def _beside(key: str, each: dict) -> tuple[str, ...]:
 def _installation(installed: dict[str, dict]) -> str:
     rows = [_installed(NAMES[key], each) for key, each in installed.items()]
     head = ("in a new venv", "version", "seconds", "load", "MB on the disk", "distributions")
-    return "## Installation\n\n" + table(head, rows)
+    note = (
+        "pip without its cache. TRL's torch is a CPU build; on this machine its file\n"
+        "lay on the disk, and all else was downloaded."
+    )
+    return f"## Installation\n\n{note}\n\n{table(head, rows)}"
 
 
 def _installed(name: str, each: dict) -> tuple[str, ...]:
