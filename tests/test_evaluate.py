@@ -4,7 +4,7 @@ import numpy as np
 
 from tunix_lite.runs.hints import WINDOW, CutHint, GroupsHint
 from tunix_lite.tasks.grading import group_metrics
-from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.console import step_line
 
 # ---- what a run says of its groups
 
@@ -42,10 +42,8 @@ def test_a_run_whose_groups_differ_says_nothing():
     assert not any(hint.line({"train/loss": 1.0}, 8) for _ in range(3 * WINDOW)), "as in SFT"
 
 
-def test_the_console_shows_the_numbers_of_observers_before_its_own(tmp_path):
-    console = Console(tmp_path / "log", max_steps=4, quiet=True)
-    line = console.line(1, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
-    console.close()
+def test_the_console_shows_the_numbers_of_observers_before_its_own():
+    line = step_line(1, 4, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
     assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000 | avg@8 50.0%"
 
 

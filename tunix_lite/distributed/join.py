@@ -288,10 +288,13 @@ def heartbeat(doing: str = "") -> None:
 def exit_at_once_on_failure() -> Iterator[None]:
     """A context in which a process of several exits at once when it fails.
 
-    Without it jax waits at the exit, for minutes, until the other processes end too.
+    Without it jax waits at the exit, for minutes, until the other processes end too. A process that
+    succeeds ends when all of its devices have done their part.
     """
     try:
         yield
+        if _has_joined_jax():
+            _finish_on_all_devices()
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (0, None) or not _has_joined_jax():
@@ -302,6 +305,31 @@ def exit_at_once_on_failure() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
+
+
+def _finish_on_all_devices() -> None:
+    """Waits until each device of this process has taken part in a sum over all devices.
+
+    A result is read from the first device, while gloo may still set up the connections of the
+    second one. Whoever exits then leaves a peer waiting for its heartbeat, some 100 seconds.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    divided = NamedSharding(mesh, P("all"))
+    ones = jax.make_array_from_callback((mesh.size,), divided, lambda _: np.ones(1, np.int32))
+    try:
+        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(ones))
+    except (RuntimeError, ValueError) as error:
+        # What this process had to do is done, whatever has happened to another one.
+        if not is_of_a_peer(error):
+            raise
 
 
 @contextlib.contextmanager

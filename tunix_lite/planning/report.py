@@ -86,6 +86,7 @@ def _head(plan: Plan) -> list[str]:
         f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat "
         f"{training.remat}",
         f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
         f"training: {resolved.attention}",
     ]
@@ -368,6 +369,7 @@ def _plan_dict(plan: Plan) -> dict:
     return {
         "mesh": plan.resolved.mesh_shape,
         "batch": str(plan.resolved.batch),
+        "packing": plan.resolved.rows.packing,
         "slots": plan.resolved.slots,
         "sampling_weights": plan.resolved.sampling_weights,
         "attention": plan.resolved.attention,

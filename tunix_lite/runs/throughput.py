@@ -30,12 +30,18 @@ class Throughput:
     trained_adapters: int  # parameters in adapters; 0: all weights train
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
+    platform: str = ""
 
     @staticmethod
     def on(mesh: jax.sharding.Mesh, cfg: Architecture, trained_adapters: int) -> "Throughput":
-        return Throughput(cfg, trained_adapters, mesh.devices.size, of_device(mesh.devices.flat[0]))
+        device = mesh.devices.flat[0]
+        hardware = of_device(device)
+        return Throughput(cfg, trained_adapters, mesh.devices.size, hardware, device.platform)
 
     def __str__(self) -> str:
+        if self.hardware is None and self.platform == "cpu":
+            # Nobody asks a CPU for it.
+            return ""
         if self.hardware is None:
             return "MFU n/a: the peak of this device is not known"
         rate = (

@@ -129,9 +129,8 @@ class Watch:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
-        # Nobody asks a CPU for it.
-        if self.session.parts.mesh.devices.flat[0].platform != "cpu":
-            console.say(str(self.throughput))
+        if about := str(self.throughput):
+            console.say(about)
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
