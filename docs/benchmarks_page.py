@@ -119,10 +119,14 @@ def _conditions(one: dict) -> str:
         "matmul peak": f"{max(one['matmul_peak_gflops']):.0f} GFLOP/s",
         "load before": f"{load}: **others computed, too**" if load > QUIET else str(load),
         "rounds": str(rounds),
-        "measured": f"{one['date']}, commit {one['commit']}, `{one['command']}`",
-        "versions": ", ".join(sorted(versions)),
+        "measured": f"{one['date']}, commit {one['commit']}",
+        "command": f"`{one['command']}`",
     }
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows.items())])
+    lines = list(rows.items())
+    in_order = sorted(versions)
+    # A line of the page is at most 120 columns.
+    lines += [("versions", ", ".join(in_order[i : i + 4])) for i in range(0, len(in_order), 4)]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in lines)])
 
 
 def _versions(each: dict) -> list[tuple[str, str]]:
