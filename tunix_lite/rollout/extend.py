@@ -147,52 +147,71 @@ def extend(
     limit 0 it waits for the rest of its tokens. A row beyond the slots, or with count 0, is none.
     With R = B, rows_R are all slots in order.
     """
-    B = len(slots.lengths)
     R, W = tokens_RW.shape
-    is_all = R == B
-    chosen_R = jnp.minimum(rows_R, B - 1)
-
-    def of_rows(x: jax.Array) -> jax.Array:
-        return x if is_all else jnp.take(x, chosen_R, axis=0)
-
-    def into_rows(old: jax.Array, new: jax.Array, is_new_R: jax.Array) -> jax.Array:
-        if is_all:
-            is_new = is_new_R.reshape(-1, *[1] * (old.ndim - 1))
-            return jnp.where(is_new, new.astype(old.dtype), old)
-        target_R = jnp.where(is_new_R, rows_R, B)
-        return old.at[target_R].set(new.astype(old.dtype), mode="drop")
+    chosen = ChosenSlots(rows_R, counts_R > 0, len(slots.lengths))
 
     # Read the new tokens: their keys and values join the cache.
-    lengths_R = of_rows(slots.lengths)
+    lengths_R = chosen.read(slots.lengths)
     positions_RW = lengths_R[:, None] + jnp.arange(W)
-    cache = [jax.tree.map(of_rows, kv) for kv in slots.cache]
+    cache = jax.tree.map(chosen.read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     hidden_RWD, new_kv = decoder.forward_by_layer(
         per_layer_params, spec.cfg, tokens_RW, positions_RW, attend_fn, spec.tp_reduce_dtype
     )
-    rows_R = jnp.arange(B) if is_all else rows_R
 
     # The first token of the next turn is drawn from the last of them.
-    is_new_R = counts_R > 0
     last_R = jnp.maximum(counts_R - 1, 0)
     seen = slots.seen
     if spec.has_penalty:
         is_token_RW = jnp.arange(W) < counts_R[:, None]
         nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
         new_RV = nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
-        seen = into_rows(seen, of_rows(seen) | new_RV, is_new_R)
+        seen = chosen.write(seen, chosen.read(seen) | new_RV)
     extended = slots.replace(
         cache=[
             write_tokens(kv, new, rows_R, lengths_R, counts_R)
             for kv, new in zip(slots.cache, new_kv)
         ],
-        hidden=into_rows(slots.hidden, hidden_RWD[jnp.arange(R), last_R], is_new_R),
+        hidden=chosen.write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
         seen=seen,
-        lengths=into_rows(slots.lengths, lengths_R + counts_R, is_new_R),
-        limits=into_rows(slots.limits, limits_R, is_new_R),
-        running=into_rows(slots.running, limits_R > 0, is_new_R),
+        lengths=chosen.write(slots.lengths, lengths_R + counts_R),
+        limits=chosen.write(slots.limits, limits_R),
+        running=chosen.write(slots.running, limits_R > 0),
     )
     return at_home(extended, "batch")
+
+
+@dataclass(frozen=True)
+class ChosenSlots:
+    """The slots that a call of `extend` is about: R of B.
+
+    Example: `ChosenSlots(rows_R, counts_R > 0, 64)`, with rows_R [3, 64], where row 64 is no slot.
+    """
+
+    # [R]
+    rows: jax.Array
+    # [R] bool: False where nothing is appended
+    is_new: jax.Array
+    num_slots: int
+
+    @property
+    def are_all(self) -> bool:
+        """Whether they are all slots, in order: then nothing is gathered over fsdp."""
+        return len(self.rows) == self.num_slots
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [R, ...]"""
+        if self.are_all:
+            return x
+        return jnp.take(x, jnp.minimum(self.rows, self.num_slots - 1), axis=0)
+
+    def write(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        """[B, ...] with the rows that are new, of [R, ...]."""
+        new = new.astype(old.dtype)
+        if self.are_all:
+            return jnp.where(self.is_new.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        target_R = jnp.where(self.is_new, self.rows, self.num_slots)
+        return old.at[target_R].set(new, mode="drop")
 
 
 def attend_to_cache_and_new(
