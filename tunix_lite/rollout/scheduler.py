@@ -159,7 +159,7 @@ class RolloutScheduler:
             [request.index for request in self.requests],
             [request.generation for request in self.requests],
             np.repeat(self.prompts.rows(), self.prompts.num_generations),
-            [request.limit for request in self.requests],
+            [request.first_limit or request.limit for request in self.requests],
         )
 
         # Few lengths of queues, so that few programs are compiled.
