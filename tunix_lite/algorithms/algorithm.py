@@ -126,6 +126,9 @@ class TaskInterface(Protocol):
         """The tokens of each example's prompt with another message; {names} are its fields.
         max_length: tokens of it; None: as many as of any prompt."""
 
+    # Optional, of a task with an environment: `conversation`, its settings, and partner(examples),
+    # who answers the turns of one conversation per example; policy.generate gets it as `partner`.
+
     def grader(self, examples: list[dict]) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions."""
 
@@ -188,6 +191,39 @@ class Algorithm(Protocol):
         them; of a Max they take the largest. scores and batch are [R, W]: the batch in rows. It
         runs inside of jit.
         """
+
+
+def partner_of(task: TaskInterface, examples: list[dict]) -> Any:
+    """Who answers the turns of one conversation per example; None: completions are single turns."""
+    answers = getattr(task, "partner", None)
+    return None if answers is None else answers(examples)
+
+
+def sample_and_grade(
+    policy: Policy,
+    task: TaskInterface,
+    params: Params,
+    examples: list[dict],
+    key: jax.Array,
+    num_generations: int,
+    **settings: Any,
+) -> tuple[Rollout, Graded]:
+    """`num_generations` graded completions of each example, or conversations where the task has an
+    environment; those of an example stand side by side.
+
+    A completion is graded as soon as it ends, while others are still sampled. settings: of
+    policy.generate. Raises what sampling raises, and ValueError where a reward fails and
+    rewards.on_error=raise.
+    """
+    repeated = [example for example in examples for _ in range(num_generations)]
+    grader = task.grader(repeated)
+    prompts = task.prompts(examples)
+    if (partner := partner_of(task, repeated)) is not None:
+        settings["partner"] = partner
+    rollout = policy.generate(
+        params, prompts, key, num_generations, on_finished=grader.submit, **settings
+    )
+    return rollout, grader.results(rollout)
 
 
 def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
