@@ -193,37 +193,12 @@ class Algorithm(Protocol):
         """
 
 
-def partner_of(task: TaskInterface, examples: list[dict]) -> Any:
-    """Who answers the turns of one conversation per example; None: completions are single turns."""
-    answers = getattr(task, "partner", None)
-    return None if answers is None else answers(examples)
-
-
-def sample_and_grade(
-    policy: Policy,
-    task: TaskInterface,
-    params: Params,
-    examples: list[dict],
-    key: jax.Array,
-    num_generations: int,
-    **settings: Any,
-) -> tuple[Rollout, Graded]:
-    """`num_generations` graded completions of each example, or conversations where the task has an
-    environment; those of an example stand side by side.
-
-    A completion is graded as soon as it ends, while others are still sampled. settings: of
-    policy.generate. Raises what sampling raises, and ValueError where a reward fails and
-    rewards.on_error=raise.
-    """
-    repeated = [example for example in examples for _ in range(num_generations)]
-    grader = task.grader(repeated)
-    prompts = task.prompts(examples)
-    if (partner := partner_of(task, repeated)) is not None:
-        settings["partner"] = partner
-    rollout = policy.generate(
-        params, prompts, key, num_generations, on_finished=grader.submit, **settings
-    )
-    return rollout, grader.results(rollout)
+def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:
+    """The setting of policy.generate with which completions are conversations, one per example; {}:
+    the task has no environment."""
+    partner_of = getattr(task, "partner", None)
+    partner = None if partner_of is None else partner_of(examples)
+    return {} if partner is None else {"partner": partner}
 
 
 def stream_names(algorithm: Algorithm) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.advantages import WholeBatch
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, sample_and_grade
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
@@ -68,8 +68,6 @@ class Groups:
     def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
         """[B, T] float32: what each token counts in the loss; 0 where nothing is learned."""
         mask_BT = np.asarray(self.rollout.completion_mask)
-        if self.learned_PG.all() and num_mini_batches == 1:
-            return np.float32(weighting(mask_BT))
         return weights_of_learned(weighting, mask_BT, self.learned_PG.reshape(-1), num_mini_batches)
 
     def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
@@ -154,11 +152,18 @@ def sample_groups(
     raises, and ValueError where a reward fails and rewards.on_error=raise.
     """
     examples = _apart(examples)
-    rollout, graded = sample_and_grade(policy, task, params, examples, key, num_generations)
+    repeated = [example for example in examples for _ in range(num_generations)]
+    grader = task.grader(repeated)
+    prompts = task.prompts(examples)
+    answers = who_answers(task, repeated)
+    rollout = policy.generate(
+        params, prompts, key, num_generations, on_finished=grader.submit, **answers
+    )
+    graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
     groups = Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
-    return groups if rollout.conversations is None else _of_conversations(groups, task.conversation)
+    return _of_conversations(groups, task.conversation) if answers else groups
 
 
 def _of_conversations(groups: Groups, settings: Any) -> Groups:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, sample_and_grade
+from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
 from tunix_lite.tasks.grading import FAILED
@@ -86,11 +86,20 @@ def complete_and_grade(
 
     Raises RunFailed if a reward fails.
     """
+    repeated = [example for example in examples for _ in range(num_samples)]
+    grader = task.grader(repeated)
+    prompts = task.prompts(examples)
     with error_context("evaluation", RunFailed):
-        _, graded = sample_and_grade(
-            policy, task, params, examples, key, num_samples, temperature=temperature
+        rollout = policy.generate(
+            params,
+            prompts,
+            key,
+            num_samples,
+            temperature=temperature,
+            on_finished=grader.submit,
+            **who_answers(task, repeated),
         )
-    return graded
+        return grader.results(rollout)
 
 
 def greedy_metrics(graded: Graded) -> Metrics:

@@ -8,14 +8,14 @@ environments, and all of them get all answers at the same point.
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tunix_lite.environments.pool import EnvironmentPool, Reply
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.models.tokenizer import Quoted
-from tunix_lite.models.turns import TurnTokens
+from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tasks.prompt_text import PromptText
 from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
@@ -28,6 +28,23 @@ ENVIRONMENT = "environment"
 # what a process knows of an answer: observation (a text, messages, or None), reward, done, failure,
 # message, seconds, info
 Answer = list[Any]
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """The tokens between two turns of the model, from the chat template.
+
+    Example: TurnTokens(tokenizer).between([{"role": "user", "content": "higher"}], True).
+    """
+
+    tokenizer: Tokenizer
+
+    def between(self, messages: list[dict], ended: bool) -> list[int]:
+        """From the last token of a turn to where the next one begins. ended: whether the last token
+        ended the turn; else the token that does is the first of them."""
+        asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        tokens = self.tokenizer.between(asked, [*asked, *messages])
+        return tokens if ended else [self.tokenizer.demonstration("x", "y")[-1], *tokens]
 
 
 class EnvironmentPartner:
@@ -150,7 +167,7 @@ class EnvironmentPartner:
             row = futures[future]
             del self._futures[row]
             try:
-                answers[row] = answer_of(future.result())
+                answers[row] = answer_from(future.result())
             except ValueError as error:
                 return {}, str(error)
         return answers, None
@@ -165,7 +182,7 @@ class EnvironmentPartner:
             tokens=self._turns.between(messages, self._ended[row]) if goes_on else [],
             done=done,
             reward=reward,
-            observation=as_text(observation),
+            observation=observation_text(observation),
             failure=failure,
             message=message,
             seconds=seconds,
@@ -181,7 +198,7 @@ class EnvironmentPartner:
         return [one | {"content": self._text.as_data(one["content"])} for one in observation]
 
 
-def answer_of(reply: Reply) -> Answer:
+def answer_from(reply: Reply) -> Answer:
     """What all processes must know of a reply, as JSON has it."""
     turn = reply.turn
     if turn is None:
@@ -191,7 +208,7 @@ def answer_of(reply: Reply) -> Answer:
     return [*known, reply.failure, reply.message, reply.seconds, info]
 
 
-def as_text(observation: str | list[dict] | None) -> str:
+def observation_text(observation: str | list[dict] | None) -> str:
     """An observation for display: the contents of its messages."""
     if isinstance(observation, str) or observation is None:
         return observation or ""
@@ -216,17 +233,14 @@ def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[fl
 
 
 def with_environment(
-    each: dict[str, np.ndarray],
-    weights: dict[str, float],
-    kinds_BN: np.ndarray,
-    by_turn: list[list[float]],
-) -> tuple[dict[str, np.ndarray], dict[str, float], np.ndarray]:
-    """Rewards by name, their weights and the kinds of their outcomes, with those of the
-    environment: the sum over the turns of each conversation, with weight 1."""
+    each: dict[str, np.ndarray], kinds_BN: np.ndarray, by_turn: list[list[float]]
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Rewards by name, and the kinds of their outcomes, with those of the environment: the sum over
+    the turns of each conversation."""
     sums_B = np.array([sum(rewards) for rewards in by_turn], np.float64)
     kinds_B1 = np.full((len(by_turn), 1), "")
     kinds_BN = np.concatenate([kinds_BN, kinds_B1], axis=1) if each else kinds_B1
-    return each | {ENVIRONMENT: sums_B}, weights | {ENVIRONMENT: 1.0}, kinds_BN
+    return each | {ENVIRONMENT: sums_B}, kinds_BN
 
 
 def of_conversations(

@@ -16,7 +16,7 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Pool, RewardsConfig
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, numbers, text
 from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
@@ -415,13 +415,10 @@ class Grader:
         # rewards, weighted; one that failed counts 0, or drops its completion
         config = self.task.config
         outcomes = self._calls.of_completions(of_calls)
-        each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
         weights = config.weights(self.task.step)
-        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
-        by_turn: list[list[float]] = []
-        if rollout.conversations is not None:
-            by_turn = turn_rewards(rollout, self.task.conversation)
-            each, weights, kinds_BN = with_environment(each, weights, kinds_BN, by_turn)
+        each, kinds_BN, by_turn = self._rewards(outcomes, rollout)
+        if by_turn:
+            weights[ENVIRONMENT] = 1.0
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
         if by_turn:
@@ -445,17 +442,7 @@ class Grader:
             failures=[reasons_of(one) for one in outcomes],
         )
 
-        # what is logged of them
-        say = self.task.say
-        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, say)
-        metrics |= config.weight_metrics(self.task.step)
-        metrics |= completion_metrics(graded.correct, rollout)
-        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
-        if by_turn:
-            metrics |= conversation_metrics(rollout)
-        if self.task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout)
-            metrics["prompts/truncated"] = self.task.truncated(full)
+        metrics = self._metrics(graded, of_calls, kinds_BN, unscorable_B)
         graded = replace(graded, metrics=metrics)
         if self.task.on_graded is not None:
             self.task.on_graded(graded)
@@ -467,3 +454,36 @@ class Grader:
         if not self.task.config.rewards:
             return each[ENVIRONMENT] > 0
         return values_of(outcomes, self.task.config.correct_is) > 0
+
+    def _rewards(
+        self, outcomes: list[dict], rollout: Rollout
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, list[list[float]]]:
+        """Each reward by name, the kinds of their outcomes, [B, rewards], and what environments
+        gave each turn of each completion; [] where there is none."""
+        each = {name: values_of(outcomes, _of(name)) for name in self.task.config.rewards}
+        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
+        if rollout.conversations is None:
+            return each, kinds_BN, []
+        by_turn = turn_rewards(rollout, self.task.conversation)
+        return *with_environment(each, kinds_BN, by_turn), by_turn
+
+    def _metrics(
+        self,
+        graded: Graded,
+        of_calls: list[dict[str, Outcome]],
+        kinds_BN: np.ndarray,
+        unscorable_B: np.ndarray,
+    ) -> Metrics:
+        """What is logged of grades, completions, and what they took."""
+        task = self.task
+        rollout = graded.rollout
+        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, task.say)
+        metrics |= task.config.weight_metrics(task.step)
+        metrics |= completion_metrics(graded.correct, rollout)
+        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
+        if rollout.conversations is not None:
+            metrics |= conversation_metrics(rollout)
+        if task.long_prompts == "truncate":
+            full = with_full_prompts(self.examples, rollout)
+            metrics["prompts/truncated"] = task.truncated(full)
+        return metrics
