@@ -62,6 +62,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "config.py": {
         "algorithms.algorithm",
         "distributed.process_place",
+        "environments.settings",
         "errors",
         "files",
         "hints",

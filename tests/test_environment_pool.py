@@ -126,7 +126,7 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
         (Turn("a", 1.0, True), Turn("a", 1.0, True)),
         (("a", 1, True), Turn("a", 1.0, True)),
         (("a", 0.5, False, {}), Turn("a", 0.5, False)),
-        (("a", 0.5, False, True, {}), Turn("a", 0.5, True)),
+        (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
         ({"observation": "a"}, Turn("a")),
         ({"obs": "a", "reward": None, "terminated": True}, Turn("a", 0.0, True)),
         ({"obs": "a", "reward": 2, "done": False, "truncated": True}, Turn("a", 2.0, True)),

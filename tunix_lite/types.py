@@ -162,6 +162,9 @@ class Rollout:
     # [B, 2] from the start of the rollout until the first tokens, and until the end
     seconds: Any = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
+    # [B, T] int32, the updates that the weights had seen from which a token was drawn; -1 off the
+    # completion; None without rollout.overlap: all of them are of the update under way
+    versions: Any = None
     # of conversations: [B, T] int16, the turn that sampled a token, from 1; 0 on all other tokens
     turn_ids: Any = None
     # [B] array of `Conversation`; None where completions are single turns. What an environment

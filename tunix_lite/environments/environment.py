@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tunix_lite.rewards.worker import KEPT, short_repr
@@ -32,6 +32,7 @@ class Turn:
 
     observation: the text that the model reads next, or messages ({role, content} each). reward: for
     this completion. done: whether the conversation is over; then nobody reads the observation.
+    info: flags and numbers by name, for metrics.
 
     Example: Turn("Higher.", reward=0.1) lets the conversation go on.
     """
@@ -39,6 +40,7 @@ class Turn:
     observation: str | list[dict]
     reward: float = 0.0
     done: bool = False
+    info: dict[str, bool | int | float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -97,21 +99,23 @@ def call_step(environment: Any, completion: str, loop: "Loop") -> Turn:
 
 def read_turn(value: Any) -> Turn:
     """What `step` returned as a Turn. Raises NotATurn for anything that is not listed above."""
-    observation, reward, done = _parts(value)
-    if observation is None and done is True:
+    observation, reward, done, info = _parts(value)
+    done = _read_done(done)
+    if observation is None and done:
         observation = ""
-    return Turn(_read_observation(observation, "step"), _read_reward(reward), _read_done(done))
+    observation = _read_observation(observation, "step")
+    return Turn(observation, _read_reward(reward), done, _read_info(info))
 
 
-def _parts(value: Any) -> tuple[Any, Any, Any]:
-    """Observation, reward and done of what `step` returned."""
+def _parts(value: Any) -> tuple[Any, Any, Any, Any]:
+    """Observation, reward, done and info of what `step` returned."""
     if isinstance(value, Turn):
-        return value.observation, value.reward, value.done
+        return value.observation, value.reward, value.done, value.info
     if isinstance(value, tuple) and len(value) == 5:
-        observation, reward, terminated, truncated, _ = value
-        return observation, reward, _read_done(terminated) or _read_done(truncated)
+        observation, reward, terminated, truncated, info = value
+        return observation, reward, _read_done(terminated) or _read_done(truncated), info
     if isinstance(value, tuple) and (len(value) == 3 or len(value) == 4):
-        return value[:3]
+        return *value[:3], value[3] if len(value) == 4 else {}
     absent = object()
     observation = absent if isinstance(value, str | tuple) else _part(value, OBSERVATION, absent)
     if observation is absent:
@@ -120,7 +124,7 @@ def _parts(value: Any) -> tuple[Any, Any, Any]:
             "tuple (observation, reward, done), gymnasium's tuple of five, or a dict of these names"
         )
     done = _read_done(_part(value, DONE, False)) or _read_done(_part(value, ("truncated",), False))
-    return observation, _part(value, ("reward",), 0.0), done
+    return observation, _part(value, ("reward",), 0.0), done, _part(value, ("info",), {})
 
 
 def _part(value: Any, names: tuple[str, ...], default: Any) -> Any:
@@ -191,6 +195,17 @@ def _read_done(value: Any) -> bool:
     if not isinstance(item, bool):
         raise NotATurn(f"returned done={short_repr(value)} from step; it is True or False")
     return item
+
+
+def _read_info(value: Any) -> dict[str, bool | int | float]:
+    """What of it is a flag or a finite number; environments keep many other things there."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {
+        str(name): item
+        for name, item in value.items()
+        if type(item) in (bool, int) or (type(item) is float and math.isfinite(item))
+    }
 
 
 # ---- calls of methods

@@ -76,12 +76,12 @@ class Conversations:
                 environment = fresh(self.make)
                 prompt = call_reset(environment, call["example"], self._loop)
                 self._live[number] = (environment, 0)
-                found = [prompt, 0.0, False]
+                found = [prompt, 0.0, False, {}]
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
                     self._loop.finish(close())
-                found = ["", 0.0, True]
+                found = ["", 0.0, True, {}]
             else:
                 environment, turns = self._live.pop(number, (None, -1))
                 if turns != call["turn"]:
@@ -89,7 +89,7 @@ class Conversations:
                 turn = call_step(environment, completion, self._loop)
                 # one that fails stays out
                 self._live[number] = (environment, turns + 1)
-                found = [turn.observation, turn.reward, turn.done]
+                found = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
             raise _NotATurn(str(error)) from error
         return json.dumps([*found, time.perf_counter() - began])
@@ -230,8 +230,8 @@ class _Call:
             return
 
         # a call that is made again must be answered as the first time
-        observation, reward, done, seconds = answer
-        turn = None if observation is None else Turn(observation, reward, done)
+        observation, reward, done, info, seconds = answer
+        turn = None if observation is None else Turn(observation, reward, done, info)
         conversation = self.conversation
         if at < self.last:
             if turn != conversation.turns[at]:

@@ -328,7 +328,8 @@ def make_queue(
     rows_Q: jax.Array,
     limits_Q: jax.Array,
 ) -> Queue:
-    """The queue of these requests; key_data: of the random key of the rollout."""
+    """The queue of these requests; key_data: of the random key of the rollout, or of one key for
+    each request, which is the rollout that its prompt was drawn for."""
     key = jax.random.wrap_key_data(key_data)
     keys_Q = sampling.row_keys(key, prompts_Q, generations_Q)
     return at_home(Queue(rows_Q, keys_Q, limits_Q), "prompts")
