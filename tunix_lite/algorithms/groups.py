@@ -5,7 +5,6 @@ An algorithm that only gives credit differently calls `sample_groups`, then `Gro
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
     groups_that_agree,
-    takes_whole,
     weights_of_learned,
 )
 from tunix_lite.types import Batch, Graded, Metrics, Params, Rollout
@@ -75,14 +73,11 @@ class Groups:
         where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
         if self.credit is not None and self.credit.kind != "end":
             return self._turn_advantages(function, limit)
-        if self.kept_PG.all() and not takes_whole(function):
-            advantages_PG = function(self.rewards_PG)
-        else:
-            advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
+        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
         if limit is not None:
             advantages_PG = np.clip(advantages_PG, -limit, limit)
-        shape = self.rollout.tokens.shape
-        return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
+        advantages_B1 = advantages_PG.reshape(-1, 1)
+        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
 
     def _turn_advantages(self, function: Callable, limit: float | None) -> np.ndarray:
         """[B, T] float32: the advantage of each turn at its tokens; 0 elsewhere."""
@@ -163,12 +158,13 @@ def sample_groups(
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
     groups = Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
-    return _of_conversations(groups, task.conversation) if answers else groups
+    return _of_conversations(groups, task) if answers else groups
 
 
-def _of_conversations(groups: Groups, settings: Any) -> Groups:
+def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
     """The groups as the settings of conversations have it: which turn a reward counts for, and what
     is learned from one that reached a limit."""
+    settings = task.conversation
     groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
     if settings.on_limit != "mask":
         return groups
