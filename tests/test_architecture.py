@@ -42,6 +42,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "rollout": {"rollout", "distributed.allgather", "models", "parallel", "plain_text", "types"},
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
+    "environments": {"environments", "rewards", "types"},
     "evaluation": {"evaluation", "rewards.similarity"},
     "tasks": {"tasks", "files.addresses", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
@@ -52,6 +53,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "config.py": {
         "algorithms.algorithm",
         "distributed.process_place",
+        "environments.settings",
         "errors",
         "files",
         "hints",

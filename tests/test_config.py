@@ -39,6 +39,7 @@ from tunix_lite.config import (
     with_new_names,
 )
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import imports
 from tunix_lite.files.addresses import check_on_disk
@@ -88,6 +89,7 @@ KINDS = {
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,
+    "conversation": ConversationConfig,
     "launch": LaunchConfig,
 }
 # a recipe in experiment/ changes settings of other groups: test_recipes.py composes it

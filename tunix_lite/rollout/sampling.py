@@ -26,9 +26,10 @@ def row_keys(
 ) -> jax.Array:
     """One random key per completion, [B], folded from the index of its prompt and its own.
 
-    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
+    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key. key: of
+    the rollout, or [B] keys, where the completions began in different rollouts.
     """
-    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0 if key.ndim else None, 0))
     fold = jax.vmap(jax.random.fold_in)
     return fold(prompt_keys_B(key, prompts_B), generations_B)
 
