@@ -104,6 +104,13 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tracking.rundir",
         "types",
     },
+    "serving": {
+        "serving",
+        "models.tokenizer",
+        "plain_text",
+        "rollout.live",
+        "rollout.live_programs",
+    },
     "runs": {
         "runs",
         "__init__",
@@ -181,6 +188,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "planning",
         "report",
         "runs",
+        "serving",
         "tasks",
         "tracking",
         "train",
