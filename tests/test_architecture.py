@@ -50,6 +50,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "files.addresses",
         "models.hub",
         "models.tokenizer",
+        "models.turns",
         "plain_text",
         "rewards",
         "types",

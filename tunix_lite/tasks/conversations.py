@@ -8,14 +8,13 @@ environments, and all of them get all answers at the same point.
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tunix_lite.environments.pool import EnvironmentPool, Reply
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.turns import TurnTokens
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tasks.prompt_text import PromptText
 from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
@@ -28,23 +27,6 @@ ENVIRONMENT = "environment"
 # what a process knows of an answer: observation (a text, messages, or None), reward, done, failure,
 # message, seconds, info
 Answer = list[Any]
-
-
-@dataclass(frozen=True)
-class TurnTokens:
-    """The tokens between two turns of the model, from the chat template.
-
-    Example: TurnTokens(tokenizer).between([{"role": "user", "content": "higher"}], True).
-    """
-
-    tokenizer: Tokenizer
-
-    def between(self, messages: list[dict], ended: bool) -> list[int]:
-        """From the last token of a turn to where the next one begins. ended: whether the last token
-        ended the turn; else the token that does is the first of them."""
-        asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        tokens = self.tokenizer.between(asked, [*asked, *messages])
-        return tokens if ended else [self.tokenizer.demonstration("x", "y")[-1], *tokens]
 
 
 class EnvironmentPartner:
@@ -61,7 +43,6 @@ class EnvironmentPartner:
         pool: EnvironmentPool,
         settings: ConversationConfig,
         processes: Processes,
-        turns: TurnTokens | None = None,
     ):
         """examples: of each row. Resets the environments, and waits for them.
 
@@ -73,7 +54,7 @@ class EnvironmentPartner:
         self._examples = examples
         self._pool = pool
         self._processes = processes
-        self._turns = TurnTokens(text.tokenizer) if turns is None else turns
+        self._turns = TurnTokens(text.tokenizer, text.special_tokens_in_data)
         # by row: what this process waits for; the text of the turn; whether it ended by itself
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
@@ -99,7 +80,7 @@ class EnvironmentPartner:
         return [
             self._text.prompt(example)
             if observation is None
-            else self._text.prompt_of(example, self._messages(observation))
+            else self._prompt_of(example, observation)
             for example, observation in zip(self._examples, observations)
         ]
 
@@ -176,10 +157,9 @@ class EnvironmentPartner:
 
     def _reply(self, row: int, answer: Answer) -> TurnReply:
         observation, reward, done, failure, message, seconds, info = answer
-        messages = self._messages(observation or "")
         goes_on = not done and not failure
         return TurnReply(
-            tokens=self._turns.between(messages, self._ended[row]) if goes_on else [],
+            tokens=self._turns.between(observation, self._ended[row]) if goes_on else [],
             done=done,
             reward=reward,
             observation=observation_text(observation),
@@ -190,12 +170,16 @@ class EnvironmentPartner:
             completion=self._completions[row],
         )
 
-    def _messages(self, observation: str | list[dict]) -> list[dict[str, str | Quoted]]:
-        """An observation as messages. A text is the user's; special tokens that it spells are what
-        task.special_tokens_in_data makes of them."""
+    def _prompt_of(self, example: dict, observation: str | list[dict]) -> list[int]:
+        """The prompt with which an environment begins, after the task's system message."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
-        return [one | {"content": self._text.as_data(one["content"])} for one in observation]
+        system = self._text.template.system
+        if system is not None and observation[0]["role"] != "system":
+            begins = self._text.template.with_system([], example)
+            observation = [{"role": "system", "content": begins[0].content}, *observation]
+        is_text = len(observation) == 1 and observation[0]["role"] == "user"
+        return self._turns.prompt(observation[0]["content"] if is_text else observation)
 
 
 def answer_from(reply: Reply) -> Answer:

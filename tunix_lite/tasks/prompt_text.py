@@ -153,21 +153,6 @@ class PromptText:
             raise ValueError(self._empty(example))
         return row
 
-    def prompt_of(self, example: dict, messages: list[dict]) -> list[int]:
-        """The tokens of a prompt of these messages, with which an environment begins, after the
-        task's system message."""
-        asked = messages
-        if self.template.system is not None and messages[0]["role"] != "system":
-            begins = self.template.with_system([], example)
-            asked = [{"role": "system", "content": begins[0].content}, *messages]
-        is_text = len(asked) == 1 and asked[0]["role"] == "user"
-        return self.tokenizer.prompt(asked[0]["content"] if is_text else asked)
-
-    def as_data(self, text: str) -> str | Quoted:
-        """A text that is data as a whole, as the tokenizer shall take it. Raises ValueError for a
-        special token in it with special_tokens_in_data=error."""
-        return self._as_data(text, self.tokenizer.special_in(text))
-
     def demonstration(self, example: dict) -> tuple[list[int], list[bool]]:
         """The tokens of the answer to learn from, and which of them are learned: of an answer in
         several turns only those of the assistant. Each turn ends with the token that ends it."""
