@@ -123,6 +123,9 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
+    # What attends while decoding: xla, fused (one kernel a layer, on NVIDIA GPUs), or auto, which
+    # is xla today.
+    attention: str = "auto"
     # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
     # the host where others wait for a slot, auto parks if the host has memory for it.
     waiting: str = "auto"
@@ -138,6 +141,8 @@ class RolloutConfig:
             raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
         if self.cache not in ("compute", "int8"):
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
+        if self.attention not in ("auto", "xla", "fused"):
+            raise ValueError(f"attention={self.attention!r}; it is auto, xla or fused")
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
         """How many slots decode so many sequences: `num_slots`, else one for each sequence, up to
