@@ -24,6 +24,7 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
@@ -65,6 +66,7 @@ KINDS = {
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/serve": ServeConfig,
     "command/check": Check,
     "command/watch": WatchRun,
     "command/doctor": Doctor,

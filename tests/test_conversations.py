@@ -51,6 +51,9 @@ class Numbers:
     def submit(self, row, tokens, ended):
         self.waiting.append([self.delay, row, self.answer(row, tokens, ended)])
 
+    def close(self):
+        assert not self.waiting
+
     def replies(self, wait):
         while True:
             ready = [one for one in reversed(self.waiting) if one[0] <= 0]

@@ -126,6 +126,9 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
+    # What attends while decoding: xla, fused (one kernel a layer, on NVIDIA GPUs), or auto, which
+    # is xla today.
+    attention: str = "auto"
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
     # go on after the update), or one_step (rewards of the next batch are computed meanwhile).
     overlap: str = "none"
@@ -151,6 +154,8 @@ class RolloutConfig:
             raise ValueError(f"overlap={self.overlap!r}; it is none, carry or one_step")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
+        if self.attention not in ("auto", "xla", "fused"):
+            raise ValueError(f"attention={self.attention!r}; it is auto, xla or fused")
 
     @property
     def is_stale(self) -> bool:

@@ -20,7 +20,7 @@ from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.conversations import make_generate_with_partner
 from tunix_lite.runs import resume
 from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
@@ -129,7 +129,7 @@ def _load_frozen(parts: Parts) -> dict[str, Params]:
 
 def _generate_of(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
     """How the run samples."""
-    return make_generate(
+    return make_generate_with_partner(
         resolved.cfg,
         resolved.run.generation,
         tokenizer.eos_ids,

@@ -52,6 +52,10 @@ class PromptTemplate:
             asked, _ = self.split(example)
         if self.system is None or asked[0].role == "system":
             return asked
+        return self.with_system(asked, example)
+
+    def with_system(self, asked: list[Message], example: dict) -> list[Message]:
+        """The messages after the system message, which there must be."""
         system = self._filled_in("system", self.system, example)
         return [Message("system", system, self.system), *asked]
 
