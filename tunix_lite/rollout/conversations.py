@@ -73,6 +73,9 @@ class Partner(Protocol):
     def replies(self, wait: bool) -> dict[int, TurnReply]:
         """Answers that have come, by row. wait: at least one. All processes get the same."""
 
+    def close(self) -> None:
+        """All conversations have ended."""
+
 
 @dataclass
 class Talk:
@@ -462,6 +465,7 @@ def make_converse(
                     on_finished(talk.row, talk.last_turn)
             if between_chunks is not None:
                 between_chunks()
+        partner.close()
         return conversations_as_rollout(talks, arrays, asked)
 
     return converse
