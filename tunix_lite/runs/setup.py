@@ -460,6 +460,7 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
 
 def _fingerprint_of(run: RunConfig, parts: Parts) -> dict:
     batch = parts.batch
+    run = packed_as(run, parts.rows.packing)
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
