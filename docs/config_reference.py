@@ -37,6 +37,7 @@ from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
     LionConfig,
@@ -138,6 +139,7 @@ GROUPS = (
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
     Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
+    Group("Conversations", "conversation.", ConversationConfig, lambda run: run.conversation),
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
     Group("The command chat", "", ChatConfig, None),

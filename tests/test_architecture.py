@@ -42,6 +42,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "rollout": {"rollout", "distributed.allgather", "models", "parallel", "plain_text", "types"},
     "algorithms": {"algorithms", "types"},
     "rewards": {"rewards", "marked_processes"},
+    "environments": {"environments", "rewards", "types"},
     "evaluation": {"evaluation", "rewards.similarity"},
     "tasks": {"tasks", "files.addresses", "models.hub", "models.tokenizer", "plain_text", "rewards", "types"},
     "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
@@ -52,6 +53,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "config.py": {
         "algorithms.algorithm",
         "distributed.process_place",
+        "environments.settings",
         "errors",
         "files",
         "hints",
@@ -92,6 +94,13 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "seeds",
         "tracking.rundir",
         "types",
+    },
+    "serving": {
+        "serving",
+        "models.tokenizer",
+        "plain_text",
+        "rollout.live",
+        "rollout.live_programs",
     },
     "runs": {
         "runs",
@@ -170,6 +179,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "planning",
         "report",
         "runs",
+        "serving",
         "tasks",
         "tracking",
         "train",

@@ -24,6 +24,7 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     RENAMED,
@@ -38,6 +39,7 @@ from tunix_lite.config import (
     with_new_names,
 )
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import imports
 from tunix_lite.files.addresses import check_on_disk
@@ -64,6 +66,7 @@ KINDS = {
     "algorithm": GRPO,
     "task": TaskConfig,
     "command/chat": ChatConfig,
+    "command/serve": ServeConfig,
     "command/check": Check,
     "command/watch": WatchRun,
     "command/doctor": Doctor,
@@ -86,6 +89,7 @@ KINDS = {
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,
+    "conversation": ConversationConfig,
     "launch": LaunchConfig,
 }
 # a recipe in experiment/ changes settings of other groups: test_recipes.py composes it

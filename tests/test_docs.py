@@ -33,6 +33,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
@@ -64,6 +65,7 @@ LANGUAGES = SHELL | DIRECTIVES | {"python", "yaml", "json", "text"}
 PROGRAMS = {
     "generate": GenerateConfig,
     "chat": ChatConfig,
+    "serve": ServeConfig,
     "export": ExportConfig,
     "plan": PlanConfig,
     "replay": Replay,

@@ -41,6 +41,9 @@ class Costs:
 
     source = "by decree"
 
+    def begin(self, slots, columns, requests):
+        return 0.001 * requests
+
     def prefill(self, prompts, width):
         return 1.0
 
@@ -98,12 +101,12 @@ def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
     assert found.seconds == {
         "prefill": 1,
         "decode": 100 * steps,
-        "refill": 10,
+        "refill": pytest.approx(10 + 20 * 0.001),
         "scoring": 14,
         "update": 10,
         "rest": 0.5,
     }
-    assert found.step_seconds == 35.5 + 100 * steps
+    assert found.step_seconds == 35.52 + 100 * steps
     assert found.tokens == 20 * (PROMPT + NEW)
     assert found.tokens_per_second == found.tokens / found.step_seconds
     assert found.hours == pytest.approx(36 * found.step_seconds / 3600)

@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import check_loss, reference_every
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
@@ -289,6 +290,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     # Name of the folder of the runs: outputs/<project_name>/<date>/<time>/.
     project_name: str = "tunix_lite"
@@ -315,6 +317,8 @@ def check_together(run: RunConfig) -> None:
         with error_context("task"):
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
+    if run.task.environment is not None and run.conversation.workers:
+        check_portable({"task.environment": run.task.environment}, "conversation")
     check_loss(run.algorithm)
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():

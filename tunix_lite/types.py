@@ -83,6 +83,60 @@ FINISH = (
 )
 
 
+@dataclass(frozen=True)
+class TurnReply:
+    """What an environment answers to a turn of a conversation.
+
+    Example: TurnReply(tokens=[106, 107, 105], reward=0.0, observation="higher"): the conversation
+    goes on after these tokens.
+    """
+
+    # what stands between the turn and the next one, markers of the template included; [] where the
+    # conversation is over
+    tokens: list[int] = field(default_factory=list)
+    # whether the environment has ended the conversation
+    done: bool = False
+    reward: float = 0.0
+    observation: str = ""  # as text, for display
+    # error, timeout, crash or not_a_turn, where the environment failed on the turn
+    failure: str = ""
+    message: str = ""  # how it failed
+    seconds: float = 0.0  # that the environment took
+    # flags of the environment, by name: {"tool_call": True, "tool_error": False}
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """One turn of the policy in a conversation: columns of its row of the rollout, and the answer.
+
+    Example: SampledTurn(32, 40, TurnReply(done=True, reward=1.0)): the 8 tokens from column 32 on.
+    """
+
+    begin: int
+    # the column after its last token
+    end: int
+    reply: TurnReply
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a row of a rollout, in their order, and why it ended.
+
+    Example: Conversation([SampledTurn(32, 40, TurnReply(done=True, reward=1.0))], "done").
+    """
+
+    turns: list[SampledTurn]
+    # done: the environment ended it; tokens, turns: there was no room for more; failed: the
+    # environment failed
+    ended: str
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each turn."""
+        return [turn.reply.reward for turn in self.turns]
+
+
 @flax.struct.dataclass
 class Rollout:
     """Sampled completions: each row is a left-padded prompt, then a right-padded completion. Arrays
@@ -102,6 +156,14 @@ class Rollout:
     # [B, 2] from the start of the rollout until the first tokens, and until the end
     seconds: Any = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
+    # [B, T] int32, the updates that the weights had seen from which a token was drawn; -1 off the
+    # completion; None without rollout.overlap: all of them are of the update under way
+    versions: Any = None
+    # of conversations: [B, T] int16, the turn that sampled a token, from 1; 0 on all other tokens
+    turn_ids: Any = None
+    # [B] array of `Conversation`; None where completions are single turns. What an environment
+    # answers is in token_mask, and not in completion_mask
+    conversations: Any = None
 
     @property
     def finished(self):

@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": "start the processes of a run on this machine, and watch them",
     "generate": "complete a prompt, or a file of prompts",
     "chat": "talk to a model",
+    "serve": "answer clients of the OpenAI API",
     "evaluate": "measure a model on tasks, with intervals, or compare two models",
     "plan": "memory and speed of a run, on devices that need not be here",
     "check": "test this machine, its devices and its processes",

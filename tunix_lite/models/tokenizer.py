@@ -190,7 +190,7 @@ class Tokenizer:
             return self.chat(_conversation(messages), **variables)
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self._ids(write, *_contents(asked))
+        ids = self.written_ids(write, *_contents(asked))
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -227,7 +227,7 @@ class Tokenizer:
             return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self._ids(write, *_contents(asked), completion)
+        ids = self.written_ids(write, *_contents(asked), completion)
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
@@ -252,7 +252,7 @@ class Tokenizer:
             tail = before[len(self._up_to_last_end(before)) :]
             return tail + full[len(before) :]
 
-        return self._ids(write, *_contents(later))
+        return self.written_ids(write, *_contents(later))
 
     def _up_to_last_end(self, text: str) -> str:
         """The text up to the end of the last special token that ends a turn."""
@@ -262,7 +262,7 @@ class Tokenizer:
 
     # ---- texts that spell special tokens but mean plain text
 
-    def _ids(
+    def written_ids(
         self, write: Callable[[Callable], str], *texts: str | Quoted | list[dict]
     ) -> list[int]:
         """The tokens of what `write(read)` writes, in which special tokens spelled in quoted parts

@@ -31,9 +31,12 @@ KERNELS_OF_LAYER = 17
 KERNELS_BESIDE = 15
 # A rollout's host calls two programs a chunk: refill and decode.
 CALL_SECONDS = 2e-4
-# What the host does for a sequence: its text, its reward (a quick one) and its place in a row. A
-# step of the quickstart has 0.012 s for 128 of them on two cores.
-HOST_SECONDS = 1e-4
+# What the host does for a sequence after the rollout: its text, its reward (a quick one) and its
+# place in a row. A step of the quickstart has 0.010 s for 128 of them on two cores.
+HOST_SECONDS = 8e-5
+# What it does for a sequence while the devices wait for it: it reads the chunks' tokens. A rollout
+# of the quickstart takes some 0.007 s more than its programs.
+ROLLOUT_HOST_SECONDS = 5e-5
 # The tokens of the prompts, by which packing knows which completions share one.
 PROMPT_TOKENS = 1_000
 
@@ -240,6 +243,10 @@ class HardwareCosts:
             f"{SHARE_OF_BANDWIDTH:.0%} of the bandwidth of {self.hardware.name}"
         )
 
+    def begin(self, slots: int, columns: int, requests: int) -> float:
+        copied = 2 * speed.weight_bytes(self.resolved)
+        return self._seconds(0.0, copied, CALL_SECONDS) + requests * ROLLOUT_HOST_SECONDS
+
     def prefill(self, prompts: int, width: int) -> float:
         # All devices of an fsdp shard read the prompts of the shard.
         attention = flops.attention_flops(self.resolved.cfg, [width] * prompts)
@@ -345,6 +352,9 @@ class CompiledCosts:
             f"by the kernels of compiled programs ({names}) on {self.estimate.hardware.name}, each "
             "at its roofline; the rest an estimate by FLOPs and bytes"
         )
+
+    def begin(self, slots: int, columns: int, requests: int) -> float:
+        return self.estimate.begin(slots, columns, requests)
 
     def prefill(self, prompts: int, width: int) -> float:
         estimated = self.estimate.prefill(prompts, width)

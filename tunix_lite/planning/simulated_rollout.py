@@ -31,8 +31,13 @@ NO_END = 1
 class RolloutCosts(Protocol):
     """Seconds that each program of a rollout takes.
 
-    Example: a class with these four methods that returns 0.001 from each.
+    Example: a class with these five methods that returns 0.001 from each.
     """
+
+    def begin(self, slots: int, columns: int, requests: int) -> float:
+        """Of what a rollout does once: weights as the sampler takes them, empty slots and the queue
+        of so many requests, and of what the host does for each of them."""
+        ...
 
     def prefill(self, prompts: int, width: int) -> float:
         """Of reading so many prompts, padded to this width."""
@@ -125,6 +130,7 @@ class _Clock:
 
     def make_slots(self, num_slots: int, columns: int | None = None) -> _Slots:
         columns = self.spec.max_length if columns is None else columns
+        self.seconds["refill"] += self.costs.begin(num_slots, columns, len(self.lengths_Q))
         zeros = np.zeros(num_slots, np.int64)
         return _Slots(columns, zeros - 1, zeros.copy(), zeros.copy(), np.zeros(num_slots, bool))
 

@@ -20,7 +20,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import stream_names
 from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.planning import estimate, flops
-from tunix_lite.planning.forecast import HOST_SECONDS, RowWork
+from tunix_lite.planning.forecast import HOST_SECONDS, ROLLOUT_HOST_SECONDS, RowWork
 from tunix_lite.planning.hardware import GiB, Hardware
 from tunix_lite.planning.programs import Shapes, abstract, policy_of, train_step_of
 from tunix_lite.planning.resolved import ResolvedRun
@@ -28,12 +28,12 @@ from tunix_lite.planning.simulated_rollout import spec_of
 from tunix_lite.rollout.engine import make_prepare
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.scheduler import MIN_QUEUE, next_power_of_two
-from tunix_lite.types import Batch
+from tunix_lite.types import Batch, Params
 
 # A program is run until so many seconds are over, at least and at most so often.
-SECONDS = 0.5
-FEWEST_RUNS = 3
-MOST_RUNS = 7
+SECONDS = 1.0
+FEWEST_RUNS = 5
+MOST_RUNS = 15
 # What is timed must be small: FLOPs of one step by formula, and bytes of what stays on a device.
 MOST_FLOPS = 2e12
 MOST_BYTES = 2**31
@@ -61,18 +61,42 @@ class TimedCosts:
         return abstract(self.resolved)
 
     @functools.cached_property
+    def prepare(self) -> Callable[[Params], Params]:
+        """What makes the weights those that the sampler takes."""
+        gather = self.resolved.sampling_weights != "sharded"
+        return make_prepare(self.resolved.cfg, self.resolved.dtype, gather)
+
+    @functools.cached_property
     def sampling(self) -> Any:
         """(programs of the rollout, weights as they take them)."""
-        prepare = make_prepare(
-            self.resolved.cfg, self.resolved.dtype, self.resolved.sampling_weights != "sharded"
-        )
         acting = zeros_of(self.shapes.acting(self.resolved))
-        return make_programs(spec_of(self.resolved)), prepare(acting)
+        return make_programs(spec_of(self.resolved)), self.prepare(acting)
 
     def once(self, name: tuple, measure: Callable[[], float]) -> float:
         if name not in self.known:
             self.known[name] = measure()
         return self.known[name]
+
+    def begin(self, slots: int, columns: int, requests: int) -> float:
+        def measure() -> float:
+            programs, _ = self.sampling
+            _, _, rows = self.resolved.sampling_memory.prompt_cache
+            acting = zeros_of(self.shapes.acting(self.resolved))
+
+            def once(_: Any) -> Any:
+                empty = programs.make_slots(slots, columns), programs.make_prompt_cache(rows)
+                return *empty, self.queue(requests), self.prepare(acting)
+
+            return seconds_of(once, None) + requests * ROLLOUT_HOST_SECONDS
+
+        return self.once(("begin", slots, columns, requests), measure)
+
+    def queue(self, requests: int) -> Any:
+        """A queue of so many requests, as the scheduler pads it."""
+        programs, _ = self.sampling
+        zeros = np.zeros(next_power_of_two(requests, least=MIN_QUEUE), np.int32)
+        key = np.asarray(jax.random.key_data(jax.random.key(0)))
+        return programs.make_queue(key, zeros, zeros, zeros, zeros + 1)
 
     def prefill(self, prompts: int, width: int) -> float:
         def measure() -> float:
@@ -91,10 +115,7 @@ class TimedCosts:
             programs, _ = self.sampling
             _, _, rows = self.resolved.sampling_memory.prompt_cache
             cache = programs.make_prompt_cache(rows)
-            count = next_power_of_two(self.resolved.batch.sequences, least=MIN_QUEUE)
-            zeros = np.zeros(count, np.int32)
-            key = np.asarray(jax.random.key_data(jax.random.key(0)))
-            queue = programs.make_queue(key, zeros, zeros, zeros, zeros + 1)
+            queue = self.queue(self.resolved.batch.sequences)
             stopped = np.full(slots, -1, np.int32)
             return seconds_of(
                 lambda state: programs.refill(state, cache, queue, np.int32(0), stopped),

@@ -89,15 +89,15 @@ class RewardsConfig:
             )
 
 
-def check_portable(functions: dict[str, Callable]) -> None:
+def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:
     """Raises ValueError naming the first function that a worker could not be given, and what to do
-    about it."""
+    about it. group: of the settings, as a message names it."""
     for name, fn in functions.items():
         try:
             _Packing(io.BytesIO()).dump(fn)
         except Exception as error:
             # pickling runs what objects say of themselves, so it can be any
-            raise ValueError(_cannot_be_sent(name, str(error))) from error
+            raise ValueError(_cannot_be_sent(name, str(error), group)) from error
 
 
 def check_times(functions: dict[str, Callable], settings: RewardsConfig) -> None:
@@ -128,11 +128,15 @@ class Pool:
     now.
 
     functions, by the name that messages give them: (completion, example) -> anything that JSON can
-    hold. A function of a group gets the list of its completions.
+    hold. A function of a group gets the list of its completions. group: of the settings, as
+    messages name it.
     """
 
-    def __init__(self, functions: dict[str, Callable], settings: RewardsConfig):
+    def __init__(
+        self, functions: dict[str, Callable], settings: RewardsConfig, group: str = "rewards"
+    ):
         self.functions = functions
+        self.group = group
         self.settings = settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         # of calls
@@ -142,7 +146,7 @@ class Pool:
         # of each call that was made, since `taken_seconds`
         self._seconds: deque[float] = deque()
         if settings.workers:
-            check_portable(functions)
+            check_portable(functions, group)
         places = range(settings.workers)
         self._threads = [
             threading.Thread(target=self._serve, args=(place,), daemon=True) for place in places
@@ -186,7 +190,7 @@ class Pool:
         """In words: `reward 'short' is nan for the completion '...'`."""
         kind, how = found
         if kind == "timeout":
-            how = f"took more than rewards.timeout={self.settings.timeout:g} seconds"
+            how = f"took more than {self.group}.timeout={self.settings.timeout:g} seconds"
         what = "completion" if isinstance(completion, str) else "completions"
         return f"{name} {how} for the {what} {short_repr(completion)}"
 
@@ -210,7 +214,9 @@ class Pool:
             found[name] = self._with_none_treated(next(outcomes))
             if found[name][0] in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, found[name], completion)
-                raise ValueError(f"{problem}; rewards.on_error=zero or drop continues without it")
+                raise ValueError(
+                    f"{problem}; {self.group}.on_error=zero or drop continues without it"
+                )
         return found
 
     def _with_none_treated(self, found: Outcome) -> Outcome:
@@ -263,7 +269,7 @@ class Pool:
         ]
         while calls:
             worker = self._worker(place)
-            worker.send(_packed(calls), self.settings.timeout)
+            worker.send(_packed(calls, self.group), self.settings.timeout)
             for number, *_ in calls:
                 found = worker.answer(self.settings.timeout, number)
                 is_lost = found[0] in ("timeout", "crash")
@@ -271,10 +277,11 @@ class Pool:
                 calls = calls[1:]
                 if found[0] == "refused":
                     raise ValueError(
-                        f"an example cannot be sent to a worker process: {found[1]}; {IN_PROCESS}"
+                        f"an example cannot be sent to a worker process: {found[1]}; "
+                        f"{_in_process(self.group)}"
                     )
                 if self._ending:
-                    raise ValueError("the reward workers were closed")
+                    raise ValueError(f"the workers of {self.group} were closed")
 
                 # the calls behind it are made by the next worker
                 if is_lost:
@@ -294,11 +301,13 @@ class Pool:
             try:
                 worker = self._workers[place] = _Worker()
             except OSError as error:
-                raise ValueError(f"rewards: a worker process could not start: {error}") from error
+                raise ValueError(
+                    f"{self.group}: a worker process could not start: {error}"
+                ) from error
             # close() may have looked before it stood there
             if self._ending:
                 worker.kill()
-            worker.send(_packed(list(self.functions.values())), START_SECONDS)
+            worker.send(_packed(list(self.functions.values()), self.group), START_SECONDS)
             kind, how = worker.answer(START_SECONDS)
             if kind == "ready":
                 return worker
@@ -306,7 +315,8 @@ class Pool:
                 break
         self._drop(place)
         how = how or f"not ready after {START_SECONDS} seconds"
-        raise ValueError(_cannot_be_sent("rewards", f"a worker process could not start: {how}"))
+        why = f"a worker process could not start: {how}"
+        raise ValueError(_cannot_be_sent(self.group, why, self.group))
 
     def _drop(self, place: int) -> None:
         if self._workers[place] is not None:
@@ -425,7 +435,12 @@ class _Worker:
 
 # ---- small print
 
-IN_PROCESS = "rewards.workers=0 runs rewards in the process that trains"
+# what a message calls those that run in a worker, by the group of their settings
+WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
+
+
+def _in_process(group: str) -> str:
+    return f"{group}.workers=0 runs {WORKERS_RUN[group]} in the process that trains"
 
 
 class _Packing(pickle.Pickler):
@@ -437,19 +452,19 @@ class _Packing(pickle.Pickler):
         return NotImplemented
 
 
-def _packed(what: Any) -> bytes:
+def _packed(what: Any, group: str) -> bytes:
     try:
         return pickle.dumps(what)
     except Exception as error:
         raise ValueError(
-            f"an example cannot be sent to a worker process: {error}; {IN_PROCESS}"
+            f"an example cannot be sent to a worker process: {error}; {_in_process(group)}"
         ) from error
 
 
-def _cannot_be_sent(name: str, why: str) -> str:
+def _cannot_be_sent(name: str, why: str, group: str) -> str:
     return (
-        f"{name}: {why}. Rewards run in other processes: put it at the top of a module of its own; "
-        f"or {IN_PROCESS}"
+        f"{name}: {why}. {WORKERS_RUN[group].capitalize()} run in other processes: put it at the "
+        f"top of a module of its own; or {_in_process(group)}"
     )
 
 

@@ -53,6 +53,8 @@ class SamplerSpec:
     int8: bool = False
     # as decoder.forward takes it
     tp_reduce_dtype: DTypeLike = jnp.float32
+    # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
+    holds: bool = False
 
     @property
     def max_length(self) -> int:
@@ -326,7 +328,8 @@ def make_queue(
     rows_Q: jax.Array,
     limits_Q: jax.Array,
 ) -> Queue:
-    """The queue of these requests; key_data: of the random key of the rollout."""
+    """The queue of these requests; key_data: of the random key of the rollout, or of one key for
+    each request, which is the rollout that its prompt was drawn for."""
     key = jax.random.wrap_key_data(key_data)
     keys_Q = sampling.row_keys(key, prompts_Q, generations_Q)
     return at_home(Queue(rows_Q, keys_Q, limits_Q), "prompts")
@@ -397,9 +400,11 @@ def refill(
     """Every free slot takes the next request of the queue.
 
     ready: requests whose prompts stand in the prompt cache, []. stopped_B: the requests that the
-    host has ended; a slot is free if its sequence has ended or its request is stopped_B.
+    host has ended; a slot is free if its sequence has ended or its request is stopped_B. With
+    spec.holds a sequence that does not run may go on, so the host alone frees a slot.
     """
-    is_free_B = ~slots.running | (slots.requests == stopped_B)
+    has_ended_B = slots.requests < 0 if spec.holds else ~slots.running
+    is_free_B = has_ended_B | (slots.requests == stopped_B)
     request_B = slots.num_taken + jnp.cumsum(is_free_B) - 1
     is_new_B = is_free_B & (request_B < ready)
     request_B = jnp.minimum(request_B, len(queue.rows) - 1)
@@ -420,7 +425,7 @@ def refill(
         lengths=take(prompt_cache.lengths[row_B], slots.lengths),
         num_drawn=take(jnp.zeros_like(slots.num_drawn), slots.num_drawn),
         limits=take(queue.limits[request_B], slots.limits),
-        running=is_new_B | ~is_free_B,
+        running=is_new_B | (slots.running & ~is_free_B),
         num_taken=slots.num_taken + is_new_B.sum(),
     )
     return at_home(refilled, "batch")
@@ -475,13 +480,28 @@ def decode_step(
 ) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
     [B] each."""
-    # `hidden` is that of the newest token, of the prompt or of the completion.
-    logits_BV = constrain(
-        decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab"
-    )
+    logits_BV = next_logits(spec, slots, per_layer_params)
     token_B, logprobs_B, full_logprobs_B = sampling.draw(
         logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
     )
+    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B)
+    return after, (reported_B, logprobs_B, full_logprobs_B)
+
+
+def next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> jax.Array:
+    """The scores of the next token of every slot, [B, V]."""
+    # `hidden` is that of the newest token, of the prompt or of the completion.
+    return constrain(decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab")
+
+
+def read_drawn(
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    token_B: jax.Array,
+) -> tuple[Slots, jax.Array]:
+    """The slots after every running one has read the token drawn for it; and these tokens, -1 for
+    slots that do not run."""
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
 
     # Read the new token: its keys and values join the cache.
@@ -509,9 +529,7 @@ def decode_step(
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
     )
-    after = at_home(after, "batch")
-    reported_B = jnp.where(slots.running, token_B, -1)
-    return after, (reported_B, logprobs_B, full_logprobs_B)
+    return at_home(after, "batch"), jnp.where(slots.running, token_B, -1)
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:

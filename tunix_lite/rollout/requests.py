@@ -28,6 +28,8 @@ class Request:
     generation: int
     # tokens, at most
     limit: int
+    # of a conversation: tokens of its first turn, at most; None: as many as `limit`
+    first_limit: int | None = None
     tokens: list[int] = field(default_factory=list)
     # of each token, under the distribution that was drawn from
     logprobs: list[float] = field(default_factory=list)

@@ -26,9 +26,10 @@ def row_keys(
 ) -> jax.Array:
     """One random key per completion, [B], folded from the index of its prompt and its own.
 
-    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
+    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key. key: of
+    the rollout, or [B] keys, where the completions began in different rollouts.
     """
-    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0 if key.ndim else None, 0))
     fold = jax.vmap(jax.random.fold_in)
     return fold(prompt_keys_B(key, prompts_B), generations_B)
 
@@ -171,6 +172,39 @@ def apply_cutoffs(
     if min_p:
         least_B1 = jnp.maximum(least_B1, best_B1 + jnp.log(min_p))
     return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+
+def apply_row_cutoffs(
+    logits_BV: jax.Array,
+    top_k_B1: jax.Array,
+    top_p_B1: jax.Array,
+    min_p_B1: jax.Array,
+) -> jax.Array:
+    """As `apply_cutoffs`, with settings of each row; 0, 1 and 0 cut nothing off."""
+    V = logits_BV.shape[-1]
+    B = len(logits_BV)
+    lowest = jnp.float32(-jnp.inf)
+    best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+    exps_BV = jnp.exp(logits_BV - best_B1)
+
+    def count(least_BW: jax.Array) -> jax.Array:
+        return jnp.sum(logits_BV[:, None] >= least_BW[..., None], axis=-1)
+
+    k_B1 = jnp.where(top_k_B1 > 0, top_k_B1, V)
+    of_top_k_B1 = highest_float(lambda least_BW: count(least_BW) >= k_B1, B)
+    of_top_k_B1 = jnp.where(k_B1 < V, of_top_k_B1, lowest)
+
+    def mass(least_BW: jax.Array) -> jax.Array:
+        # Unnormalised probability, of tokens that top_k leaves.
+        is_in_BWV = logits_BV[:, None] >= jnp.maximum(least_BW, of_top_k_B1)[..., None]
+        return jnp.sum(jnp.where(is_in_BWV, exps_BV[:, None], 0.0), axis=-1)
+
+    enough_B1 = top_p_B1 * mass(of_top_k_B1)
+    of_top_p_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, B)
+    least_B1 = jnp.where(top_p_B1 < 1, of_top_p_B1, of_top_k_B1)
+    of_min_p_B1 = best_B1 + jnp.log(min_p_B1)
+    least_B1 = jnp.maximum(least_B1, jnp.where(min_p_B1 > 0, of_min_p_B1, lowest))
+    return jnp.where(logits_BV < least_B1, lowest, logits_BV)
 
 
 def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:

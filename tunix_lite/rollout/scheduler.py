@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.programs import DecodedChunk, Programs, Queue, SamplerSpec
+from tunix_lite.rollout.programs import DecodedChunk, Programs, Queue, SamplerSpec, Slots
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_text_end
 from tunix_lite.types import Metrics, Params, Prompts
 
@@ -51,12 +51,21 @@ class PromptBlocks:
     num_generations: int
     # the widths that prompts may be padded to, the widest first
     widths: list[int]
+    # the requests of each prompt; None: num_generations of each
+    requests_of: list[int] | None = None
 
     @functools.cached_property
     def requests_ready(self) -> np.ndarray:
         """Requests whose prompts have been read, by the number of blocks read."""
-        counts = [len(block) * self.num_generations for block in self.blocks]
-        return np.cumsum([0, *counts])
+        ends = np.cumsum([0, *map(len, self.blocks)])
+        return np.cumsum([0, *self.repeats])[ends]
+
+    @property
+    def repeats(self) -> list[int]:
+        """The requests of each prompt."""
+        if self.requests_of is not None:
+            return self.requests_of
+        return [self.num_generations] * sum(map(len, self.blocks))
 
     @property
     def cache_rows(self) -> int:
@@ -80,15 +89,18 @@ def prompt_blocks(
     num_generations: int,
     num_slots: int,
     fsdp: int | None = None,
+    requests_of: list[int] | None = None,
+    usual: int | None = None,
 ) -> PromptBlocks:
-    """prompts: in the order of the requests, `num_generations` of which each one has. fsdp: None
-    takes that of the current mesh."""
+    """prompts: in the order of the requests, `num_generations` of which each one has, or as many as
+    `requests_of` says. fsdp: None takes that of the current mesh. usual: the prompts of a usual
+    rollout, for which the prompt cache is made; None: of this one."""
     fsdp = axis_size("fsdp") if fsdp is None else fsdp
     generation = spec.generation
     widths = prompt_widths(generation.max_prompt_length)
     longest = generation.max_new_tokens
     size, cache_blocks = prompt_cache_blocks(
-        len(prompts), num_generations, widths, num_slots, longest, spec.chunk, fsdp
+        usual or len(prompts), num_generations, widths, num_slots, longest, spec.chunk, fsdp
     )
 
     # A block holds prompts of one width. So the width to which a prompt is padded depends on its
@@ -97,7 +109,7 @@ def prompt_blocks(
     for _, group in groupby(prompts, lambda prompt: padded_width(len(prompt), widths)):
         alike = list(group)
         blocks += [alike[i : i + size] for i in range(0, len(alike), size)]
-    return PromptBlocks(blocks, size, cache_blocks, num_generations, widths)
+    return PromptBlocks(blocks, size, cache_blocks, num_generations, widths, requests_of)
 
 
 class RolloutScheduler:
@@ -118,8 +130,12 @@ class RolloutScheduler:
         prompts: PromptBlocks,
         num_slots: int,
         key: jax.Array,
+        carried: Prompts = (),
+        place_carried: Callable[[Slots, Queue], Slots] | None = None,
     ):
-        """requests: in the order in which slots take them. key: the random key of the rollout."""
+        """requests: in the order in which slots take them. key: the random key of the rollout, or
+        one for each request. carried: the prompts of the first requests, which have tokens of an
+        earlier rollout and are not in `prompts`; place_carried puts them into the first slots."""
         self.programs = programs
         self.per_layer_params = per_layer_params
         self.temperature = temperature
@@ -131,8 +147,12 @@ class RolloutScheduler:
         self.chunk = programs.spec.chunk
         self.length = programs.spec.max_length
         # Of each request.
-        lengths = [len(prompt) for block in prompts.blocks for prompt in block]
-        self.prompt_lengths = np.repeat(lengths, prompts.num_generations)
+        lengths = np.array([len(prompt) for block in prompts.blocks for prompt in block], int)
+        carried_lengths = np.array([len(prompt) for prompt in carried], int)
+        self.prompt_lengths = np.append(carried_lengths, np.repeat(lengths, prompts.repeats))
+        self.num_carried = len(carried)
+        self.place_carried = place_carried
+        self.tokens_before = sum(len(request.tokens) for request in requests)
 
         # What the host knows: chunks that were started and not absorbed yet; blocks that were
         # prefilled; requests that slots are known to have taken, and they may have taken more; the
@@ -142,7 +162,7 @@ class RolloutScheduler:
         self.chunks_absorbed = 0
         self.blocks_prefilled = 0
         self.prefill_tokens = 0
-        self.num_taken = 0
+        self.num_taken = self.num_carried
         self.stopped = np.full(num_slots, -1, np.int32)
         self.unfinished = len(requests)
         self.began = time.perf_counter()
@@ -158,20 +178,30 @@ class RolloutScheduler:
         columns = (
             [request.index for request in self.requests],
             [request.generation for request in self.requests],
-            np.repeat(self.prompts.rows(), self.prompts.num_generations),
-            [request.limit for request in self.requests],
+            self._prompt_rows(),
+            [request.first_limit or request.limit for request in self.requests],
         )
 
         # Few lengths of queues, so that few programs are compiled.
         count = len(self.requests)
         padding = next_power_of_two(count, least=MIN_QUEUE) - count
         padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
-        return self.programs.make_queue(np.asarray(jax.random.key_data(key)), *padded)
+        key_data = np.asarray(jax.random.key_data(key))
+        if key_data.ndim > 1:
+            key_data = np.pad(key_data, ((0, padding), (0, 0)))
+        return self.programs.make_queue(key_data, *padded)
+
+    def _prompt_rows(self) -> np.ndarray:
+        """The row of the prompt cache of each request; carried ones need none."""
+        rows = np.array(self.prompts.rows(), np.int32)
+        return np.pad(np.repeat(rows, self.prompts.repeats), (self.num_carried, 0))
 
     def fill_slots(self) -> None:
         """Fills the slots with the first requests, and starts as many chunks as should be under
         way."""
-        # All slots are free, so each refill takes all requests that are ready.
+        if self.num_carried:
+            self.slots = self.place_carried(self.slots, self.queue)
+        # All other slots are free, so each refill takes all requests that are ready.
         while self.num_taken < min(self.num_slots, len(self.requests)):
             self.prefill_blocks()
             self.refill()
@@ -184,7 +214,7 @@ class RolloutScheduler:
     @property
     def num_ready(self) -> int:
         """Requests whose prompts have been read."""
-        return int(self.prompts.requests_ready[self.blocks_prefilled])
+        return self.num_carried + int(self.prompts.requests_ready[self.blocks_prefilled])
 
     def prefill_blocks(self) -> None:
         """Reads all blocks of prompts for which the prompt cache has room.
@@ -194,7 +224,7 @@ class RolloutScheduler:
         prompts = self.prompts
         while self.blocks_prefilled < len(prompts.blocks):
             overwritten = max(0, self.blocks_prefilled - prompts.cache_blocks + 1)
-            if prompts.requests_ready[overwritten] > self.num_taken:
+            if self.num_carried + prompts.requests_ready[overwritten] > self.num_taken:
                 return
 
             # Rows that the block does not fill hold one token, so that no sequence is empty.
@@ -271,6 +301,10 @@ class RolloutScheduler:
             self.start_chunk()
         return decoded
 
+    def next_started_chunk(self) -> DecodedChunk | None:
+        """As next_chunk, and starts no other one: the rollout is to end here."""
+        return jax.device_get(self.in_flight.popleft()) if self.in_flight else None
+
     def absorb(
         self,
         decoded: DecodedChunk,
@@ -317,7 +351,7 @@ class RolloutScheduler:
 
     def metrics(self) -> Metrics:
         """Tokens, steps and seconds of the rollout."""
-        tokens = sum(len(request.tokens) for request in self.requests)
+        tokens = sum(len(request.tokens) for request in self.requests) - self.tokens_before
         steps = self.num_chunks * self.chunk
         seconds = time.perf_counter() - self.began
         return {

@@ -123,8 +123,13 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
+    # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
+    # the host where others wait for a slot, auto parks if the host has memory for it.
+    waiting: str = "auto"
 
     def __post_init__(self):
+        if self.waiting not in ("auto", "hold", "park"):
+            raise ValueError(f"waiting={self.waiting!r}; it is auto, hold or park")
         if self.num_slots is not None and self.num_slots < 1:
             raise ValueError(f"num_slots={self.num_slots} must be at least 1, or null to derive it")
         if self.chunk < 1:

@@ -59,6 +59,7 @@ def fingerprint(
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache},
         "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
+        **_conversation(run),
         "optimizer": _optimizer(run, shards),
         "training": {
             "prompts_per_step": prompts,
@@ -90,7 +91,20 @@ def _task(run: RunConfig) -> dict:
     for reward in task["rewards"].values():
         if not reward["group"]:
             del reward["group"]
+    if task["environment"] is None:
+        del task["environment"]
     return task
+
+
+def _conversation(run: RunConfig) -> dict:
+    """Only where there are conversations. How long an environment may take, and in how many
+    processes, changes no answer."""
+    if run.task.environment is None:
+        return {}
+    settings = plain(run.conversation)
+    for name in ("_target_", "timeout", "workers"):
+        del settings[name]
+    return {"conversation": settings}
 
 
 def _curriculum(run: RunConfig) -> dict:

@@ -135,7 +135,7 @@ class FilesTaskConfig(TaskConfig):
             if rewards.get(name, Reward(self.reward)) != Reward(self.reward):
                 raise ValueError(f"reward and rewards.{name} have the same name; rename the latter")
             rewards = {name: Reward(self.reward)} | rewards
-        if not rewards:
+        if not rewards and self.environment is None:
             raise ValueError(
                 "reward is missing: give task.reward=module.function, which gets (completion, row) "
                 "and returns a number, or a ready one, such as "
@@ -145,9 +145,9 @@ class FilesTaskConfig(TaskConfig):
         settle = partial(object.__setattr__, self)
         settle("rewards", rewards)
         single = [reward.fn for reward in rewards.values() if not reward.group]
-        if self.correct is None and not single:
+        if self.correct is None and not single and rewards:
             raise ValueError("correct is missing: rewards of a group do not say what is right")
-        settle("correct", self.correct or single[0])
+        settle("correct", self.correct or next(iter(single), TaskConfig.correct))
         settle("source", FileRows(*self._files, self.template, self.in_memory, self.shuffle_buffer))
         super().__post_init__()
 

@@ -101,6 +101,9 @@ class TaskConfig:
     system: str | None = None
     # Assistant turns of `messages` that sft learns from: last or all.
     learned_turns: str = "last"
+    # What answers the model between its turns, an environment such as
+    # tunix_lite.environments.guessing.GuessingGame. null has single turns.
+    environment: Callable | None = None
 
     def __post_init__(self):
         if self.special_tokens_in_data not in SPECIAL_TOKENS:
@@ -115,8 +118,10 @@ class TaskConfig:
                 "learned_turns=all would change nothing with task.prompt: it is of examples whose "
                 "conversation is in `messages`; write task.learned_turns=last"
             )
-        if not self.rewards:
+        if not self.rewards and self.environment is None:
             raise ValueError("rewards is empty: name at least one reward function")
+        if self.environment is not None:
+            check_environment(self.environment)
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
@@ -181,6 +186,25 @@ class TaskConfig:
             if not reward.group and _bound(reward.fn) == _bound(self.correct)
         )
         return next(same, "correct")
+
+
+def check_environment(environment: Any) -> None:
+    """Raises ValueError for what is neither an environment nor a function that makes one."""
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    is_made = inspect.isroutine(environment) or isinstance(environment, partial)
+    if missing and not is_made:
+        raise ValueError(
+            f"environment is a {type(environment).__name__}, which has no method `{missing[0]}`; "
+            "an environment has reset(example) and step(completion)"
+        )
+    if not is_made:
+        return
+    try:
+        inspect.signature(environment).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"environment is a function that makes one, called with its settings alone: {error}"
+        ) from error
 
 
 def _check_call(where: str, fn: Callable, given: str) -> None:

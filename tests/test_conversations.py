@@ -1,0 +1,233 @@
+"""Conversations in the slots: what is sampled, what is learned from, and that no clock changes it."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import EOS, PROMPT, ragged_prompts, random_params, set_mesh
+
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import make_policy, token_logprobs
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models import attention, decoder
+from tunix_lite.rollout import sampling
+from tunix_lite.rollout.conversations import make_converse, make_generate_with_partner
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.types import Batch, TurnReply
+
+WIDE = pytest.mark.wide
+NEW = 48
+G = 2
+
+
+@dataclass
+class Numbers:
+    """An environment of tokens: what it answers follows from the turn, the row and how many turns there were.
+
+    It answers `delay` polls after a turn, the last one first.
+    """
+
+    delay: int = 0
+    max_turns: int = 4
+    max_turn_tokens: int | None = 9
+    prompts: list | None = None
+    told: dict = field(default_factory=dict)
+    waiting: list = field(default_factory=list)
+
+    def answer(self, row, tokens, ended):
+        turns = self.told.setdefault(row, [])
+        turns.append((tokens, ended))
+        total = sum(tokens) + 7 * row + len(turns)
+        if total % 11 == 0:
+            return TurnReply(done=True, reward=1.0)
+        # a turn that was cut gets the marker that it lacks, as a chat template would have it
+        marker = [] if ended else [EOS[0]]
+        return TurnReply([*marker, *(4 + (total + i) % 28 for i in range(1 + total % 8))], reward=float(total % 3))
+
+    def submit(self, row, tokens, ended):
+        self.waiting.append([self.delay, row, self.answer(row, tokens, ended)])
+
+    def replies(self, wait):
+        while True:
+            ready = [one for one in reversed(self.waiting) if one[0] <= 0]
+            self.waiting = [[left - 1, row, reply] for left, row, reply in self.waiting if left > 0]
+            if ready or not wait:
+                return {row: reply for _, row, reply in ready}
+
+
+def converse(cfg, params, partner, num_prompts=4, waiting="hold", temperature=1.0, **settings):
+    generation = GenerationConfig(PROMPT, NEW, repetition_penalty=settings.pop("penalty", 1.0))
+    sample = make_converse(cfg, generation, EOS, 0, rollout=RolloutConfig(waiting=waiting, chunk=4, **settings))
+    return sample(params, ragged_prompts(num_prompts), jax.random.key(5), G, temperature, partner=partner)
+
+
+def naive(cfg, params, prompt, key, row, partner):
+    """A conversation without a cache: the whole sequence is read for every token. (tokens, turn of each, 0: answered)"""
+    tokens = list(prompt)
+    turn_of, num_sampled, turns = [], 0, 0
+    limit = partner.max_turn_tokens
+    width = PROMPT + NEW
+    forward = jax.jit(decoder.forward, static_argnums=1)
+    while True:
+        turn = []
+        room = NEW - len(turn_of)
+        while len(turn) < min(limit or room, room):
+            fixed = np.array([tokens + [0] * (width - len(tokens))])
+            meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
+            hidden = forward(params, cfg, fixed, meta)[:, len(tokens) - 1]
+            logits = decoder.logits(params, cfg, hidden)
+            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0, GenerationConfig())
+            turn.append(int(drawn[0]))
+            tokens.append(turn[-1])
+            turn_of.append(turns + 1)
+            num_sampled += 1
+            if turn[-1] in EOS:
+                break
+        turns += 1
+        reply = partner.answer(row, turn, turn[-1] in EOS)
+        if reply.done:
+            return tokens, turn_of, "done"
+        if turns == partner.max_turns:
+            return tokens, turn_of, "turns"
+        if len(turn_of) + len(reply.tokens) >= NEW:
+            return tokens, turn_of, "tokens"
+        tokens += reply.tokens
+        turn_of += [0] * len(reply.tokens)
+
+
+def rows_of(rollout):
+    """(tokens, turn of each token after the prompt, why it ended) of each row."""
+    found = []
+    for row, (tokens, mask) in enumerate(zip(rollout.tokens, rollout.token_mask)):
+        in_completion = mask & (np.arange(len(mask)) >= PROMPT)
+        turns = rollout.turn_ids[row][in_completion]
+        found.append((tokens[mask].tolist(), turns.tolist(), rollout.conversations[row].ended))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(cfg, params):
+    set_mesh(1, 1)
+    partner = Numbers()
+    prompts = ragged_prompts(4)
+    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    return [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
+
+
+@pytest.fixture(scope="module")
+def talked(cfg, params):
+    set_mesh(1, 1)
+    partner = Numbers()
+    return converse(cfg, params, partner, num_slots=4), partner
+
+
+def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(expected, talked):
+    assert rows_of(talked[0]) == expected
+    ended = {why for _, _, why in expected}
+    assert len(ended) >= 2, f"the test needs conversations that end in several ways: {ended}"
+    assert max(max(turns) for _, turns, _ in expected) >= 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_slots=1, waiting="hold", delay=2),
+        dict(num_slots=2, waiting="park", delay=3),
+        pytest.param(dict(num_slots=4, waiting="park", delay=1), marks=WIDE),
+        pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),
+    ],
+    ids=str,
+)
+def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, settings):
+    settings = dict(settings)
+    rollout = converse(cfg, params, Numbers(delay=settings.pop("delay")), **settings)
+    assert rows_of(rollout) == expected
+    assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("waiting", ["hold", "park"])
+def test_meshes_change_nothing(cfg, expected, mesh, waiting):
+    set_mesh(*mesh)
+    rollout = converse(cfg, random_params(cfg), Numbers(delay=2), waiting=waiting, num_slots=4)
+    assert rows_of(rollout) == expected
+
+
+def test_what_is_learned_from_is_what_was_sampled(talked):
+    """Position by position: the partner got the very tokens that completion_mask marks."""
+    rollout, partner = talked
+    for row, conversation in enumerate(rollout.conversations):
+        told = [token for tokens, _ in partner.told[row] for token in tokens]
+        assert rollout.tokens[row][rollout.completion_mask[row]].tolist() == told
+        for turn, (tokens, ended) in zip(conversation.turns, partner.told[row], strict=True):
+            assert rollout.tokens[row, turn.begin : turn.end].tolist() == tokens
+            assert rollout.completion_mask[row, turn.begin : turn.end].all()
+            assert ended == (tokens[-1] in EOS)
+        # each answer stands behind its turn, as it was given
+        for turn, after in zip(conversation.turns, conversation.turns[1:]):
+            assert rollout.tokens[row, turn.end : after.begin].tolist() == turn.reply.tokens
+            assert not rollout.completion_mask[row, turn.end : after.begin].any()
+            assert rollout.token_mask[row, turn.end : after.begin].all()
+
+
+def test_sampler_and_trainer_agree_over_whole_conversations(cfg, params, talked):
+    rollout = talked[0]
+    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
+    gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
+    assert gap.max() < 1e-4
+    assert (rollout.logprobs[~rollout.completion_mask] == 0).all()
+
+
+@pytest.mark.parametrize("packing", ["none", "sequences"])
+def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
+    """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
+    rollout = talked[0]
+    batch = Batch(tokens=rollout.tokens, token_mask=rollout.token_mask, loss_weight=per_token(rollout.completion_mask))
+    shape = {"shape": RowShape(PROMPT + NEW, num_lanes=2), "rows_per_part": 8} if packing != "none" else {}
+    rows, packed = RowLayout(packing, num_scored=None if shape else NEW, **shape).lay_out(batch)
+    policy = make_policy(cfg, None, 1.0)
+    scores = packed.back(np.asarray(jax.jit(policy.scores)(params, rows).logprobs))
+    want = np.where(rollout.completion_mask, rollout.full_logprobs, 0)
+    np.testing.assert_allclose(scores, want, atol=1e-4)
+    assert (scores != 0).sum() == rollout.completion_mask.sum()
+
+
+def test_prompts_of_rows_may_differ(cfg, params, expected):
+    """An environment may begin each conversation with a text of its own."""
+    rows = [list(ragged_prompts(4)[row // G]) for row in range(8)]
+    rows[7] = [5, 6, 7]
+    rollout = converse(cfg, params, Numbers(prompts=rows), num_slots=4)
+    for row, prompt in enumerate(rows):
+        assert rollout.tokens[row, PROMPT - len(prompt) : PROMPT].tolist() == prompt
+    assert rows_of(rollout)[:7] == expected[:7]
+
+
+def test_without_a_partner_completions_are_as_they_were(cfg, params, generate, rollout):
+    both = make_generate_with_partner(cfg, GenerationConfig(PROMPT, 12), EOS, 0)
+    again = both(params, ragged_prompts(5), jax.random.key(7), 4)
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    assert again.conversations is None
+
+
+def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expected):
+    class Fails(Numbers):
+        def answer(self, row, tokens, ended):
+            reply = super().answer(row, tokens, ended)
+            return replace(reply, failure="timeout", done=False) if row == 2 else reply
+
+    rollout = converse(cfg, params, Fails(), num_slots=4)
+    found = rows_of(rollout)
+    assert found[2][2] == "failed" and rollout.conversations[2].turns[-1].reply.failure == "timeout"
+    assert len(rollout.conversations[2].turns) == 1
+    assert [row for i, row in enumerate(found) if i != 2] == [row for i, row in enumerate(expected) if i != 2]
+
+
+def test_stop_texts_cannot_end_a_turn(cfg, params):
+    sample = make_converse(cfg, GenerationConfig(PROMPT, NEW, stop=("x",)), EOS, 0)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        sample(params, ragged_prompts(1), jax.random.key(0), partner=Numbers())

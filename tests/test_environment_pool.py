@@ -1,0 +1,281 @@
+"""Environments in worker processes: what they return is read, what fails follows conversation.on_error."""
+
+import asyncio
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from tunix_lite.environments.environment import NotATurn, Turn, read_turn
+from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.settings import ConversationConfig
+
+DROP = ConversationConfig(on_error="drop", timeout=20.0)
+SHORT = ConversationConfig(on_error="drop", timeout=0.5)
+
+
+class Adds:
+    """Adds the numbers that it gets to that of the example."""
+
+    def reset(self, example):
+        self.total = example["start"]
+        return f"The sum is {self.total}."
+
+    def step(self, completion):
+        if completion == "raise":
+            raise KeyError("no such number")
+        if completion == "loop":
+            while True:
+                pass
+        if completion == "exit":
+            os._exit(3)
+        if completion == "nonsense":
+            return "Higher."
+        self.total += int(completion)
+        return Turn(f"The sum is {self.total}.", reward=0.5, done=self.total > 9)
+
+
+class AddsLater(Adds):
+    async def reset(self, example):
+        await asyncio.sleep(0)
+        return super().reset(example)
+
+    async def step(self, completion):
+        await asyncio.sleep(0.001)
+        return super().step(completion)
+
+
+class Gymnasium:
+    """As gymnasium's, which takes no example: a seed, and options."""
+
+    def reset(self, *, seed=None, options=None):
+        self.state = seed % 2**32 + options["start"]
+        return str(options["start"]), {"info": 1}
+
+    def step(self, action):
+        return action, 1, False, action == "stop", {}
+
+
+class Clock:
+    """Answers otherwise every time, as nothing that must be replayed may."""
+
+    def reset(self, example):
+        return f"{os.getpid()}"
+
+    def step(self, completion):
+        if completion == "exit":
+            os._exit(3)
+        return Turn(f"{os.getpid()}")
+
+
+class NoStep:
+    def reset(self, example):
+        return "hi"
+
+
+class BadReset(Adds):
+    def reset(self, example):
+        return 7
+
+
+def adds_from(extra):
+    environment = Adds()
+    environment.extra = extra
+    return environment
+
+
+def observed(pool, row, *completions):
+    return [pool.step(row, completion).result().turn.observation for completion in completions]
+
+
+@pytest.mark.parametrize("make", [Adds, AddsLater, Adds(), partial(adds_from, extra=1)])
+def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conversation(make):
+    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
+        first = [pool.reset(row, {"start": row}).result() for row in (0, 1)]
+        assert [reply.turn.observation for reply in first] == ["The sum is 0.", "The sum is 1."]
+        assert observed(pool, 0, "1", "2") == ["The sum is 1.", "The sum is 3."]
+        assert pool.step(1, "9").result().turn == Turn("The sum is 10.", 0.5, True)
+        # a row that begins again begins from its example
+        assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
+
+
+def test_an_environment_of_gymnasium_needs_no_adapter():
+    with EnvironmentPool(Gymnasium, ConversationConfig(workers=0)) as pool:
+        assert pool.reset(0, {"start": 3}).result().turn.observation == "3"
+        assert pool.step(0, "go").result().turn == Turn("go", 1.0, False)
+        assert pool.step(0, "stop").result().turn == Turn("stop", 1.0, True)
+
+
+class Answer:
+    """As OpenEnv's result of a step."""
+
+    def __init__(self, observation, reward, done):
+        self.observation = observation
+        self.reward = reward
+        self.done = done
+
+
+MESSAGE = {"role": "tool", "content": "4", "name": "add"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "turn"),
+    [
+        (Turn("a", 1.0, True), Turn("a", 1.0, True)),
+        (("a", 1, True), Turn("a", 1.0, True)),
+        (("a", 0.5, False, {}), Turn("a", 0.5, False)),
+        (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
+        ({"observation": "a"}, Turn("a")),
+        ({"obs": "a", "reward": None, "terminated": True}, Turn("a", 0.0, True)),
+        ({"obs": "a", "reward": 2, "done": False, "truncated": True}, Turn("a", 2.0, True)),
+        (Answer("a", None, False), Turn("a")),
+        (Answer(None, 1.0, True), Turn("", 1.0, True)),
+        (([MESSAGE], 0.0, False), Turn([MESSAGE])),
+        ((MESSAGE, 0.0, False), Turn([MESSAGE])),
+    ],
+)
+def test_what_environments_of_other_projects_return_is_read(returned, turn):
+    assert read_turn(returned) == turn
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("a", "returned 'a' from step; it is Turn"),
+        (None, "returned None from step; it is Turn"),
+        (("a", 1.0), "from step; it is Turn"),
+        ((None, 1.0, False), "returned the observation None"),
+        ((3, 1.0, False), "returned the observation 3"),
+        (("a", float("nan"), False), "the reward nan"),
+        (("a", "1", False), "the reward '1'"),
+        (("a", 1.0, "no"), "done='no'"),
+        (([{"role": "assistant", "content": "a"}], 1.0, False), "as a message from step"),
+        (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
+        (("a" * 100_000, 1.0, False), "100,000 characters"),
+    ],
+)
+def test_what_is_no_turn_is_refused_in_a_line(returned, message):
+    with pytest.raises(NotATurn, match="returned") as caught:
+        read_turn(returned)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def adding():
+    with EnvironmentPool(Adds, DROP) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind", "message"),
+    [
+        ("raise", "error", "failed with KeyError: 'no such number' (test_environment_pool.py, line"),
+        ("seven", "error", "failed with ValueError"),
+        ("nonsense", "not_a_turn", "returned 'Higher.' from step"),
+        ("exit", "crash", "ended its process with exit code 3"),
+    ],
+)
+def test_a_failure_is_a_reply_and_the_other_conversations_go_on(adding, completion, kind, message):
+    for row in (0, 1):
+        adding.reset(row, {"start": row}).result()
+    assert observed(adding, 1, "1", "1") == ["The sum is 2.", "The sum is 3."]
+    failed = adding.step(0, completion)
+    # it waits behind the one that fails, and is answered from its recorded completions
+    later = adding.step(1, "2")
+    assert (failed.result().turn, failed.result().failure) == (None, kind)
+    assert message in failed.result().message
+    assert f"for the completion '{completion}'" in failed.result().message
+    assert later.result().turn.observation == "The sum is 5."
+    with pytest.raises(ValueError, match="row 0 has no conversation to go on with"):
+        adding.step(0, "1")
+
+
+def test_a_call_that_loops_ends_in_the_stated_seconds():
+    with EnvironmentPool(Adds, SHORT) as pool:
+        pool.reset(0, {"start": 0}).result()
+        began = time.monotonic()
+        reply = pool.step(0, "loop").result(60)
+        assert reply.failure == "timeout"
+        assert "took more than conversation.timeout=0.5 seconds" in reply.message
+        assert reply.seconds >= 0.5
+        assert time.monotonic() - began >= 0.5
+
+
+def test_a_worker_that_is_killed_while_idle_costs_no_conversation(adding):
+    for row in (0, 1):
+        adding.reset(row, {"start": row}).result()
+        observed(adding, row, "1")
+    worker = adding._pools[0]._workers[0].process
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    assert [observed(adding, row, "1") for row in (0, 1)] == [["The sum is 2."], ["The sum is 3."]]
+
+
+def test_an_environment_that_answers_otherwise_when_replayed_is_named():
+    with EnvironmentPool(Clock, DROP) as pool:
+        for row in (0, 1):
+            pool.reset(row, {}).result()
+        pool.step(0, "exit").result()
+        reply = pool.step(1, "go").result()
+        assert reply.failure == "error"
+        assert "must depend on the example and the completions alone" in reply.message
+
+
+def test_raise_names_the_environment_the_completion_and_what_to_do():
+    with EnvironmentPool(Adds, ConversationConfig(workers=0)) as pool:
+        with pytest.raises(ValueError, match="for the example") as of_reset:
+            pool.reset(0, {}).result()
+        assert "the environment failed with KeyError: 'start'" in str(of_reset.value)
+        pool.reset(0, {"start": 1}).result()
+        with pytest.raises(ValueError, match="conversation.on_error=zero or drop continues without it"):
+            pool.step(0, "raise").result()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(NoStep, "which has no method `step`"), (BadReset, "returned the observation 7 from reset")],
+)
+def test_what_is_no_environment_is_named(make, message):
+    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
+        with pytest.raises(ValueError, match="the environment") as caught:
+            pool.reset(0, {"start": 1}).result()
+        assert message in str(caught.value)
+
+
+def test_what_cannot_be_sent_to_a_process_is_named_before_anything_runs():
+    with pytest.raises(ValueError, match="conversation.workers=0 runs environments in the process that trains"):
+        EnvironmentPool(lambda: Adds(), ConversationConfig())
+
+
+def test_replay_gives_the_replies_of_recorded_completions():
+    with EnvironmentPool(Adds, ConversationConfig(workers=0, on_error="zero")) as pool:
+        replies = pool.replay(0, {"start": 1}, ["1", "2"])
+        assert [reply.turn.observation for reply in replies] == ["The sum is 1.", "The sum is 2.", "The sum is 4."]
+        assert [reply.failure for reply in pool.replay(0, {"start": 1}, ["1", "no", "2"])] == ["", "", "error"]
+        # one that failed may begin again
+        assert observed(pool, 0) == []
+        assert pool.reset(0, {"start": 1}).result().turn is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_turns": 0}, "max_turns=0"),
+        ({"max_turn_tokens": 0}, "max_turn_tokens=0"),
+        ({"on_limit": "stop"}, "on_limit='stop'"),
+        ({"credit": "all"}, "credit='all'"),
+        ({"discount": 0.9}, "credit=discount alone"),
+        ({"credit": "discount", "discount": 1.5}, "from 0 to 1"),
+        ({"limit_reward": -1.0}, "on_limit=penalise alone"),
+        ({"on_error": "stop"}, "on_error='stop'"),
+        ({"timeout": 0.0}, "timeout=0.0"),
+        ({"workers": -1}, "workers=-1"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(ValueError, match="=") as caught:
+        ConversationConfig(**settings)
+    assert message in str(caught.value)

@@ -1,0 +1,391 @@
+"""The server: its engine equals `generate`, real clients get what the protocol says, and no client harms another."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_lite.errors import ConfigError
+from tunix_lite.inference.language_model import load
+from tunix_lite.inference.live import live_engine
+from tunix_lite.rollout import sampling
+from tunix_lite.rollout.live import DrawSettings, LiveSequence, NewTokens, TooManyRequests
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.serving.answers import ApiChoice
+from tunix_lite.serving.app import Server, ServerSettings
+from tunix_lite.serving.calls import BadCall, Limits, read_call
+from tunix_lite.serving.metrics import ServerMetrics
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATION = GenerationConfig(max_prompt_length=64, max_new_tokens=48)
+LIMITS = Limits("bundled", 64, 48, 112)
+QUESTIONS = [f"What is {a} + {b} - 3?" for a in (5, 17, 23) for b in (3, 8)]
+ASK = {"model": "bundled", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    # One device: here `generate` and the engine use the devices from two threads, and programs of several devices
+    # would wait for each other.
+    return load("bundled", mesh_shape=((1, 1), ("fsdp", "tp")))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    engine = live_engine(model, GENERATION, RolloutConfig(num_slots=4, chunk=8), max_waiting=8)
+    yield engine
+    engine.close()
+    assert engine.failure is None
+
+
+def sampled(engine, prompts: list[list[int]], draws: list[DrawSettings], limit: int = 48) -> list[NewTokens]:
+    """All tokens of each sequence, when the last has ended."""
+    found = [NewTokens([], [], []) for _ in prompts]
+    ended = [threading.Event() for _ in prompts]
+
+    def callback(i):
+        def on_tokens(new):
+            found[i].tokens.extend(new.tokens)
+            found[i].full_logprobs.extend(new.full_logprobs)
+            found[i].top.extend(new.top)
+            found[i].reason = new.reason
+            if new.reason:
+                ended[i].set()
+
+        return on_tokens
+
+    engine.submit([LiveSequence(p, d, limit, callback(i)) for i, (p, d) in enumerate(zip(prompts, draws))])
+    assert all(event.wait(120) for event in ended)
+    return found
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.5, "top_p": 0.8}])
+def test_the_engine_draws_what_generate_draws(model, engine, how):
+    """More sequences than slots; each alone by `generate`, so nothing that another client asks for can matter."""
+    prompts = [model.tokenizer.prompt(question) for question in QUESTIONS]
+    # Others with other settings stand in the slots beside them.
+    draws = [DrawSettings(seed=7, **how) for _ in prompts]
+    others = [DrawSettings(seed=i, temperature=1.3, top_k=5, min_p=0.01, top_logprobs=2) for i in range(4)]
+    both = sampled(engine, [*prompts, *prompts[:4]], [*draws, *others])
+    settings = GenerationConfig(64, 48, **how)
+    for question, found in zip(QUESTIONS, both):
+        [alone] = model.generate(question, settings, seed=7)
+        assert found.tokens == alone.tokens
+        np.testing.assert_allclose(found.full_logprobs, alone.full_logprobs, atol=1e-5)
+        assert found.reason == alone.finish_reason
+
+
+def test_completions_of_one_prompt_are_those_of_generate(model, engine):
+    prompt = model.tokenizer.prompt(QUESTIONS[0])
+    found = sampled(engine, [prompt] * 6, [DrawSettings(seed=5, generation=i) for i in range(6)])
+    alone = model.generate(QUESTIONS[0], GenerationConfig(64, 48), num_generations=6, seed=5)
+    assert [one.tokens for one in found] == [one.tokens for one in alone]
+
+
+def test_cut_off_by_rows_is_cut_off_by_the_sampler():
+    """Each row against `apply_cutoffs` with the settings of that row, whose tests compare with sorting in float64."""
+    logits = jax.random.normal(jax.random.key(0), (4, 300)) * 3
+    settings = [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (50, 0.9, 0.1)]
+    k, p, m = (jnp.asarray(column)[:, None] for column in zip(*settings))
+    found = np.asarray(sampling.apply_row_cutoffs(logits, k, p, m))
+    for row, (top_k, top_p, min_p) in enumerate(settings):
+        expected = sampling.apply_cutoffs(logits[row : row + 1], top_k, top_p, min_p)
+        np.testing.assert_array_equal(found[row], np.asarray(expected)[0])
+
+
+def test_the_waiting_line_is_bounded_and_cancelled_sequences_leave_it(model, engine):
+    prompt = model.tokenizer.prompt(QUESTIONS[0])
+    heard = []
+    many = [LiveSequence(prompt, DrawSettings(), 48, heard.append) for _ in range(4 + 8 + 1)]
+    with pytest.raises(TooManyRequests, match="at most 8 may"):
+        engine.submit(many)
+    assert engine.num_waiting == 0 and not heard
+
+    engine.submit(many[:12])
+    for one in many[:12]:
+        engine.cancel(one)
+    until(lambda: engine.num_running == 0 and engine.num_waiting == 0)
+
+
+def until(is_true, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# ---- bodies and answers, without a server
+
+
+@pytest.mark.parametrize(
+    "body, field, message",
+    [
+        ([], None, "not a JSON object"),
+        ({}, "messages", "at least one message"),
+        ({"messages": [3]}, "messages", "an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads no other"),
+        (ASK | {"model": "gpt-9"}, "model", "this server has 'bundled'"),
+        (ASK | {"temperature": "hot"}, "temperature", "from 0 to 2"),
+        (ASK | {"temperature": float("nan")}, "temperature", "from 0 to 2"),
+        (ASK | {"max_tokens": 49}, "max_tokens", "from 1 to 48"),
+        (ASK | {"n": True}, "n", "whole number"),
+        (ASK | {"top_p": 0}, "top_p", "greedy"),
+        (ASK | {"stop": ["a"] * 5}, "stop", "up to 4"),
+        (ASK | {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        (ASK | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        (ASK | {"n_predict": 5}, "n_predict", "no field that this server knows"),
+        (ASK | {"messages": [{"role": "user", "content": "1 + " * 99}]}, "messages", "takes up to 64"),
+    ],
+)
+def test_a_wrong_body_is_named_by_its_field(model, body, field, message):
+    with pytest.raises(BadCall, match=message) as raised:
+        read_call(body, True, LIMITS, model.tokenizer)
+    assert raised.value.field == field
+
+
+def test_texts_and_tokens_are_prompts(model):
+    tokenizer = model.tokenizer
+    texts = read_call({"prompt": ["2 + 2", "7"]}, False, LIMITS, tokenizer).prompts
+    assert [tokenizer.decode(ids) for ids in texts] == ["2 + 2", "7"]
+    assert read_call({"prompt": texts[0]}, False, LIMITS, tokenizer).prompts == [texts[0]]
+    with pytest.raises(BadCall, match="token ids are 0 to"):
+        read_call({"prompt": [10**9]}, False, LIMITS, tokenizer)
+
+
+def test_prompt_and_completion_share_the_positions(model):
+    few = Limits("bundled", 64, 48, 60)
+    call = read_call(ASK, True, few, model.tokenizer)
+    assert call.max_tokens == 60 - len(call.prompts[0])
+    with pytest.raises(BadCall, match=f"from 1 to {call.max_tokens}"):
+        read_call(ASK | {"max_tokens": call.max_tokens + 1}, True, few, model.tokenizer)
+
+
+def test_text_that_may_become_a_stop_text_is_held_back(model):
+    """Tokens of `ab`, `c`, `d`... with the stop text `cde`: nothing of it is ever sent."""
+    choice = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
+    sent = []
+    for token in model.tokenizer.encode("so 1 + 2 or 1 + 1 is"):
+        if choice.finish_reason is None:
+            sent.append(choice.add(NewTokens([token], [0.0], [0.0])).text)
+    assert "".join(sent) == choice.text == "so 1 + 2 or "
+    assert choice.finish_reason == "stop"
+    # A text that only begins like it comes whole in the end.
+    other = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
+    tokens = model.tokenizer.encode("so 1 + ")
+    other.add(NewTokens(tokens, [0.0] * len(tokens), [0.0] * len(tokens), reason="length"))
+    assert (other.text, other.finish_reason) == ("so 1 + ", "length")
+
+
+def test_a_histogram_counts_below_its_bounds():
+    metrics = ServerMetrics()
+    metrics.request("/v1/completions", 200, seconds=0.2, first_token=0.03)
+    metrics.request("/v1/completions", 200, seconds=70.0)
+    lines = metrics.text({"slots": 4}, {"tokens_total": 12}).splitlines()
+    assert 'tunix_lite_requests_total{path="/v1/completions",status="200"} 2' in lines
+    assert 'tunix_lite_request_seconds_bucket{le="0.1"} 0' in lines
+    assert 'tunix_lite_request_seconds_bucket{le="0.25"} 1' in lines
+    assert 'tunix_lite_request_seconds_bucket{le="+Inf"} 2' in lines
+    assert "tunix_lite_time_to_first_token_seconds_count 1" in lines
+    assert "tunix_lite_slots 4" in lines and "tunix_lite_tokens_total 12" in lines
+
+
+# ---- over HTTP
+
+
+@contextmanager
+def listening(engine, model, **settings):
+    """The server in a thread of its own; yields its address. Signals are the main thread's, so it ends by a task."""
+    from aiohttp import web
+
+    server = Server(engine, model.tokenizer, LIMITS, ServerSettings(port=0, **settings))
+    loop = asyncio.new_event_loop()
+    address = []
+    ready = threading.Event()
+    stop = asyncio.Event()
+
+    async def main():
+        runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def client(engine, model):
+    openai = pytest.importorskip("openai")
+    with listening(engine, model) as address:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_a_real_client_gets_what_generate_gives(model, client):
+    [greedy] = model.generate(QUESTIONS[0], GenerationConfig(64, 48, temperature=0.0))
+    answer = client.chat.completions.create(**ASK, temperature=0, logprobs=True, top_logprobs=2)
+    [choice] = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (greedy.text, "stop")
+    values = [one.logprob for one in choice.logprobs.content]
+    np.testing.assert_allclose(values, greedy.full_logprobs, atol=1e-5)
+    # Greedy takes the first of the likeliest.
+    assert all(one.top_logprobs[0].token == one.token for one in choice.logprobs.content)
+    prompt = len(model.tokenizer.prompt(QUESTIONS[0]))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(greedy.tokens))
+
+    several = model.generate(QUESTIONS[0], GenerationConfig(64, 48), num_generations=3, seed=11)
+    answer = client.chat.completions.create(**ASK, n=3, seed=11, extra_body={"return_token_ids": True})
+    assert [choice.token_ids for choice in answer.choices] == [one.tokens for one in several]
+    assert [model.id for model in client.models.list()] == ["bundled"]
+
+
+def test_a_stream_is_the_answer_in_pieces(client):
+    options = {"seed": 4, "n": 2, "stream_options": {"include_usage": True}}
+    whole = client.chat.completions.create(**ASK, seed=4, n=2)
+    texts = ["", ""]
+    reasons = [None, None]
+    usage = None
+    for chunk in client.chat.completions.create(**ASK, stream=True, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_completions_echo_stop_and_count(model, client):
+    stopped = client.chat.completions.create(**ASK, temperature=0, stop=" is")
+    [greedy] = model.generate(QUESTIONS[0], GenerationConfig(64, 48, temperature=0.0))
+    assert " is" in greedy.text
+    assert stopped.choices[0].message.content == greedy.text.split(" is")[0]
+    assert stopped.choices[0].finish_reason == "stop"
+    answer = client.completions.create(model="bundled", prompt=["2 + 2 =", "7"], max_tokens=3, echo=True, logprobs=1)
+    assert [choice.text.startswith(text) for choice, text in zip(answer.choices, ["2 + 2 =", "7"])] == [True, True]
+    assert all(len(choice.logprobs.tokens) <= 3 for choice in answer.choices)
+
+
+def test_errors_are_those_that_clients_know(client):
+    import openai
+
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat.completions.create(**ASK | {"model": "gpt-9"})
+    assert raised.value.body["code"] == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="from 0 to 2"):
+        client.chat.completions.create(**ASK, temperature=5)
+    with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(**ASK, n=100)
+
+
+def raw(address: str, data: bytes) -> bytes:
+    """What the server answers to these bytes; the connection closes after it."""
+    import socket
+
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def post(body: bytes, path: str = "/v1/chat/completions", more: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
+    return head.encode() + body
+
+
+def test_clients_that_send_garbage_or_vanish_harm_nobody(model, engine):
+    with listening(engine, model, max_body=10_000) as address:
+        assert b"400" in raw(address, post(b'{"model"')).split(b"\r\n")[0]
+        assert b"400" in raw(address, post(b"[" * 5_000)).split(b"\r\n")[0]
+        assert b"413" in raw(address, post(b"x" * 20_000)).split(b"\r\n")[0]
+        assert b"400" in raw(address, b"\x16\x03\x01 what\r\n\r\n").split(b"\r\n")[0]
+        assert b"404" in raw(address, post(b"{}", "/v1/images")).split(b"\r\n")[0]
+
+        # Clients that ask for a stream and go away: their slots are free again.
+        import socket
+
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps(ASK | {"stream": True, "n": 8}).encode()
+        for _ in range(3):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(post(body))
+                connection.recv(10)
+        until(lambda: engine.num_running == 0 and engine.num_waiting == 0)
+        answer = raw(address, post(json.dumps(ASK | {"temperature": 0}).encode()))
+        [greedy] = model.generate(QUESTIONS[0], GenerationConfig(64, 48, temperature=0.0))
+        assert json.dumps(greedy.text).encode() in answer
+
+
+def test_a_key_is_asked_for(model, engine):
+    with listening(engine, model, api_key="open sesame") as address:
+        body = json.dumps(ASK | {"max_tokens": 1}).encode()
+        assert b"401" in raw(address, post(body)).split(b"\r\n")[0]
+        assert b"401" in raw(address, post(body, more="Authorization: Bearer open\r\n")).split(b"\r\n")[0]
+        assert b"200" in raw(address, post(body, more="Authorization: Bearer open sesame\r\n")).split(b"\r\n")[0]
+        assert (
+            b"200" in raw(address, b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").split(b"\r\n")[0]
+        )
+
+
+@pytest.mark.wide
+def test_sigterm_lets_requests_under_way_end(tmp_path):
+    command = [sys.executable, "-m", "tunix_lite", "serve", "port=0", "generation.max_prompt_length=64"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen([*command, "rollout.chunk=1"], cwd=ROOT, stderr=log, env=environment)
+    try:
+        until(lambda: "/v1" in (tmp_path / "log").read_text() or process.poll() is not None, 120)
+        said = (tmp_path / "log").read_text()
+        address = said.split("/v1")[0].split()[-1]
+        answers = []
+        body = json.dumps(ASK | {"seed": 1, "temperature": 2, "n": 16}).encode()
+        asking = threading.Thread(target=lambda: answers.append(raw(address, post(body))))
+        asking.start()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        asking.join(60)
+        assert b"200" in answers[0].split(b"\r\n")[0], answers
+        assert answers[0].count(b'"finish_reason": "') == 16
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def test_serve_says_what_it_cannot_do(model):
+    with pytest.raises(ValueError, match="repetition_penalty is not supported"):
+        live_engine(model, GenerationConfig(64, 48, repetition_penalty=1.1), RolloutConfig())
+    from tunix_lite.commands.serve import ServeConfig, serve_model
+
+    with pytest.raises(ValueError, match="port=70000"):
+        ServeConfig(port=70000)
+    with pytest.raises(ConfigError, match="api_key_variable=NO_SUCH_KEY"):
+        serve_model(None, ServeConfig(api_key_variable="NO_SUCH_KEY"))

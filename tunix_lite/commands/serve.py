@@ -1,0 +1,129 @@
+"""`tunix-lite serve checkpoint=outputs/latest`: a model behind the OpenAI API."""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+
+import jax
+
+from tunix_lite.commands import program
+from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.inference.live import live_engine
+from tunix_lite.plain_text import visible
+from tunix_lite.serving.app import EngineFailed, Server, ServerSettings
+from tunix_lite.serving.calls import Limits
+
+
+@dataclass(frozen=True)
+class ServeConfig(WhichWeights):
+    """Where the server listens, and what it lets clients do."""
+
+    # Address to listen on. 127.0.0.1 answers this machine only, 0.0.0.0 every network.
+    host: str = "127.0.0.1"
+    # Port to listen on. 0 takes a free one.
+    port: int = 8000
+    # Name of the model for clients. null takes that of the checkpoint's folder or of the model.
+    served_name: str | None = None
+    # Environment variable that holds the API key. null asks clients for none.
+    api_key_variable: str | None = None
+    # Sequences that may wait for a slot. A request beyond them is answered with 429.
+    max_waiting: int = 256
+    # Bytes of a request, at most.
+    max_body: int = 1048576
+    # Seconds that a request may take, waiting included.
+    request_seconds: float = 600.0
+    # Seconds that requests under way may take after SIGTERM or Ctrl-C.
+    stop_seconds: float = 30.0
+
+    def __post_init__(self):
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port}; it is 0 to 65535")
+        for name in ("max_waiting", "max_body", "request_seconds", "stop_seconds"):
+            if getattr(self, name) < (0 if name in ("max_waiting", "stop_seconds") else 1):
+                raise ValueError(f"{name}={getattr(self, name)} is too small")
+        super().__post_init__()
+
+
+def main() -> None:
+    program.run_command("serve", ServeConfig, serve_model, positional="checkpoint")
+
+
+def serve_model(run: RunConfig, settings: ServeConfig) -> None:
+    """Loads the model and answers requests until a signal ends it.
+
+    Raises ConfigError where the settings cannot be right, or the port is taken.
+    """
+    _check_aiohttp()
+    key = _api_key(settings)
+    if jax.process_count() > 1:
+        raise ConfigError("serve runs in one process; start one server on each machine")
+    model = open_chosen_model(run, settings)
+    with error_context("serve"):
+        engine = live_engine(model, run.generation, run.rollout, settings.max_waiting)
+    generation = engine.spec.generation
+    limits = Limits(
+        settings.served_name or _name_of(model),
+        generation.max_prompt_length,
+        generation.max_new_tokens,
+        min(engine.spec.max_length, model.cfg.max_positions),
+    )
+    how = ServerSettings(
+        host=settings.host,
+        port=settings.port,
+        api_key=key,
+        max_body=settings.max_body,
+        request_seconds=settings.request_seconds,
+        stop_seconds=settings.stop_seconds,
+    )
+    server = Server(engine, model.tokenizer, limits, how)
+    try:
+        asyncio.run(server.run(lambda address: _say(server, address)))
+    except OSError as error:
+        raise ConfigError(f"host={settings.host} port={settings.port}: {error}") from error
+    except EngineFailed as error:
+        raise SystemExit(f"error: {error}") from error
+    finally:
+        engine.close()
+
+
+def _check_aiohttp() -> None:
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("serve needs aiohttp: pip install 'tunix_lite[serve]'") from error
+
+
+def _api_key(settings: ServeConfig) -> str | None:
+    """The key in the environment; on the command line everybody on the machine would see it."""
+    name = settings.api_key_variable
+    if name is None:
+        return None
+    if not os.environ.get(name):
+        raise ConfigError(f"api_key_variable={name}: this environment variable is not set")
+    return os.environ[name]
+
+
+def _name_of(model: LanguageModel) -> str:
+    return model.run.resolve().name if model.run is not None else model.source.name
+
+
+def _say(server: Server, address: str) -> None:
+    """What the terminal shows once the server listens."""
+    limits = server.limits
+    lines = [
+        f"model {limits.model_name}: {address}/v1",
+        f"{server.engine.num_slots} slots, prompts of up to {limits.max_prompt_length} tokens, "
+        f"completions of up to {limits.max_new_tokens}",
+    ]
+    if server.settings.api_key is None and server.settings.host not in (
+        "127.0.0.1",
+        "localhost",
+        "::1",
+    ):
+        lines.append("no API key: everybody who reaches this address can use it")
+    for line in lines:
+        print(visible(line), file=sys.stderr, flush=True)

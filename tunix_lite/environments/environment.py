@@ -1,0 +1,252 @@
+"""An environment: an object that answers the completions of the model in a conversation.
+
+Anything with `reset` and `step` is one. Both may be plain or async. What they return may be a
+`Turn`, or what environments of other projects return: gymnasium's tuple, a plain tuple, a dict, or
+an object with `observation`, `reward` and `done`.
+"""
+
+import asyncio
+import copy
+import inspect
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tunix_lite.rewards.worker import KEPT, short_repr
+
+# who speaks in what an environment answers
+ROLES = ("system", "user", "tool", "environment", "developer")
+# names of the parts of a turn, in a dict or as attributes; the first that is there counts
+OBSERVATION = ("observation", "observations", "obs")
+DONE = ("done", "terminated")
+# keys of a message beside its role and content
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a completion.
+
+    observation: the text that the model reads next, or messages ({role, content} each). reward: for
+    this completion. done: whether the conversation is over; then nobody reads the observation.
+    info: flags and numbers by name, for metrics.
+
+    Example: Turn("Higher.", reward=0.1) lets the conversation go on.
+    """
+
+    observation: str | list[dict]
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, bool | int | float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One conversation. A run makes a fresh object for each.
+
+    Example: class Echo with reset(example) -> None and step(completion) -> Turn(completion).
+    """
+
+    def reset(self, example: dict) -> str | list[dict] | None:
+        """Begins the conversation about an example. Returns the prompt: a user's message, or
+        messages. None: the prompt of the task. What happens later depends on nothing but the
+        example and the completions."""
+
+    def step(self, completion: str) -> Turn:
+        """The answer to a completion of the model."""
+
+
+class NotATurn(Exception):
+    """What an environment is or returned, in words."""
+
+
+def fresh(make: Any) -> Any:
+    """A new environment. make: a function that returns one; or one that was not used, of which this
+    is a copy. Raises NotATurn if a method is missing."""
+    is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
+    environment = copy.deepcopy(make) if is_one else make()
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            raise NotATurn(
+                f"is {short_repr(environment)}, which has no method `{name}`; an environment has "
+                "reset(example) and step(completion)"
+            )
+    return environment
+
+
+def call_reset(environment: Any, example: dict, loop: "Loop") -> str | list[dict] | None:
+    """The prompt with which the environment begins; None: that of the task.
+
+    A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
+    example, and the example as its options, as far as it takes them.
+    """
+    reset = environment.reset
+    value = loop.finish(_call_with(reset, example))
+    # gymnasium: observation and info
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = value[0]
+    if value is None:
+        return None
+    return _read_observation(_part(value, OBSERVATION, value), "reset")
+
+
+def call_step(environment: Any, completion: str, loop: "Loop") -> Turn:
+    """The turn that the environment answers to a completion. Raises NotATurn."""
+    return read_turn(loop.finish(environment.step(completion)))
+
+
+def read_turn(value: Any) -> Turn:
+    """What `step` returned as a Turn. Raises NotATurn for anything that is not listed above."""
+    observation, reward, done, info = _parts(value)
+    done = _read_done(done)
+    if observation is None and done:
+        observation = ""
+    observation = _read_observation(observation, "step")
+    return Turn(observation, _read_reward(reward), done, _read_info(info))
+
+
+def _parts(value: Any) -> tuple[Any, Any, Any, Any]:
+    """Observation, reward, done and info of what `step` returned."""
+    if isinstance(value, Turn):
+        return value.observation, value.reward, value.done, value.info
+    if isinstance(value, tuple) and len(value) == 5:
+        observation, reward, terminated, truncated, info = value
+        return observation, reward, _read_done(terminated) or _read_done(truncated), info
+    if isinstance(value, tuple) and (len(value) == 3 or len(value) == 4):
+        return *value[:3], value[3] if len(value) == 4 else {}
+    absent = object()
+    observation = absent if isinstance(value, str | tuple) else _part(value, OBSERVATION, absent)
+    if observation is absent:
+        raise NotATurn(
+            f"returned {short_repr(value)} from step; it is Turn(observation, reward, done), a "
+            "tuple (observation, reward, done), gymnasium's tuple of five, or a dict of these names"
+        )
+    done = _read_done(_part(value, DONE, False)) or _read_done(_part(value, ("truncated",), False))
+    return observation, _part(value, ("reward",), 0.0), done, _part(value, ("info",), {})
+
+
+def _part(value: Any, names: tuple[str, ...], default: Any) -> Any:
+    """The first entry or attribute of one of these names."""
+    for name in names:
+        if isinstance(value, Mapping) and name in value:
+            return value[name]
+        if not isinstance(value, Mapping | str | list) and hasattr(value, name):
+            return getattr(value, name)
+    return default
+
+
+def _read_observation(value: Any, where: str) -> str | list[dict]:
+    if isinstance(value, str):
+        _check_length(value, where)
+        return str(value)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise NotATurn(
+            f"returned the observation {short_repr(value)} from {where}; it is a text, or a list "
+            "of messages {role, content}"
+        )
+    return [_read_message(message, where) for message in value]
+
+
+def _read_message(message: Any, where: str) -> dict:
+    is_message = (
+        isinstance(message, Mapping)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+        and set(message) <= set(MESSAGE_KEYS)
+        and all(isinstance(item, str) for item in message.values())
+    )
+    if not is_message:
+        raise NotATurn(
+            f"returned {short_repr(message)} as a message from {where}; it has a role "
+            f"({', '.join(ROLES)}) and a content, which is text"
+        )
+    _check_length(message["content"], where)
+    return {key: str(item) for key, item in message.items()}
+
+
+def _check_length(text: str, where: str) -> None:
+    if len(text) > KEPT:
+        raise NotATurn(
+            f"returned an observation of {len(text):,} characters from {where}; {KEPT:,} is the "
+            "most"
+        )
+
+
+def _read_reward(value: Any) -> float:
+    """A finite number; None, which some projects have before the end, is 0."""
+    if value is None:
+        return 0.0
+    try:
+        reward = float(value) if hasattr(value, "__float__") else math.nan
+    except (OverflowError, TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise NotATurn(f"returned the reward {short_repr(value)} from step; it is a finite number")
+    return reward
+
+
+def _read_done(value: Any) -> bool:
+    # numpy has a bool of its own, which has one item
+    item = value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
+    if not isinstance(item, bool):
+        raise NotATurn(f"returned done={short_repr(value)} from step; it is True or False")
+    return item
+
+
+def _read_info(value: Any) -> dict[str, bool | int | float]:
+    """What of it is a flag or a finite number; environments keep many other things there."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {
+        str(name): item
+        for name, item in value.items()
+        if type(item) in (bool, int) or (type(item) is float and math.isfinite(item))
+    }
+
+
+# ---- calls of methods
+
+
+class Loop:
+    """The event loop on which async environments of a process run.
+
+    Example: Loop().finish(environment.step("7")) is the turn, whether or not `step` is async.
+    """
+
+    def __init__(self):
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def finish(self, value: Any) -> Any:
+        """The value, or what it comes to if it is awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await value
+
+        return self._loop.run_until_complete(wait())
+
+
+def _call_with(reset: Callable, example: dict) -> Any:
+    try:
+        signature = inspect.signature(reset)
+    except (TypeError, ValueError):
+        return reset(example)
+    try:
+        signature.bind(example)
+    except TypeError:
+        known = signature.parameters
+        given = {"seed": seed_of(example), "options": dict(example)}
+        return reset(**{name: value for name, value in given.items() if name in known})
+    return reset(example)
+
+
+def seed_of(example: dict) -> int:
+    """A number from 0 to 2^32 - 1 that depends on nothing but the example."""
+    return zlib.crc32(json.dumps(example, sort_keys=True, default=str).encode())

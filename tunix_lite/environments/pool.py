@@ -1,0 +1,265 @@
+"""Environments in processes that can be killed: none of them can hang, crash or end the run.
+
+The processes are those of rewards (rewards/pool.py). A conversation lives in one of them. When
+that process is gone, the next one gets the conversation anew: it begins it with its example and
+steps through the completions that were recorded. So an environment must answer the same
+completions in the same way, and its state is nowhere else.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from tunix_lite.environments.environment import (
+    Loop,
+    NotATurn,
+    Turn,
+    call_reset,
+    call_step,
+    fresh,
+)
+from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
+from tunix_lite.rewards.worker import NotANumber, short_repr
+
+# how an environment may fail
+FAILURES = ("error", "timeout", "crash", "not_a_turn")
+# times that one call is made again because its process was lost by other conversations
+MOST_REPLAYS = 100
+NAME = "environment"
+
+
+class Reply(NamedTuple):
+    """What came of a call. turn: of a reset, its observation alone, or None for the task's own
+    prompt. failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
+
+    Example: Reply(Turn("Higher."), seconds=0.001).
+    """
+
+    turn: Turn | None
+    failure: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+
+class _NotATurn(NotANumber):
+    kind = "not_a_turn"
+
+
+class Conversations:
+    """The conversations of a process: what a worker calls. Its answers are JSON.
+
+    Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is `null` if conversation
+    3 is not in this process, or not at this turn.
+    """
+
+    def __init__(self, make: Any):
+        self.make = make
+        self._loop = Loop()
+        # by number: the environment, and how many completions it has answered
+        self._live: dict[int, tuple[Any, int]] = {}
+
+    def __reduce__(self) -> tuple:
+        return Conversations, (self.make,)
+
+    def __call__(self, completion: str, call: dict) -> str:
+        began = time.perf_counter()
+        number = call["id"]
+        try:
+            if call["do"] == "reset":
+                environment = fresh(self.make)
+                prompt = call_reset(environment, call["example"], self._loop)
+                self._live[number] = (environment, 0)
+                found = [prompt, 0.0, False, {}]
+            elif call["do"] == "close":
+                environment, _ = self._live.pop(number, (None, 0))
+                if callable(close := getattr(environment, "close", None)):
+                    self._loop.finish(close())
+                found = ["", 0.0, True, {}]
+            else:
+                environment, turns = self._live.pop(number, (None, -1))
+                if turns != call["turn"]:
+                    return "null"
+                turn = call_step(environment, completion, self._loop)
+                # one that fails stays out
+                self._live[number] = (environment, turns + 1)
+                found = [turn.observation, turn.reward, turn.done, turn.info]
+        except NotATurn as error:
+            raise _NotATurn(str(error)) from error
+        return json.dumps([*found, time.perf_counter() - began])
+
+
+@dataclass
+class _Conversation:
+    """One conversation, as the run knows it."""
+
+    number: int
+    place: int
+    example: dict
+    # what was answered so far, that of reset first, and the completions between
+    turns: list[Turn | None] = field(default_factory=list)
+    completions: list[str] = field(default_factory=list)
+    failed: bool = False
+
+
+class EnvironmentPool:
+    """Environments in `settings.workers` processes or, if that is 0, here and now. A context
+    manager.
+
+    make: a function that returns an environment, or an environment that was not used yet. A row has
+    one conversation at a time, and a conversation one call.
+
+    Example: with EnvironmentPool(GuessingGame, ConversationConfig()) as pool:
+    pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward
+    """
+
+    def __init__(self, make: Callable | Any, settings: ConversationConfig):
+        self.settings = settings
+        own = RewardsConfig("drop", settings.timeout, min(settings.workers, 1))
+        self._pools = [
+            Pool({NAME: Conversations(make)}, own, group="conversation")
+            for _ in range(max(1, settings.workers))
+        ]
+        self._numbers = itertools.count()
+        self._rows: dict[int, _Conversation] = {}
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pool in self._pools:
+            pool.close()
+
+    def reset(self, row: int, example: dict) -> "Future[Reply]":
+        """Begins the conversation of a row about an example. The future raises ValueError if the
+        environment fails and on_error=raise."""
+        self.close(row)
+        place = row % len(self._pools)
+        # nobody asks this pool for them, and they would only grow
+        self._pools[place].taken_seconds()
+        self._rows[row] = _Conversation(next(self._numbers), place, example)
+        return self._begin(self._rows[row], None)
+
+    def step(self, row: int, completion: str) -> "Future[Reply]":
+        """Gives the environment of a row the next completion. The future raises ValueError if the
+        environment fails and on_error=raise, and if there is no conversation to go on with."""
+        conversation = self._rows.get(row)
+        if conversation is None or conversation.failed or not conversation.turns:
+            raise ValueError(f"row {row} has no conversation to go on with: call reset first")
+        return self._begin(conversation, completion)
+
+    def replay(self, row: int, example: dict, completions: list[str]) -> "list[Reply]":
+        """Begins a conversation and steps through recorded completions, as a run does that resumes.
+        Returns the replies, that of reset first; the last one may be a failure."""
+        replies = [self.reset(row, example).result()]
+        for completion in completions:
+            if replies[-1].failure:
+                break
+            replies.append(self.step(row, completion).result())
+        return replies
+
+    def close(self, row: int) -> None:
+        """Ends the conversation of a row, if there is one, and calls `close` of its environment."""
+        conversation = self._rows.pop(row, None)
+        if conversation is not None and conversation.turns and not conversation.failed:
+            call = {"do": "close", "id": conversation.number}
+            self._pools[conversation.place].submit("", call)
+
+    # ---- a call, and the calls that come before it where the process is new
+
+    def _begin(self, conversation: _Conversation, completion: str | None) -> "Future[Reply]":
+        """completion: None resets."""
+        reply: Future = Future()
+        done = len(conversation.completions)
+        _Call(self, conversation, completion, reply).submit(0 if completion is None else done + 1)
+        return reply
+
+
+@dataclass
+class _Call:
+    """A call of an environment, on its way: place 0 is the reset, place n the n-th completion."""
+
+    pool: EnvironmentPool
+    conversation: _Conversation
+    completion: str | None
+    reply: Future
+    replays: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def last(self) -> int:
+        return 0 if self.completion is None else len(self.conversation.completions) + 1
+
+    def submit(self, at: int) -> None:
+        """Makes the call at this place; what follows it is made when it is answered."""
+        conversation = self.conversation
+        texts = [*conversation.completions, self.completion or ""]
+        call = {"do": "step", "id": conversation.number, "turn": at - 1}
+        if at == 0:
+            call = {"do": "reset", "id": conversation.number, "example": conversation.example}
+        called = self.pool._pools[conversation.place].submit(texts[at - 1] if at else "", call)
+        called.add_done_callback(partial(self._answered, at))
+
+    def _answered(self, at: int, called: Future) -> None:
+        """In the thread that feeds the worker."""
+        try:
+            self._take(at, called.result()[NAME])
+        except BaseException as error:
+            # else nobody would ever hear of it
+            with suppress(Exception):
+                self.reply.set_exception(error)
+
+    def _take(self, at: int, found: Outcome) -> None:
+        kind, value = found
+        if kind:
+            self._fail(kind, value, at)
+            return
+        answer = json.loads(value)
+        if answer is None:
+            self.replays += 1
+            if self.replays > MOST_REPLAYS:
+                self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
+                return
+            self.submit(0)
+            return
+
+        # a call that is made again must be answered as the first time
+        observation, reward, done, info, seconds = answer
+        turn = None if observation is None else Turn(observation, reward, done, info)
+        conversation = self.conversation
+        if at < self.last:
+            if turn != conversation.turns[at]:
+                before = short_repr(conversation.turns[at])
+                self._fail(
+                    "error",
+                    f"answered {short_repr(turn)}, and {before} before its process was lost; what "
+                    "it answers must depend on the example and the completions alone,",
+                    at,
+                )
+                return
+            self.submit(at + 1)
+            return
+        conversation.turns.append(turn)
+        if self.completion is not None:
+            conversation.completions.append(self.completion)
+        self.reply.set_result(Reply(turn, seconds=seconds))
+
+    def _fail(self, kind: str, how: str | None, at: int) -> None:
+        settings = self.pool.settings
+        self.conversation.failed = True
+        if kind == "timeout":
+            how = f"took more than conversation.timeout={settings.timeout:g} seconds"
+        texts = [*self.conversation.completions, self.completion or ""]
+        what = f"the completion {short_repr(texts[at - 1])}"
+        if at == 0:
+            what = f"the example {short_repr(self.conversation.example)}"
+        message = f"the environment {how} for {what}"
+        if settings.on_error == "raise":
+            raise ValueError(f"{message}; conversation.on_error=zero or drop continues without it")
+        self.reply.set_result(Reply(None, kind, message, time.monotonic() - self.began))

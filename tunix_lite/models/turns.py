@@ -1,0 +1,164 @@
+"""The tokens that stand between two turns of the model in a conversation.
+
+What the model has sampled is never tokenised again: its tokens stay, and the tokens of what was
+answered follow. They are those with which the chat template would go on. To find them, it writes a
+conversation in which the model's turn is a placeholder; what follows the placeholder is tokenised.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.plain_text import escaped
+
+# Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
+# break.
+PLACEHOLDER = "PlaceholderOfTheTurn"
+# Answers whose tokens are kept: the conversations of a group often hear the same.
+MOST_KEPT = 4096
+SPECIAL_TOKENS = ("text", "control", "error")
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """A tokenizer that writes what is answered to a turn.
+
+    special_tokens_in_data: whether a special token that an answer spells is letters (text), the
+    token (control), or an error. variables: go to the chat template, such as `tools`.
+
+    Example: TurnTokens(tokenizer).between([{"role": "user", "content": "Higher."}], ended=True)
+    decodes to "\\n<start_of_turn>user\\nHigher.<end_of_turn>\\n<start_of_turn>model\\n" (Gemma).
+    """
+
+    tokenizer: Tokenizer
+    special_tokens_in_data: str = "text"
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.special_tokens_in_data not in SPECIAL_TOKENS:
+            raise ValueError(
+                f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or "
+                "error"
+            )
+
+    def prompt(self, asked: str | list[dict]) -> list[int]:
+        """The tokens of the prompt with which a conversation begins: a user's message, or
+        messages."""
+        if isinstance(asked, str):
+            return self.tokenizer.prompt(self._as_data(asked), **self.variables)
+        return self.tokenizer.prompt(self._quoted(asked), **self.variables)
+
+    def between(self, messages: str | list[dict], ended: bool) -> list[int]:
+        """The tokens from the last one that the model sampled in a turn to the first one that it
+        samples in the next.
+
+        messages: what was answered, {role, content} each; a text is a user's message. ended:
+        whether the turn's last token is one that ends it; else it was cut, and the token that ends
+        it comes first here. Without a chat template, what was answered stands there as it is.
+
+        Raises ValueError where the chat template refuses these messages.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        key = (tuple(tuple(sorted(message.items())) for message in messages), bool(ended))
+        if key not in self._kept:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = tuple(self._between(messages, ended))
+        return list(self._kept[key])
+
+    @cached_property
+    def _kept(self) -> dict[tuple, tuple[int, ...]]:
+        return {}
+
+    def _between(self, messages: list[dict], ended: bool) -> list[int]:
+        tokenizer = self.tokenizer
+        answered = self._quoted(messages)
+        contents = [message["content"] for message in answered]
+        if not tokenizer.has_chat_template:
+            return tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+
+        def write(read: Callable) -> str:
+            return placeholder + self._after_the_turn(_read(answered, read), placeholder)
+
+        # Tokenised behind the placeholder, so that nothing is put before the text, as some
+        # tokenizers do at the beginning.
+        placeholder = _absent(PLACEHOLDER, messages)
+        before = tokenizer.encode(placeholder)
+        ids = tokenizer.written_ids(write, *contents)
+        if ids[: len(before)] != before:
+            ids = tokenizer.written_ids(
+                lambda read: self._after_the_turn(_read(answered, read), placeholder), *contents
+            )
+            before = []
+        ids = ids[len(before) :]
+        return self._behind_the_end(ids) if ended else ids
+
+    def _after_the_turn(self, messages: list[dict], placeholder: str) -> str:
+        """What the chat template writes from the end of a turn of the model on."""
+        before = [
+            {"role": "user", "content": "Question"},
+            {"role": "assistant", "content": placeholder},
+        ]
+        try:
+            written = self.tokenizer.chat([*before, *messages], **self.variables)
+        except ValueError as error:
+            raise ValueError(f"{error}; {_wanted(messages)}") from error
+        if written.count(placeholder) != 1:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.folder} does not write the text of the "
+                "assistant once, as it is, so a conversation cannot go on after it"
+            )
+        after = written.partition(placeholder)[2]
+        lost = [text for m in messages if (text := m["content"].strip()) and text not in after]
+        if lost:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.folder} does not write the message "
+                f"'{escaped(lost[0], 80)}' as it is; {_wanted(messages)}"
+            )
+        return after
+
+    def _behind_the_end(self, ids: list[int]) -> list[int]:
+        """What follows the first token that ends a turn; all, where the template writes none."""
+        ends = self.tokenizer.eos_ids
+        first = next((place for place, token in enumerate(ids) if token in ends), None)
+        return ids if first is None else ids[first + 1 :]
+
+    # ---- special tokens in what was answered
+
+    def _quoted(self, messages: list[dict]) -> list[dict]:
+        return [message | {"content": self._as_data(message["content"])} for message in messages]
+
+    def _as_data(self, text: str) -> str | Quoted:
+        spelled = self.tokenizer.special_in(text)
+        if not spelled or self.special_tokens_in_data == "control":
+            return text
+        if self.special_tokens_in_data == "text":
+            return Quoted(text, tuple(spelled))
+        start, end = spelled[0]
+        raise ValueError(
+            f"'{escaped(text, 80)}' holds the special token {text[start:end]!r}; "
+            "task.special_tokens_in_data=text takes it as mere letters, control as the token"
+        )
+
+
+def _read(messages: list[dict], read: Callable) -> list[dict]:
+    return [message | {"content": read(message["content"])} for message in messages]
+
+
+def _absent(text: str, messages: list[dict]) -> str:
+    """The text, made longer until no message holds it."""
+    while any(text in message["content"] for message in messages):
+        text += "s"
+    return text
+
+
+def _wanted(messages: list[dict]) -> str:
+    """What an environment may answer instead, in words."""
+    roles = ", ".join(message["role"] for message in messages) or "none"
+    return (
+        f"what follows a turn of the model has the roles {roles} here; one message of the role "
+        "user is what every chat template takes"
+    )

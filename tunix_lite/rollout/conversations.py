@@ -1,0 +1,597 @@
+"""Conversations: a slot keeps its sequence while an environment answers, and goes on from there.
+
+When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot by
+extend.py, and decoding goes on; nothing is read or tokenised a second time. While the partner
+thinks, the other slots decode. Where sequences wait for a slot, the cache of one that waits for its
+partner may be kept on the host meanwhile (it is parked).
+
+When answers come is a matter of the clock; what is sampled is not. A token depends on its own
+sequence, and on a random key that follows from its prompt, its generation and the number of tokens
+that the conversation has sampled before.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.mesh import axis_size
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.engine import (
+    RolloutArrays,
+    make_generate,
+    make_prepare,
+    sampler_spec,
+)
+from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.programs import Slots, make_programs
+from tunix_lite.rollout.requests import Request, check_prompts, not_finite
+from tunix_lite.rollout.scheduler import (
+    RolloutScheduler,
+    padded_width,
+    prompt_blocks,
+    prompt_widths,
+)
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.types import (
+    Conversation,
+    Metrics,
+    Params,
+    Prompts,
+    Rollout,
+    SampledTurn,
+    TurnReply,
+)
+
+# The share of the host's free memory that parked caches may take, all of them together.
+PARKED_SHARE = 0.25
+
+
+class Partner(Protocol):
+    """Who answers the turns of the rows of a rollout, such as environments."""
+
+    # of a conversation, at most
+    max_turns: int
+    # of a turn, at most; None: as many as the conversation has left
+    max_turn_tokens: int | None
+    # of each row, where environments begin with texts of their own; None: those of the task
+    prompts: Prompts | None
+
+    def submit(self, row: int, tokens: list[int], ended: bool) -> None:
+        """Takes a turn. ended: its last token is one that ends a turn; else it was cut."""
+
+    def replies(self, wait: bool) -> dict[int, TurnReply]:
+        """Answers that have come, by row. wait: at least one. All processes get the same."""
+
+
+@dataclass
+class Talk:
+    """A conversation under way, from the host's side.
+
+    Example: `Talk(number=3, row=3, request=request)`, not begun yet; later its `slot` is 0.
+    """
+
+    # of its request in the queue
+    number: int
+    # of the rollout
+    row: int
+    # its `tokens` are all after the prompt, answers included
+    request: Request
+    # the slot that holds it; None: none does
+    slot: int | None = None
+    # a copy of its slot on the host
+    parked: Slots | None = None
+    # [begin, end) of each turn among the tokens, and its answer
+    turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
+    # where the turn that is being sampled begins
+    begin: int = 0
+    num_sampled: int = 0
+    # whether its partner has yet to answer
+    is_waiting: bool = False
+    # chunks that were decoded since it waits
+    chunks_waited: int = 0
+    # the answer that is to be appended
+    answer: TurnReply | None = None
+    # as Conversation.ended; "": it is under way
+    ended: str = ""
+
+    @property
+    def last_turn(self) -> list[int]:
+        """The tokens of its last turn: rewards of the task are about them."""
+        begin, end, _ = self.turns[-1]
+        return self.request.tokens[begin:end]
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether its slot runs."""
+        return self.slot is not None and not self.is_waiting and self.answer is None
+
+
+class ConversationScheduler:
+    """The conversations of a rollout under way. The host alone gives slots, and frees them.
+
+    Example: 16 conversations in 4 slots. Each call of `advance` appends answers, gives free slots
+    to others, and decodes a chunk.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutScheduler,
+        programs: TurnPrograms,
+        partner: Partner,
+        asked: "ConversationRequests",
+        parks: bool,
+        ends: dict[int, str],
+        tokenizer: Tokenizer | None = None,
+    ):
+        """engine: whose slots and queue they are, nothing started. parks: whether slots that wait
+        are given to others. ends: the tokens that end a turn."""
+        self.engine = engine
+        self.programs = programs
+        self.partner = partner
+        self.parks = parks
+        self.ends = ends
+        self.tokenizer = tokenizer
+        self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(asked.rows)]
+        self.asked = asked
+        self.by_row = {talk.row: talk for talk in self.talks}
+        self.by_slot: list[Talk | None] = [None] * engine.num_slots
+        self.num_appended = 0
+        self.num_parked = 0
+        # Slots that decoded, and that held a sequence, summed over chunks.
+        self.slots_decoding = 0
+        self.slots_held = 0
+        self.seconds_waited = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all conversations have ended."""
+        return not self.engine.unfinished
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether any slot runs."""
+        return any(talk is not None and talk.is_sampling for talk in self.by_slot)
+
+    def advance(self) -> list[Talk]:
+        """Takes answers, fills slots, and decodes a chunk. Returns the conversations that ended."""
+        ended = self.take_replies()
+        self.park()
+        self.unpark()
+        self.append_answers()
+        self.begin_others()
+        if self.is_decoding:
+            self.decode()
+        return ended
+
+    # ---- answers
+
+    def take_replies(self) -> list[Talk]:
+        """The answers that have come; if no slot has anything to do, it waits for one."""
+        if not any(talk.is_waiting for talk in self.talks):
+            return []
+        can_work = self.is_decoding or (self.has_room and self.num_queued)
+        began = time.perf_counter()
+        replies = self.partner.replies(wait=not can_work)
+        if not can_work:
+            self.seconds_waited += time.perf_counter() - began
+        ended = []
+        # In the order of rows, so that all hosts do the same.
+        for row in sorted(replies):
+            talk = self.by_row[row]
+            self.take_reply(talk, replies[row])
+            if talk.ended:
+                ended.append(talk)
+        return ended
+
+    def take_reply(self, talk: Talk, reply: TurnReply) -> None:
+        """Ends the conversation, or keeps the answer to append it."""
+        begin, end, _ = talk.turns[-1]
+        talk.turns[-1] = (begin, end, reply)
+        talk.is_waiting = False
+        request = talk.request
+        if reply.failure:
+            talk.ended = "failed"
+        elif reply.done:
+            talk.ended = "done"
+        elif len(talk.turns) >= self.partner.max_turns:
+            talk.ended = "turns"
+        elif len(request.tokens) + len(reply.tokens) >= request.limit:
+            talk.ended = "tokens"
+        else:
+            talk.answer = reply
+            return
+
+        request.reason = "eos" if reply.done and not reply.failure else "length"
+        request.ended = time.perf_counter() - self.engine.began
+        self.engine.unfinished -= 1
+        talk.parked = None
+        if talk.slot is not None:
+            self.free(talk)
+
+    def free(self, talk: Talk) -> None:
+        """Gives its slot back."""
+        self.by_slot[talk.slot] = None
+        self.engine.stopped[talk.slot] = talk.number
+        talk.slot = None
+
+    # ---- slots
+
+    @property
+    def num_queued(self) -> int:
+        """Conversations that could use a slot now, and have none."""
+        parked = sum(talk.parked is not None and talk.answer is not None for talk in self.talks)
+        return len(self.talks) - self.engine.num_taken + parked
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free, or could be freed."""
+        free = sum(talk is None for talk in self.by_slot)
+        held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
+        return bool(free or (self.parks and held))
+
+    def park(self) -> None:
+        """Frees slots whose conversations wait, for as many others as could go on.
+
+        One that has just begun to wait stays for a chunk, since most answers come at once; unless
+        no slot would decode.
+        """
+        needed = self.num_queued - sum(talk is None for talk in self.by_slot)
+        if not self.parks or needed <= 0:
+            return
+        least = 1 if self.is_decoding else 0
+        waiting = [t for t in self.by_slot if t is not None and t.is_waiting]
+        chosen = [talk for talk in waiting if talk.chunks_waited >= least]
+        chosen.sort(key=lambda talk: -talk.chunks_waited)
+        for talk in chosen[:needed]:
+            copy = self.programs.read_slot(self.engine.slots, np.int32(talk.slot))
+            talk.parked = jax.device_get(copy)
+            self.free(talk)
+            self.num_parked += 1
+
+    def unpark(self) -> None:
+        """Puts conversations that have their answer into free slots again."""
+        ready = [t for t in self.talks if t.parked is not None and t.answer is not None]
+        free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
+        for talk, slot in zip(ready, free):
+            self.fit_columns()
+            copy = with_columns(talk.parked, self.engine.slots)
+            slots = self.programs.write_slot(self.engine.slots, copy, np.int32(slot))
+            self.engine.slots = slots
+            self.engine.stopped[slot] = -1
+            self.by_slot[slot] = talk
+            talk.slot = slot
+            talk.parked = None
+
+    def append_answers(self) -> None:
+        """Reads what partners answered, in the slots that it belongs to."""
+        ready = [t for t in self.by_slot if t is not None and t.answer is not None]
+        new = {}
+        for talk in ready:
+            request = talk.request
+            tokens = list(talk.answer.tokens)
+            request.tokens += tokens
+            request.logprobs += [0.0] * len(tokens)
+            request.full_logprobs += [0.0] * len(tokens)
+            talk.begin = len(request.tokens)
+            talk.answer = None
+            new[talk.slot] = (tokens, talk.num_sampled + self.room_of_turn(talk))
+            self.num_appended += len(tokens)
+        if not new:
+            return
+        self.fit_columns()
+        engine = self.engine
+        for call in extend_calls(new, engine.num_slots):
+            arrays = (call.rows, call.tokens, call.counts, call.limits)
+            engine.slots = self.programs.extend(engine.slots, engine.per_layer_params, *arrays)
+
+    def room_of_turn(self, talk: Talk) -> int:
+        """Tokens of its next turn, at most."""
+        left = talk.request.limit - len(talk.request.tokens)
+        most = self.partner.max_turn_tokens
+        return left if most is None else min(left, most)
+
+    def begin_others(self) -> None:
+        """Gives free slots the next conversations of the queue, as the refill program does."""
+        engine = self.engine
+        while engine.num_taken < len(self.talks):
+            free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
+            if not free:
+                return
+            engine.prefill_blocks()
+            engine.refill()
+            new = self.talks[engine.num_taken : engine.num_ready][: len(free)]
+            for talk, slot in zip(new, free):
+                talk.slot = slot
+                self.by_slot[slot] = talk
+                engine.stopped[slot] = -1
+            engine.num_taken += len(new)
+        # Free its memory.
+        engine.prompt_cache = None
+
+    def fit_columns(self) -> None:
+        """The cache with the columns that suffice until the next chunk has ended."""
+        engine = self.engine
+        columns = engine.columns_needed()
+        if columns != engine.columns:
+            engine.slots = engine.programs.resize(engine.slots, columns)
+            engine.columns = columns
+
+    # ---- decoding
+
+    def decode(self) -> None:
+        """Decodes a chunk, and sends the turns that have ended to the partner."""
+        engine = self.engine
+        self.fit_columns()
+        is_greedy = engine.temperature == 0
+        program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
+        engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
+        chunk = jax.device_get(report)
+        engine.num_chunks += 1
+        engine.chunks_absorbed += 1
+        now = time.perf_counter() - engine.began
+
+        for slot, talk in enumerate(self.by_slot):
+            self.slots_held += talk is not None
+            if talk is None or not talk.is_sampling:
+                if talk is not None and talk.is_waiting:
+                    talk.chunks_waited += 1
+                continue
+            self.slots_decoding += 1
+            request = talk.request
+            count = int((chunk.tokens[:, slot] >= 0).sum())
+            request.tokens += chunk.tokens[:count, slot].tolist()
+            request.logprobs += chunk.logprobs[:count, slot].tolist()
+            request.full_logprobs += chunk.full_logprobs[:count, slot].tolist()
+            talk.num_sampled += count
+            if not np.isfinite(chunk.logprobs[:count, slot]).all():
+                prompt = self.asked.prompts[request.prompt]
+                raise FloatingPointError(not_finite(request, prompt, self.tokenizer))
+            request.began = now if request.began is None else request.began
+            if not chunk.running[slot]:
+                self.end_turn(talk)
+
+    def end_turn(self, talk: Talk) -> None:
+        """Sends the turn that has ended to the partner."""
+        tokens = talk.request.tokens[talk.begin :]
+        talk.turns.append((talk.begin, len(talk.request.tokens), None))
+        talk.is_waiting = True
+        talk.chunks_waited = 0
+        self.partner.submit(talk.row, tokens, tokens[-1] in self.ends)
+
+    def metrics(self) -> Metrics:
+        """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
+        engine = self.engine
+        sampled = sum(talk.num_sampled for talk in self.talks)
+        steps = engine.num_chunks * engine.chunk
+        seconds = time.perf_counter() - engine.began
+        most_slots = engine.num_chunks * engine.num_slots
+        return {
+            "rollout/prefill_tokens": engine.prefill_tokens,
+            "rollout/appended_tokens": self.num_appended,
+            "perf/decode_steps": steps,
+            "perf/slot_use": sampled / (steps * engine.num_slots),
+            "perf/slots_busy": self.slots_decoding / most_slots,
+            "perf/slots_held": self.slots_held / most_slots,
+            "perf/slots_parked": self.num_parked,
+            "perf/rollout_tokens_per_second": sampled / seconds,
+            "time/waiting_for_environments": self.seconds_waited,
+            "time/rollout": seconds,
+        }
+
+
+def with_columns(parked: Slots, slots: Slots) -> Slots:
+    """A parked copy with as many columns as the slots have now. Its sequence fits into both."""
+
+    def fitted(x: np.ndarray, like: jax.Array) -> np.ndarray:
+        if x.ndim < 3:
+            return x
+        wanted = like.shape[2]
+        more = max(0, wanted - x.shape[2])
+        padding = [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim]
+        return np.pad(x[:, :, :wanted], padding)
+
+    cache = jax.tree.map(fitted, parked.cache, slots.cache)
+    return replace(parked, cache=cache)
+
+
+# ---- converse
+
+
+def make_converse(
+    cfg: Architecture,
+    generation: GenerationConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: DTypeLike = jnp.float32,
+    rollout: RolloutConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> Callable[..., Rollout]:
+    """converse(params, prompts, key, num_generations=1, temperature=..., partner, on_finished=None,
+    between_chunks=None) -> Rollout of P * G conversations.
+
+    generation.max_new_tokens bounds all that comes after a prompt, answers included.
+    on_finished(row, tokens) gets the last turn of a conversation. The rest is as in
+    engine.make_generate. Raises ValueError for stop texts, since a turn must end with a token.
+    """
+    rollout = RolloutConfig() if rollout is None else rollout
+    generation.check_fits(cfg.vocab_size)
+    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
+    programs = make_programs(replace(spec, holds=True))
+    turn_programs = make_turn_programs(programs)
+    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
+
+    def converse(
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        temperature: float = generation.temperature,
+        *,
+        partner: Partner,
+        on_finished: Callable[[int, list[int]], None] | None = None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> Rollout:
+        check_stop(generation)
+        asked = ConversationRequests.of(prompts, num_generations, generation, partner)
+        check_prompts(asked.prompts, cfg, generation, tokenizer)
+        num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
+        blocks = prompt_blocks(programs.spec, asked.in_order, asked.per_prompt, num_slots)
+        weights = prepare(params)
+        engine = RolloutScheduler(
+            programs, weights, np.float32(temperature), asked.requests, blocks, num_slots, key
+        )
+        parks = parks_slots(rollout.waiting, engine)
+        talks = ConversationScheduler(engine, turn_programs, partner, asked, parks, ends, tokenizer)
+
+        arrays = RolloutArrays.empty(len(asked.requests), generation, pad_id)
+        while not talks.is_over:
+            for talk in talks.advance():
+                if on_finished is not None:
+                    on_finished(talk.row, talk.last_turn)
+            if between_chunks is not None:
+                between_chunks()
+        return conversations_as_rollout(talks, arrays, asked)
+
+    return converse
+
+
+def make_generate_with_partner(*arguments: Any) -> Callable[..., Rollout]:
+    """As engine.make_generate, of the same arguments; with a `partner`, generate(...) samples
+    conversations, as `make_converse` has them."""
+    single = make_generate(*arguments)
+    converse = make_converse(*arguments)
+
+    def generate(*given: Any, partner: Partner | None = None, **options: Any) -> Rollout:
+        if partner is None:
+            return single(*given, **options)
+        return converse(*given, partner=partner, **options)
+
+    return generate
+
+
+def check_stop(generation: GenerationConfig) -> None:
+    """Raises ValueError for stop texts: a slot goes on from the last token of a turn, and a text
+    may end within a token, or in the middle of a chunk."""
+    if generation.stop:
+        raise ValueError(
+            f"stop={list(generation.stop)}: a turn of a conversation must end with a token; use "
+            "generation.stop_token_ids"
+        )
+
+
+@dataclass(frozen=True)
+class ConversationRequests:
+    """What a rollout of conversations asks for.
+
+    Example: of two prompts with 4 generations each, that begin alike -> 2 prompts, 8 requests.
+    """
+
+    # to be read: one for each group; or, where environments begin with texts of their own, for each
+    # row
+    prompts: Prompts
+    # requests of each of them
+    per_prompt: int
+    # in the order of the queue: the requests, and the row of the rollout of each
+    requests: list[Request]
+    rows: list[int]
+
+    @property
+    def in_order(self) -> Prompts:
+        """The prompts in the order in which they are read."""
+        return [self.prompts[r.prompt] for r in self.requests[:: self.per_prompt]]
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Prompts,
+        num_generations: int,
+        generation: GenerationConfig,
+        partner: Partner,
+    ) -> "ConversationRequests":
+        """prompts, num_generations: as `converse` gets them."""
+        G = num_generations
+        limit = generation.max_new_tokens
+        first_limit = min(limit, partner.max_turn_tokens or limit)
+
+        # Where the generations of a prompt begin alike, they share one reading of it.
+        own = partner.prompts
+        per_prompt = G
+        if own is not None:
+            groups = [own[i : i + G] for i in range(0, len(own), G)]
+            alike = all(list(row) == list(group[0]) for group in groups for row in group)
+            prompts = [group[0] for group in groups] if alike else own
+            per_prompt = G if alike else 1
+
+        # The widest prompts first: if memory does not suffice, that shows at once.
+        widths = prompt_widths(generation.max_prompt_length)
+        order = sorted(range(len(prompts)), key=lambda p: -len_padded(prompts[p], widths))
+        rows = [p * per_prompt + g for p in order for g in range(per_prompt)]
+        requests = [
+            Request(row // per_prompt, row // G, row % G, limit, first_limit=first_limit)
+            for row in rows
+        ]
+        return cls(prompts, per_prompt, requests, rows)
+
+
+def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
+    """The width that a prompt is padded to; a prompt that is too long, to none."""
+    return padded_width(len(prompt), widths) if len(prompt) <= widths[0] else len(prompt)
+
+
+def parks_slots(waiting: str, engine: RolloutScheduler) -> bool:
+    """Whether a slot whose conversation waits is given to others, by rollout.waiting. All hosts
+    must ask.
+
+    auto: where there are more conversations than slots, and the copies of those that have no slot
+    fit into PARKED_SHARE of the memory that is free on every host.
+    """
+    without_slot = len(engine.requests) - engine.num_slots
+    if waiting != "auto":
+        return waiting == "park"
+    if without_slot <= 0:
+        return False
+    spec = engine.programs.spec
+    shapes = kv_cache.cache_shapes(
+        spec.cfg, without_slot, spec.max_length, spec.dtype, spec.int8, axis_size("tp")
+    )
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return kv_cache.tree_bytes(shapes) <= PARKED_SHARE * min(allgather_values(free))
+
+
+def conversations_as_rollout(
+    talks: ConversationScheduler,
+    arrays: RolloutArrays,
+    asked: ConversationRequests,
+) -> Rollout:
+    """The rollout of conversations that have all ended. arrays: empty ones."""
+    width = arrays.width
+    turn_ids = np.zeros(arrays.tokens.shape, np.int16)
+    answered = np.zeros(arrays.tokens.shape, bool)
+    conversations = np.empty(len(talks.talks), object)
+    for talk in talks.talks:
+        row = talk.row
+        arrays.write_completion(row, talk.request)
+        turns = [SampledTurn(width + a, width + b, reply) for a, b, reply in talk.turns]
+        for number, turn in enumerate(turns, start=1):
+            turn_ids[row, turn.begin : turn.end] = number
+        conversations[row] = Conversation(turns, talk.ended)
+        answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
+
+    # What an environment answered is read, and not sampled.
+    rollout = arrays.rollout(asked.prompts, asked.per_prompt, talks.metrics())
+    return rollout.replace(
+        completion_mask=rollout.completion_mask & ~answered,
+        turn_ids=turn_ids,
+        conversations=conversations,
+    )

@@ -1,0 +1,1 @@
+"""Servers: a model in slots behind the protocol of the OpenAI API."""

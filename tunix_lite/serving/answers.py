@@ -1,0 +1,231 @@
+"""What a client gets: the text of each choice as its tokens come, and the API's JSON objects."""
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunix_lite.models.tokenizer import TextStream, Tokenizer
+from tunix_lite.rollout.live import NewTokens
+from tunix_lite.serving.calls import Call
+
+# The API's words for why a choice ended.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass
+class Piece:
+    """What one chunk added to a choice.
+
+    Example: Piece("19", [120, 1], ...) with finish_reason "stop".
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    finish_reason: str | None = None
+
+
+class ApiChoice:
+    """One completion, as a client sees it: its text without the stop text that ended it.
+
+    Example: choice = ApiChoice(0, tokenizer, ("\\n",)); choice.add(new).text
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+        self.index = index
+        self.stop = stop
+        self.stream: TextStream = tokenizer.stream()
+        # text that may be the beginning of a stop text
+        self.held = ""
+        self.pieces: list[Piece] = []
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def add(self, new: NewTokens) -> Piece:
+        """The next piece. A stop text ends the choice here, whatever comes after it."""
+        piece = Piece("", [], [], [])
+        top = new.top or [[] for _ in new.tokens]
+        for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
+            piece.tokens.append(token)
+            piece.logprobs.append(logprob)
+            piece.top.append(likeliest)
+            self.held += self.stream.feed([token])
+            if (end := self._stop_at()) is not None:
+                piece.text += self.held[:end]
+                self.held = ""
+                piece.finish_reason = "stop"
+                break
+            piece.text += self._release()
+        if piece.finish_reason is None and new.reason is not None:
+            piece.text += self._rest()
+            piece.finish_reason = FINISH_REASONS[new.reason]
+        self.finish_reason = piece.finish_reason
+        self.num_tokens += len(piece.tokens)
+        self.pieces.append(piece)
+        return piece
+
+    def _rest(self) -> str:
+        """The text that is left when no more tokens come."""
+        self.held += self.stream.end()
+        end = self._stop_at()
+        rest = self.held if end is None else self.held[:end]
+        self.held = ""
+        return rest
+
+    def _stop_at(self) -> int | None:
+        """Where the first stop text begins in what is held."""
+        found = [at for text in self.stop if (at := self.held.find(text)) >= 0]
+        return min(found, default=None)
+
+    def _release(self) -> str:
+        """The text that cannot be part of a stop text any more."""
+        kept = 0
+        for text in self.stop:
+            for length in range(min(len(text) - 1, len(self.held)), 0, -1):
+                if self.held.endswith(text[:length]):
+                    kept = max(kept, length)
+                    break
+        free = len(self.held) - kept
+        released = self.held[:free]
+        self.held = self.held[free:]
+        return released
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def whole(self) -> Piece:
+        """All pieces as one."""
+        return Piece(
+            text=self.text,
+            tokens=[token for piece in self.pieces for token in piece.tokens],
+            logprobs=[value for piece in self.pieces for value in piece.logprobs],
+            top=[likeliest for piece in self.pieces for likeliest in piece.top],
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(frozen=True)
+class ApiAnswer:
+    """The objects of one request.
+
+    Example: ApiAnswer(call, tokenizer).whole(choices)
+    """
+
+    call: Call
+    tokenizer: Tokenizer
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: list[ApiChoice]) -> dict:
+        """The answer to a request that does not stream."""
+        return self._head() | {
+            "choices": [self._choice(choice.index, choice.whole) for choice in choices],
+            "usage": self.usage(choices),
+        }
+
+    def piece(self, index: int, piece: Piece, is_first: bool) -> dict:
+        """A chunk of a stream."""
+        return self._head(of_stream=True) | {
+            "choices": [self._choice(index, piece, of_stream=True, is_first=is_first)]
+        }
+
+    def last(self, choices: list[ApiChoice]) -> dict:
+        """The chunk with the numbers of tokens."""
+        return self._head(of_stream=True) | {"choices": [], "usage": self.usage(choices)}
+
+    def usage(self, choices: list[ApiChoice]) -> dict:
+        prompt = sum(map(len, self.call.prompts))
+        sampled = sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+    def _head(self, of_stream: bool = False) -> dict:
+        if self.call.is_chat:
+            kind = "chat.completion.chunk" if of_stream else "chat.completion"
+            name = f"chatcmpl-{self.id}"
+        else:
+            kind = "text_completion"
+            name = f"cmpl-{self.id}"
+        return {"id": name, "object": kind, "created": self.created, "model": self.call.model}
+
+    def _choice(
+        self, index: int, piece: Piece, of_stream: bool = False, is_first: bool = False
+    ) -> dict:
+        found: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
+        prompt = self.call.prompts[index // self.call.choices]
+        text = piece.text
+        if self.call.echo and (is_first or not of_stream):
+            text = self.tokenizer.decode(prompt) + text
+        if not self.call.is_chat:
+            found["text"] = text
+        elif of_stream:
+            found["delta"] = (
+                {"role": "assistant", "content": text} if is_first else {"content": text}
+            )
+        else:
+            found["message"] = {"role": "assistant", "content": text, "refusal": None}
+        found["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
+        if self.call.token_ids:
+            found["token_ids"] = piece.tokens
+            if is_first or not of_stream:
+                found["prompt_token_ids"] = prompt
+        return found
+
+    def _logprobs(self, piece: Piece) -> dict:
+        if self.call.is_chat:
+            rows = zip(piece.tokens, piece.logprobs, piece.top)
+            content = [
+                self._token(token, value)
+                | {"top_logprobs": [self._token(*likely) for likely in likeliest]}
+                for token, value, likeliest in rows
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._text(token) for token in piece.tokens]
+        top = [{self._text(token): value for token, value in row} for row in piece.top]
+        return {
+            "tokens": texts,
+            "token_logprobs": piece.logprobs,
+            "top_logprobs": top if self.call.draw.top_logprobs else None,
+            "text_offset": _offsets(texts),
+        }
+
+    def _token(self, token: int, logprob: float) -> dict:
+        text = self._text(token)
+        # Part of a character has no text of its own.
+        is_text = "\ufffd" not in text
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()) if is_text else None,
+        }
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special=False)
+
+
+def _offsets(texts: list[str]) -> list[int]:
+    """Where each text begins when they stand side by side."""
+    offsets = []
+    at = 0
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return offsets
+
+
+def error_body(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict:
+    """An error as the API writes it."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def event(value: dict) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()

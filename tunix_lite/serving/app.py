@@ -1,0 +1,364 @@
+"""The server: an aiohttp application with the endpoints of the OpenAI API over one live engine.
+
+    GET  /v1/models  /v1/models/{name}  /healthz  /metrics
+    POST /v1/completions  /v1/chat/completions
+
+aiohttp is imported where the server starts, as it is an extra: `pip install 'tunix_lite[serve]'`.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rollout.live import (
+    EngineFailed,
+    LiveEngine,
+    LiveSequence,
+    NewTokens,
+    TooManyRequests,
+)
+from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
+from tunix_lite.serving.calls import BadCall, Call, Limits, read_call
+from tunix_lite.serving.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+# Paths that need no key.
+OPEN = ("/healthz",)
+# Seconds within which a client must have sent its body.
+BODY_SECONDS = 30.0
+# Seconds after which a client that was refused may ask again.
+RETRY_AFTER = 1
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server listens, and what it lets clients do.
+
+    Example: ServerSettings(port=8000, api_key="secret").
+    """
+
+    host: str = "127.0.0.1"
+    # 0 takes a free one
+    port: int = 8000
+    api_key: str | None = None
+    # bytes
+    max_body: int = 2**20
+    # seconds from a request to its last token
+    request_seconds: float = 600.0
+    # seconds that requests under way may take after SIGTERM
+    stop_seconds: float = 30.0
+
+
+class _TimedOut(Exception):
+    """A request took too long."""
+
+
+class Server:
+    """The endpoints, and the engine that answers them.
+
+    Example: asyncio.run(Server(engine, tokenizer, limits, ServerSettings()).run(print))
+    """
+
+    def __init__(
+        self,
+        engine: LiveEngine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        settings: ServerSettings,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        self.created = int(time.time())
+        self.is_stopping = False
+
+    # ---- start and stop
+
+    def application(self) -> "web.Application":
+        """The aiohttp application."""
+        from aiohttp import web
+
+        # aiohttp marks functions, and methods cannot be marked.
+        @web.middleware
+        async def answer_errors(request: web.Request, handler: Callable) -> web.StreamResponse:
+            return await self._answer_errors(request, handler)
+
+        @web.middleware
+        async def check_key(request: web.Request, handler: Callable) -> web.StreamResponse:
+            return await self._check_key(request, handler)
+
+        middlewares = [answer_errors, check_key]
+        app = web.Application(client_max_size=self.settings.max_body, middlewares=middlewares)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        return app
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        """Serves until SIGTERM or SIGINT; ready(address) is called once it listens.
+
+        Then it takes no more requests, and those under way have stop_seconds to end.
+        """
+        from aiohttp import web
+
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, stop.set)
+        # The request of a client that goes away is cancelled.
+        runner = web.AppRunner(
+            self.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self.settings.stop_seconds,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            ready(f"http://{host}:{port}")
+            await self._until_stopped(stop)
+            self.is_stopping = True
+            await site.stop()
+        finally:
+            # waits for the requests under way
+            await runner.cleanup()
+
+    async def _until_stopped(self, stop: asyncio.Event) -> None:
+        """Returns when a signal came; raises EngineFailed if the engine ends by itself."""
+        while not stop.is_set():
+            if not self.engine.is_alive:
+                raise EngineFailed(f"the engine failed: {self.engine.failure}")
+            try:
+                await asyncio.wait_for(stop.wait(), timeout=0.5)
+            except TimeoutError:
+                continue
+
+    # ---- what stands around every request
+
+    async def _answer_errors(
+        self, request: "web.Request", handler: Callable
+    ) -> "web.StreamResponse":
+        """Errors as the API writes them, with the status that its clients expect."""
+        from aiohttp import web
+
+        began = time.monotonic()
+        status = 500
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except BadCall as error:
+            status = 404 if error.code == "model_not_found" else 400
+            body = error_body(str(error), "invalid_request_error", error.field, error.code)
+        except TooManyRequests as error:
+            status = 429
+            body = error_body(str(error), "rate_limit_error", code="rate_limit_exceeded")
+        except EngineFailed as error:
+            status = 503
+            body = error_body(str(error), "server_error")
+        except _TimedOut as error:
+            status = 504
+            body = error_body(str(error), "timeout")
+        except web.HTTPException as error:
+            status = error.status
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            body = error_body(f"{error.status} {error.reason}: {request.path}", kind)
+        finally:
+            path = request.match_info.route.resource
+            name = path.canonical if path is not None else "other"
+            first = request.get("first_token")
+            self.metrics.request(name, status, time.monotonic() - began, first)
+        headers = {"Retry-After": str(RETRY_AFTER)} if status == 429 else None
+        return web.json_response(body, status=status, headers=headers)
+
+    async def _check_key(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
+        from aiohttp import web
+
+        key = self.settings.api_key
+        if key is not None and request.path not in OPEN:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            # in constant time, so that the time tells nothing of the key
+            if not hmac.compare_digest(given.encode(), key.encode()):
+                body = error_body("the API key is wrong or missing", "authentication_error")
+                return web.json_response(body, status=401)
+        return await handler(request)
+
+    # ---- endpoints
+
+    async def _health(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        is_well = self.engine.is_alive and not self.is_stopping
+        return web.Response(text="ok" if is_well else "stopping", status=200 if is_well else 503)
+
+    async def _metrics(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        engine = self.engine
+        gauges = {
+            "sequences_running": engine.num_running,
+            "sequences_waiting": engine.num_waiting,
+            "slots": engine.num_slots,
+        }
+        counters = {
+            "tokens_total": engine.tokens_sampled,
+            "prompt_tokens_total": engine.prompt_tokens,
+            "chunks_total": engine.chunks,
+        }
+        return web.Response(text=self.metrics.text(gauges, counters))
+
+    def _model_object(self) -> dict:
+        limits = self.limits
+        return {
+            "id": limits.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "tunix_lite",
+            "max_model_len": limits.max_length,
+        }
+
+    async def _models(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        return web.json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        name = request.match_info["name"]
+        if name != self.limits.model_name:
+            raise BadCall(f"there is no model {name!r}", "model", "model_not_found")
+        return web.json_response(self._model_object())
+
+    async def _completions(self, request: "web.Request") -> "web.StreamResponse":
+        return await self._answer(request, is_chat=False)
+
+    async def _chat(self, request: "web.Request") -> "web.StreamResponse":
+        return await self._answer(request, is_chat=True)
+
+    async def _answer(self, request: "web.Request", is_chat: bool) -> "web.StreamResponse":
+        from aiohttp import web
+
+        body = await _read_json(request)
+        # Templates and tokenizers take their time, and other clients do not wait for it.
+        call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
+        answer = ApiAnswer(call, self.tokenizer)
+        choices = [
+            ApiChoice(i, self.tokenizer, call.stop) for i in range(len(call.prompts) * call.choices)
+        ]
+        pieces = self._pieces(request, call, choices)
+        if call.stream:
+            return await self._stream(request, answer, choices, pieces)
+        async for _ in pieces:
+            pass
+        return web.json_response(answer.whole(choices))
+
+    async def _stream(
+        self,
+        request: "web.Request",
+        answer: ApiAnswer,
+        choices: list[ApiChoice],
+        pieces: AsyncIterator[tuple[int, Piece]],
+    ) -> "web.StreamResponse":
+        """Server-sent events, one for each piece. An error after the first one is an event, too."""
+        from aiohttp import web
+
+        response = None
+        seen: set[int] = set()
+        try:
+            async for index, piece in pieces:
+                if response is None:
+                    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                    response = web.StreamResponse(headers=headers)
+                    await response.prepare(request)
+                is_first = index not in seen
+                seen.add(index)
+                await response.write(event(answer.piece(index, piece, is_first)))
+        except (EngineFailed, _TimedOut) as error:
+            if response is None:
+                raise
+            await response.write(event(error_body(str(error), "server_error")))
+        else:
+            if answer.call.include_usage:
+                await response.write(event(answer.last(choices)))
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _pieces(
+        self, request: "web.Request", call: Call, choices: list[ApiChoice]
+    ) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces of all choices as they come. When the caller leaves, their slots are free."""
+        arrived: asyncio.Queue = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+
+        def callback(index: int) -> Callable[[NewTokens], None]:
+            def on_tokens(new: NewTokens) -> None:
+                # in the engine's thread, which must not end with the loop
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(arrived.put_nowait, (index, new))
+
+            return on_tokens
+
+        sequences = [
+            LiveSequence(
+                call.prompts[choice.index // call.choices],
+                replace(call.draw, generation=choice.index % call.choices),
+                call.max_tokens,
+                callback(choice.index),
+            )
+            for choice in choices
+        ]
+        self.engine.submit(sequences)
+        left = len(sequences)
+        try:
+            while left:
+                seconds = self.settings.request_seconds - (time.monotonic() - began)
+                try:
+                    index, new = await asyncio.wait_for(arrived.get(), timeout=max(0.0, seconds))
+                except TimeoutError:
+                    most = self.settings.request_seconds
+                    raise _TimedOut(f"the request took more than {most:g} s") from None
+                if choices[index].finish_reason is not None:
+                    continue
+                if new.reason == "error":
+                    raise EngineFailed(new.message)
+                request.setdefault("first_token", time.monotonic() - began)
+                piece = choices[index].add(new)
+                if piece.finish_reason is not None:
+                    left -= 1
+                    self.engine.cancel(sequences[index])
+                yield index, piece
+        finally:
+            for sequence in sequences:
+                self.engine.cancel(sequence)
+
+
+async def _read_json(request: "web.Request") -> object:
+    """The body of a request. Raises BadCall if it is no JSON."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            raw = await request.read()
+    except TimeoutError:
+        raise _TimedOut(f"the body did not come within {BODY_SECONDS:g} s") from None
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"the body is no JSON: {error}") from error
