@@ -29,6 +29,7 @@ from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
+from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
@@ -455,6 +456,9 @@ def startup_summary(
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+
+    if run.rollout.is_stale:
+        rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
 
     # What is minimised, if the algorithm says it.
     formula = getattr(run.algorithm, "formula", [])
