@@ -18,6 +18,8 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import overwritten_by_torchrun
+from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
@@ -125,6 +127,8 @@ def with_rewards_tried(parts: Parts) -> Parts:
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
+    with error_context("task.environment"):
+        check_environment_answers(parts.task, run.conversation, example)
     failing = failing_functions(run.task, example, group, run.rewards)
     if failing and run.rewards.on_error == "raise":
         with error_context("task"):
@@ -133,6 +137,22 @@ def with_rewards_tried(parts: Parts) -> Parts:
                 "drop continues without it"
             )
     return replace(parts, failing=failing)
+
+
+def check_environment_answers(task: Task, settings: ConversationConfig, example: dict) -> None:
+    """Raises ValueError if the environment of a task fails on an example and
+    conversation.on_error=raise, and if the chat template does not take what it answers."""
+    environment = task.config.environment
+    if environment is None:
+        return
+    failing, answer = try_environment(environment, example, settings)
+    if failing and settings.on_error == "raise":
+        raise ValueError(
+            f"tried before the run: {failing}; conversation.on_error=zero or drop continues "
+            "without it"
+        )
+    if answer is not None:
+        task.text.turn_tokens.between(answer, ended=True)
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -263,7 +283,8 @@ def check_rewards(run: RunConfig) -> None:
     """Raises ValueError if completions are sampled to learn from a reward that is for evaluation:
     it is 0 for all but one text."""
     samples = not run.algorithm.needs_demonstrations and not frozen_models_of(run.algorithm)
-    if samples and all(reward.fn is is_chosen for reward in run.task.rewards.values()):
+    functions = [reward.fn for reward in run.task.rewards.values()]
+    if samples and functions and all(fn is is_chosen for fn in functions):
         raise ValueError(
             "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it gives 1 to the "
             "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
