@@ -149,9 +149,9 @@ def update(target: str, model: str, overrides: list[str] = ()) -> dict:
     }
 
 
-def kernels_of_step(target: str, model: str, slots: int, depth: int = 2) -> list[Kernel]:
+def kernels_of_step(target: str, model: str, slots: int, overrides: list[str] = (), depth: int = 2) -> list[Kernel]:
     """The kernels of one decode step of so many layers."""
-    own = [f"rollout.num_slots={slots}"]
+    own = [*overrides, f"rollout.num_slots={slots}"]
     resolved, text = compiled_text(target, model, "decode", own, depth)
     chunk = resolved.sampling_memory.chunk
     return [replace(k, times=k.times // chunk) for k in kernels(text, resolved.mesh_shape) if k.turns > 1]
@@ -177,7 +177,7 @@ def main() -> None:
         found: dict[str, list[dict]] = {"decode": [], "update": []}
         for model in args.models:
             if args.kernels:
-                for k in kernels_of_step(target, model, args.slots[0]):
+                for k in kernels_of_step(target, model, args.slots[0], args.overrides):
                     print(k.times, k.kind, k.name, k.read_bytes, k.written_bytes, f"{k.flops:.3g}", k.source[-60:])
                 continue
             if "decode" in args.programs:

@@ -37,6 +37,7 @@ from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.environments import grid_world, guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -120,6 +121,11 @@ GROUPS = (
     Group("Source: string_edit", "task.source.", string_edit.StringEdit, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
+    Group("Source: guessing", "task.source.", guessing.Secrets, None),
+    Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
+    Group("Source: grid_world", "task.source.", grid_world.Worlds, None),
+    Group("Environment: grid_world", "task.environment.", grid_world.GridWorld, None),
+    Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from conftest import EOS, PROMPT, ragged_prompts, random_params, set_mesh
 
+from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
+from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.conversations import make_converse, make_generate_with_partner
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -50,6 +52,9 @@ class Numbers:
 
     def submit(self, row, tokens, ended):
         self.waiting.append([self.delay, row, self.answer(row, tokens, ended)])
+
+    def close(self):
+        assert not self.waiting
 
     def replies(self, wait):
         while True:
@@ -183,12 +188,14 @@ def test_sampler_and_trainer_agree_over_whole_conversations(cfg, params, talked)
     assert (rollout.logprobs[~rollout.completion_mask] == 0).all()
 
 
-@pytest.mark.parametrize("packing", ["none", "sequences"])
+@pytest.mark.parametrize("packing", ["none", "sequences", pytest.param("prefix", marks=WIDE)])
 def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
     rollout = talked[0]
     batch = Batch(tokens=rollout.tokens, token_mask=rollout.token_mask, loss_weight=per_token(rollout.completion_mask))
     shape = {"shape": RowShape(PROMPT + NEW, num_lanes=2), "rows_per_part": 8} if packing != "none" else {}
+    if packing == "prefix":
+        shape["shape"] = RowShape(NEW, num_lanes=2, prefix_columns=PROMPT)
     rows, packed = RowLayout(packing, num_scored=None if shape else NEW, **shape).lay_out(batch)
     policy = make_policy(cfg, None, 1.0)
     scores = packed.back(np.asarray(jax.jit(policy.scores)(params, rows).logprobs))
@@ -231,3 +238,46 @@ def test_stop_texts_cannot_end_a_turn(cfg, params):
     sample = make_converse(cfg, GenerationConfig(PROMPT, NEW, stop=("x",)), EOS, 0)
     with pytest.raises(ValueError, match="stop_token_ids"):
         sample(params, ragged_prompts(1), jax.random.key(0), partner=Numbers())
+
+
+FAMILIES = {  # what each family does otherwise, in a tiny size
+    "gemma2": dict(pattern=("local", "global"), window=5, attn_softcap=20.0, final_softcap=10.0, qk_norm=False),
+    "gemma3": dict(pattern=("local", "local", "global"), window=4, rope_scaling=RopeScaling(8.0)),
+    "qwen2": dict(pattern=("global",), window=None, qkv_bias=True, qk_norm=False, post_norms=False, activation="silu"),
+    "qwen3": dict(pattern=("global",), window=None, post_norms=False, activation="silu", tied=False),
+    "llama3": dict(pattern=("global",), window=None, qk_norm=False, post_norms=False, norm_plus_one=False),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_holds_conversations_as_if_it_read_everything_again(family):
+    cfg = Architecture(32, 3, 16, 4, 2, 8, 24, query_scale=8, **FAMILIES[family])
+    params = random_params(cfg, seed=1)
+    partner = Numbers()
+    prompts = ragged_prompts(4)
+    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    want = [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
+    rollout = converse(cfg, params, Numbers(delay=2), waiting="park", num_slots=4)
+    assert rows_of(rollout) == want
+    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
+    gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
+    assert gap.max() < 1e-4
+
+
+@pytest.mark.wide
+def test_no_gradient_comes_from_answers(cfg, params, talked):
+    """The gradient of the loss by the logits of every position: other values at answers' tokens change nothing."""
+    rollout = talked[0]
+    weights = per_token(rollout.completion_mask)
+    assert (weights[~rollout.completion_mask] == 0).all()
+    policy = make_policy(cfg, None, 1.0)
+
+    def gradient(old_logprobs):
+        batch = Batch(rollout.tokens, rollout.token_mask, weights, np.ones_like(weights), old_logprobs)
+        rows, _ = RowLayout(num_scored=NEW).lay_out(batch)
+        return jax.grad(lambda params: GRPO().loss(policy.scores(params, rows), rows)[0])(params)
+
+    noise = np.where(rollout.completion_mask, rollout.full_logprobs, -5.0).astype(np.float32)
+    for ours, theirs in zip(jax.tree.leaves(gradient(rollout.full_logprobs)), jax.tree.leaves(gradient(noise))):
+        np.testing.assert_array_equal(ours, theirs)

@@ -60,7 +60,7 @@ def source(algorithm, prompts=2):
     run = SimpleNamespace(algorithm=algorithm, seed=0)
     console = SimpleNamespace(say=print)
     session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console)
-    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=EveryPrompt())
+    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=EveryPrompt(), overlap=None)
     return FreshExperience(session, learner)
 
 

@@ -1,13 +1,36 @@
-"""Rollouts that overlap with learning: completions that go on over an update, and what is remembered of them."""
+"""Rollouts that overlap with learning: what goes on over an update, what an update takes, what is remembered."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sequences import sequence_sum
+from tunix_lite.algorithms.weighting import per_sequence
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.runs.in_flight import InFlight
+from tunix_lite.runs.overlap import Carry, OneStep
+from tunix_lite.runs.overlap_rules import groups_to_take
+from tunix_lite.types import RowBatch, TokenScores, TrainState
 
 WIDE = pytest.mark.wide
 GROUPS = 4
@@ -63,3 +86,347 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh):
     carried = [(one, p) for one in first for p in [asked()[one.group]] if one.is_under_way]
     assert metrics["rollout/carried"] == len(carried)
     assert metrics["rollout/reread_tokens"] == sum(len(p) + len(one.tokens) for one, p in carried)
+
+
+# ---- which groups an update takes
+
+
+def test_an_update_takes_the_oldest_groups_and_waits_for_those_that_would_become_too_old():
+    # two an update, none older than one rollout: the two of rollout 3 must be in what rollout 4 takes
+    began = [3, 4, 3, 4]
+    assert groups_to_take(began, [True, True, False, True], 2, now=4, staleness=1) is None
+    assert groups_to_take(began, [True, True, True, False], 2, now=4, staleness=1) == [0, 2]
+    # with two rollouts' time none has to be waited for
+    assert groups_to_take(began, [True, True, False, True], 2, now=4, staleness=2) == [0, 1]
+    assert groups_to_take(began, [True, False, False, False], 2, now=4, staleness=2) is None
+
+
+@pytest.mark.parametrize("staleness", range(4))
+def test_no_group_becomes_too_old_whatever_ends_first(staleness):
+    """As long as P * (staleness + 1) are in flight at most; what has not begun has no age."""
+    rng = np.random.default_rng(staleness)
+    count = 3
+    began: list[int | None] = []
+    for now in range(60):
+        began += [None] * (count * (staleness + 1) - len(began))
+        oldest = [now if one is None else one for one in began]
+        assert max(now - one for one in oldest) <= staleness
+        # groups end one by one, in any order, until there are enough
+        is_whole = np.zeros(len(began), bool)
+        for ends in rng.permutation(len(began)):
+            is_whole[ends] = True
+            if (taken := groups_to_take(oldest, is_whole, count, now, staleness)) is not None:
+                break
+        assert len(taken) == count and is_whole[taken].all()
+        # of the others, some have begun meanwhile
+        began = [now if one is None and rng.random() < 0.5 else one for i, one in enumerate(began) if i not in taken]
+
+
+# ---- a run's rollouts, with other weights in each
+
+
+class Grades:
+    """A grader that keeps what it gets."""
+
+    def __init__(self, examples):
+        self.examples = examples
+        self.rows = {}
+
+    def submit(self, row, tokens):
+        self.rows[row] = list(tokens)
+
+
+class Numbers(SimpleNamespace):
+    """A task whose examples are numbers; every step has prompts of its own."""
+
+    long_prompts = "error"
+    tokenizer = SimpleNamespace(pad_id=0)
+
+    def batch(self, count, seed, rollout):
+        return [{"n": rollout * count + i} for i in range(count)], 0
+
+    def prompts(self, examples):
+        return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
+
+    def at_step(self, step):
+        return self
+
+    def grader(self, examples):
+        return Grades(examples)
+
+
+def session_of(overlap, staleness, prompts=3):
+    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS)
+    rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
+    generation = GenerationConfig(PROMPT, NEW)
+    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
+    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
+    stopping = SimpleNamespace(check_between_chunks=lambda: None)
+    return SimpleNamespace(run=run, parts=parts, task=Numbers(), stopping=stopping)
+
+
+def carry_of(cfg, staleness, start=None, sampler=None):
+    session = session_of("carry", staleness)
+    return Carry(session, session.run, sampler or of_cfg(make_carry_sampler, cfg), start or InFlight([], 0))
+
+
+def one_step_of(cfg, staleness, start=None, sampler=None):
+    session = session_of("one_step", staleness)
+    return OneStep(session, session.run, start or InFlight([], 0))
+
+
+def drawn(overlap, step, cfg, generate=None):
+    """(rollout, numbers of its examples) of a step, in which the weights are those of seed `step`."""
+    policy = Policy(generate, None)
+    found, task, examples, _ = overlap.draw(step, policy, Numbers(), random_params(cfg, seed=step))
+    grader = task.grader(None) if isinstance(overlap, OneStep) else Grades(examples)
+    rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit)
+    for row, mask in enumerate(rollout.completion_mask):
+        assert grader.rows[row] == rollout.tokens[row][mask].tolist()
+    return rollout, [example["n"] for example in examples]
+
+
+def same(ours, theirs):
+    for name in ("tokens", "completion_mask", "logprobs", "full_logprobs", "versions", "finish"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+    clock = ("time/", "perf/")
+    for name in ours.metrics:
+        assert name.startswith(clock) or ours.metrics[name] == theirs.metrics[name], name
+
+
+KINDS = {"carry": (carry_of, 2), "one_step": (one_step_of, 1)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_same(cfg, kind):
+    make, staleness = KINDS[kind]
+    generate = of_cfg(make_generate, cfg)
+    sampler = of_cfg(make_carry_sampler, cfg)
+    overlap = make(cfg, staleness, sampler=sampler)
+    found = []
+    kept = {}
+    for step in range(5):
+        found.append(drawn(overlap, step, cfg, generate))
+        kept[step + 1] = overlap.at(step + 1)
+
+    # Each log-probability is what the weights of its version give the token.
+    score = jax.jit(partial(token_logprobs, cfg=cfg))
+    seen = set()
+    for step, (rollout, _) in enumerate(found):
+        for version in range(step + 1):
+            here = rollout.versions == version
+            seen |= {step - version} if here.any() else set()
+            scored = score(random_params(cfg, seed=version), rollout.tokens, rollout.token_mask)
+            np.testing.assert_allclose(np.asarray(scored)[here], rollout.logprobs[here], atol=1e-4)
+        np.testing.assert_array_equal(rollout.versions >= 0, rollout.completion_mask)
+        assert rollout.metrics["rollout/staleness_max"] <= staleness
+    assert 0 < max(seen) <= staleness
+    if kind == "carry":
+        assert any(len({*row[row >= 0]}) > 1 for rollout, _ in found for row in rollout.versions)
+
+    # No example is learned from twice, and none is forgotten.
+    learned = [n for _, examples in found for n in examples]
+    assert len({*learned}) == len(learned) == 15
+    assert {*range(9)} <= {*learned}
+
+    # From what a checkpoint holds the run goes on as if it had not stopped.
+    resumed = make(cfg, staleness, InFlight.from_arrays(kept[2]), sampler)
+    for step in range(2, 4):
+        rollout, examples = drawn(resumed, step, cfg, generate)
+        assert examples == found[step][1]
+        same(rollout, found[step][0])
+        np.testing.assert_equal(resumed.at(step + 1), kept[step + 1])
+    # A save while the next rollout is under way is of the state before it.
+    np.testing.assert_equal(resumed.at(3), kept[3])
+
+
+def test_without_staleness_carry_is_bit_equal_to_a_rollout_by_itself(cfg):
+    generate = of_cfg(make_generate, cfg)
+    overlap = carry_of(cfg, staleness=0)
+    for step in range(2):
+        rollout, examples = drawn(overlap, step, cfg)
+        prompts = Numbers().prompts([{"n": n} for n in examples])
+        key = jax.random.fold_in(jax.random.key(5), step)
+        whole = generate(random_params(cfg, seed=step), prompts, key, GENERATIONS)
+        assert rollout.metrics.keys() == whole.metrics.keys()
+        same(rollout.replace(versions=None), whole)
+
+
+@WIDE
+def test_the_mesh_changes_nothing_of_what_is_carried(cfg):
+    found = []
+    for mesh in ((1, 1), (2, 2)):
+        set_mesh(*mesh)
+        overlap = carry_of(cfg, staleness=2)
+        found.append([drawn(overlap, step, cfg) for step in range(4)])
+    for (ours, examples), (theirs, others) in zip(*found):
+        assert examples == others
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.versions, theirs.versions)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+# ---- the gradient
+
+
+def product_ratio(log_ratio_RW, batch):
+    """A completion has one ratio, the product of its tokens' ratios: the importance weight."""
+    return sequence_sum(log_ratio_RW, batch)
+
+
+def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
+    """All completions over {end, a, b} of up to three tokens, by a table of logits for each prefix. The first token was
+    drawn two updates ago, the second one ago, the third now; a third of the completions began one update later."""
+    rng = np.random.default_rng(0)
+    prefixes = [p for n in range(3) for p in itertools.product((1, 2), repeat=n)]
+    tables = rng.normal(size=(3, len(prefixes), 3))
+    log_tables = tables - np.log(np.exp(tables).sum(axis=-1, keepdims=True))
+    short = [(*p, 0) for p in prefixes]
+    completions = short + [(*p, t) for p in prefixes if len(p) == 2 for t in (1, 2)]
+    values = rng.normal(size=len(completions))
+
+    def places(y):
+        return [prefixes.index(y[:t]) for t in range(len(y))]
+
+    for versions, share in (((0, 1, 2), 2 / 3), ((1, 2, 2), 1 / 3)):
+        old = [[log_tables[v, s, t] for v, s, t in zip(versions, places(y), y)] for y in completions]
+        drawn_with = np.array([np.exp(sum(row)) for row in old])
+        np.testing.assert_allclose(drawn_with.sum(), 1)
+
+        # By hand: sum over completions of p(y) A(y) d log p(y), with the policy now.
+        wanted = np.zeros(log_tables[2].shape)
+        for y, value in zip(completions, values):
+            chance = np.exp(sum(log_tables[2, s, t] for s, t in zip(places(y), y)))
+            for s, t in zip(places(y), y):
+                wanted[s] += chance * value * (np.eye(3)[t] - np.exp(log_tables[2, s]))
+
+        # By our loss: each completion once, weighted by how often it is drawn.
+        mask = np.array([[t < len(y) for t in range(3)] for y in completions])
+        padded = np.array([(*y, 0, 0)[:3] for y in completions])
+        where = np.array([(*places(y), 0, 0)[:3] for y in completions])
+        # what per_sequence gives, in float64
+        weights = mask / mask.sum(axis=1, keepdims=True) * drawn_with[:, None]
+        algorithm = GRPO(ratio=product_ratio, clip_low=None, clip_high=None, weighting=per_sequence)
+        with jax.enable_x64(True):
+            batch = RowBatch(
+                tokens=jnp.asarray(padded),
+                token_mask=jnp.asarray(mask),
+                loss_weight=jnp.asarray(share * weights),
+                advantages=jnp.asarray(np.broadcast_to(values[:, None], mask.shape)),
+                old_logprobs=jnp.asarray([(*row, 0.0, 0.0)[:3] for row in old]),
+            )
+
+            def loss(table, batch=batch, where=where, padded=padded, algorithm=algorithm):
+                logprobs = jax.nn.log_softmax(table)[where, padded]
+                return algorithm.loss(TokenScores(logprobs, jnp.zeros_like(logprobs)), batch)[0]
+
+            found = jax.grad(loss)(jnp.asarray(tables[2]))
+        np.testing.assert_allclose(-np.asarray(found), share * wanted, atol=1e-12)
+
+
+# ---- settings and files
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["rollout.overlap=later"], "it is none, carry or one_step"),
+        (["rollout.overlap=carry", "rollout.max_staleness=-1"], "must not be negative"),
+        (["rollout.overlap=carry", "algorithm=sft"], "nothing is sampled"),
+        (
+            ["rollout.overlap=carry", "algorithm=rloo"],
+            "algorithm.ratio=no_ratio is right only for tokens of the current",
+        ),
+        (
+            ["rollout.overlap=carry", "algorithm.agreeing_groups=replace", "algorithm.max_rounds=2"],
+            "set algorithm.agreeing_groups=drop",
+        ),
+        (["rollout.overlap=one_step", "curriculum.drop_at=0.9"], "a curriculum asks the prompts of a step"),
+        (["rollout.overlap=carry", "algorithm.updates_per_rollout=4"], "set rollout.max_staleness=4"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_in_one_line(settings, message):
+    with pytest.raises(ConfigError, match="rollout") as error:
+        compose(settings)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_keeps_what_is_in_flight_and_damage_is_named(tmp_path):
+    begun_and_not = [
+        OpenCompletion(2, 0, 0, (5, 1), (-0.1, -1.5), (-0.25, -1.5), (1, 2), "eos"),
+        OpenCompletion(2, 0, 1, (7,), (-0.3,), (-0.3,), (2,)),
+        OpenCompletion(3, 0, 0),
+    ]
+    arrays = InFlight(begun_and_not, 4).as_arrays()
+    state = TrainState(put(np.int32(3)), {"w": put(np.ones(4, np.float32), "embed")}, ())
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(state, in_flight=arrays)
+    checkpoints.close()
+    found = InFlight.from_arrays(Checkpoints(tmp_path / "checkpoints").in_flight(3))
+    assert found.next_step == 4
+    np.testing.assert_equal(found.as_arrays(), arrays)
+    assert [one.reason for one in found.completions] == ["eos", None, None]
+    assert [one.is_under_way for one in found.completions] == [False, True, False]
+
+    with pytest.raises(ValueError, match="`tokens` has 3 numbers and not 4"):
+        InFlight.from_arrays(arrays | {"lengths": np.array([2, 1, 1])})
+    with pytest.raises(ValueError, match="it has"):
+        InFlight.from_arrays({"steps": np.array([1])})
+    (tmp_path / "checkpoints/3/in_flight.npz").write_bytes(b"PK no zip")
+    with pytest.raises(ValueError, match="in_flight.npz"):
+        Checkpoints(tmp_path / "checkpoints").in_flight(3)
+
+
+# ---- a real run
+
+SMALL = [
+    "evaluation.num_examples=0",
+    "training.max_steps=5",
+    "training.save_interval_steps=1",
+    "training.prompts_per_step=4",
+    "algorithm.num_generations=4",
+    "generation.max_new_tokens=24",
+    "rollout.chunk=4",
+    "rollout.num_slots=8",
+    "tracking.report=false",
+    "tracking.tensorboard=false",
+    "rewards.workers=0",
+]
+
+
+def rows_of(folder):
+    from tunix_lite.tracking.rundir import RunDir, rows_until
+
+    clock = ("time", "perf", "memory")
+    rows = [row for _, _, row in rows_until(RunDir(folder).metrics, 5)]
+    return [{name: x for name, x in row.items() if name.split("/")[0] not in clock} for row in rows]
+
+
+def start(folder, *settings):
+    command = [sys.executable, "run_training.py", *SMALL, f"hydra.run.dir={folder}", *settings]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["carry", "one_step"])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, overlap):
+    setting = f"rollout.overlap={overlap}"
+    assert start(tmp_path / "whole", setting).wait() == 0
+    killed = start(tmp_path / "killed", setting)
+    while killed.poll() is None and not (tmp_path / "killed/checkpoints/2").is_dir():
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert start(tmp_path / "killed", setting).wait() == 0
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_without_staleness_a_run_is_bit_equal_to_one_without_overlap(tmp_path):
+    assert start(tmp_path / "none").wait() == 0
+    for overlap in ("carry", "one_step"):
+        folder = tmp_path / overlap
+        assert start(folder, f"rollout.overlap={overlap}", "rollout.max_staleness=0").wait() == 0
+        assert rows_of(folder) == rows_of(tmp_path / "none")

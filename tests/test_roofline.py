@@ -201,6 +201,18 @@ def test_a_library_call_has_its_flops_in_its_settings_and_a_callback_waits_for_t
     assert (together.kernels, together.host_waits) == (1, 1)
 
 
+def test_a_library_call_that_updates_an_operand_in_place_writes_no_more_than_its_other_operands_have():
+    found = one(
+        "%p = bf16[8,32]{1,0} parameter(0)",
+        "%cache = bf16[8,512,32]{2,1,0} parameter(1)",
+        "%k = (bf16[8,32]{1,0}, bf16[8,512,32]{2,1,0}) custom-call(%p, %p, %cache), "
+        'custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (2, {})}, backend_config={}',
+        "ROOT %out = bf16[8,32]{1,0} get-tuple-element(%k), index=0",
+    )["k"]
+    # It reads p once, though it takes it twice, and the whole cache; it writes the result and a row of the cache.
+    assert (found.read_bytes, found.written_bytes) == (2 * 8 * 32 + 2 * 8 * 512 * 32, 2 * (2 * 8 * 32))
+
+
 def test_the_time_is_a_launch_and_the_slowest_of_compute_memory_and_links_kernel_by_kernel():
     product = kernels(LOOP)[1]
     of_memory = dataclasses.replace(product, times=1, read_bytes=3_000_000, written_bytes=350_000, flops=0.0)
@@ -227,6 +239,21 @@ def test_a_decode_step_of_qwen_has_the_flops_of_the_model_and_no_more_kernels_th
     assert found["flops_over_model"] == pytest.approx(1, abs=0.01)
     assert found["large_copies"] == 0
     assert {name: found[name] for name, most in COMMITTED[target].items() if found[name] > most} == {}
+
+
+@pytest.mark.aot
+def test_a_layer_takes_at_most_12_kernels_of_an_h100_with_the_fused_attention(monkeypatch):
+    """As XLA of jax 0.10.2 compiles it. The text does not show the FLOPs of the kernel itself."""
+    if not any(importlib.util.find_spec(module) for module in COMPILERS["cuda"]):
+        pytest.skip("the compiler for an h100 is not installed")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    sys.modules.pop("roofline", None)
+    from roofline import decode_step
+
+    found = decode_step("h100", "qwen3_0.6b", 64, ["rollout.attention=fused"])
+    assert found["kernels_a_layer"] <= 10.5
+    assert found["bytes_over_floor"] <= 1.18
+    assert found["large_copies"] == 0
 
 
 # python benchmarks/roofline.py --models qwen3_0.6b --slots 64 --programs decode

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from tunix_lite.distributed.allgather import allgather_values
@@ -39,6 +40,8 @@ SKIPPED = "skipped_in_a_row"
 # Another one, of runs with a curriculum: its state. And its most bytes, 20 million prompts.
 CURRICULUM = "curriculum.json"
 MOST_CURRICULUM = 2**30
+# And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
+IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
 LATER = {
     "_CHECKPOINT_METADATA",
@@ -80,6 +83,8 @@ class Checkpoints:
         self._saving: dict = {}
         # and that of CURRICULUM; None: there is none
         self._curriculum: dict | None = None
+        # and that of IN_FLIGHT
+        self._in_flight: dict[str, np.ndarray] | None = None
         # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
         self._own = _identity(self.folder) if self.folder.is_dir() else None
@@ -123,6 +128,8 @@ class Checkpoints:
             (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
             if self._curriculum is not None:
                 (half / CURRICULUM).write_text(json.dumps(self._curriculum) + "\n")
+            if self._in_flight is not None:
+                np.savez_compressed(half / IN_FLIGHT, **self._in_flight)
             digests.write_digests(half, LATER)
 
     @contextlib.contextmanager
@@ -210,13 +217,14 @@ class Checkpoints:
         accuracy: float | None = None,
         skipped: int = 0,
         curriculum: dict | None = None,
+        in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Starts to save the state. Returns when it is copied to the host; a thread writes it.
 
         The state may be donated afterwards. accuracy: its held-out accuracy, if it was measured.
         skipped: how many updates in a row were skipped up to now. curriculum: its state as JSON has
-        it. Waits for the save before, and raises OSError if that one has failed, or this one cannot
-        begin.
+        it. in_flight: completions that no update has taken yet, as arrays. Waits for the save
+        before, and raises OSError if that one has failed, or this one cannot begin.
         """
         step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -229,6 +237,7 @@ class Checkpoints:
             self._check_there()
             self._saving = {"step": step, SKIPPED: skipped}
             self._curriculum = curriculum
+            self._in_flight = in_flight
             saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
@@ -278,6 +287,23 @@ class Checkpoints:
             return read_object(file, MOST_CURRICULUM)
         except ValueError as error:
             raise ValueError(self._damaged(step, str(error))) from error
+
+    def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
+        """The completions in flight at this step, as `save` was given them; None: there are none.
+
+        Raises ValueError if the checkpoint is damaged.
+        """
+        file = self.folder / str(step) / IN_FLIGHT
+        if not os.path.lexists(file):
+            return None
+        try:
+            check_only_files(file.parent)
+            # no pickles: numpy refuses them unless it is asked for them
+            with np.load(file) as arrays:
+                return {name: arrays[name] for name in arrays}
+        # numpy and zipfile raise what they like
+        except Exception as error:
+            raise ValueError(self._damaged(step, f"{IN_FLIGHT}: {_reason(error)}")) from error
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
         """Reads only the parameters of a checkpoint: (its step, params).

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import check_loss, reference_every
+from tunix_lite.algorithms.algorithm import check_loss, max_rounds, reference_every
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
@@ -302,6 +302,7 @@ class RunConfig:
     def __post_init__(self):
         check_together(self)
         check_reference(self)
+        check_overlap(self)
 
     @property
     def learning_temperature(self) -> float:
@@ -319,6 +320,8 @@ def check_together(run: RunConfig) -> None:
             check_times(run.task.functions(), run.rewards)
     if run.task.environment is not None and run.conversation.workers:
         check_portable({"task.environment": run.task.environment}, "conversation")
+    if run.task.environment is not None:
+        check_conversations(run)
     check_loss(run.algorithm)
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():
@@ -361,6 +364,22 @@ def check_together(run: RunConfig) -> None:
         )
 
 
+def check_conversations(run: RunConfig) -> None:
+    """Raises ValueError for settings that conversations exclude."""
+    if run.generation.stop:
+        raise ValueError(
+            f"generation.stop={list(run.generation.stop)}: a turn of a conversation "
+            "(task.environment) must end with a token; use generation.stop_token_ids"
+        )
+    advantages = getattr(run.algorithm, "advantages", None)
+    compares_turns = run.conversation.credit != "end" and advantages is not None
+    if compares_turns and "whole" in inspect.signature(advantages).parameters:
+        raise ValueError(
+            f"conversation.credit={run.conversation.credit} compares turns, and "
+            "algorithm.advantages compares whole completions; set conversation.credit=end"
+        )
+
+
 def _multiple(wanted: int, step: int) -> int:
     """The least multiple of `step` that is `wanted` or more."""
     return -(-wanted // step) * step
@@ -381,6 +400,43 @@ def check_reference(run: RunConfig) -> None:
             f"algorithm.reference_every={follows} and model.lora.rank={run.model.lora.rank}: "
             "with adapters the reference is their base, which stays; leave out one of the two"
         )
+
+
+def check_overlap(run: RunConfig) -> None:
+    """Raises ValueError for what does not go together with rollouts that overlap with learning."""
+    overlap = run.rollout.overlap
+    if overlap == "none":
+        return
+    algorithm = run.algorithm
+    updates = algorithm.updates_per_rollout
+    staleness = run.rollout.max_staleness
+    ratio = getattr(algorithm, "ratio", None)
+    reasons = {
+        "the algorithm learns from demonstrations, and nothing is sampled": (
+            algorithm.needs_demonstrations
+        ),
+        "agreeing_groups=replace draws more prompts within one rollout; set "
+        "algorithm.agreeing_groups=drop": max_rounds(algorithm) > 1,
+        "a curriculum asks the prompts of a step by the grades of the step before; set "
+        "curriculum.drop_at=null 'curriculum.band=[]' 'curriculum.levels=[]'": (
+            run.curriculum.is_on
+        ),
+        "conversations are not carried over an update yet": (
+            getattr(run.task, "environment", None) is not None
+        ),
+        "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
+        "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio": (
+            run.rollout.is_stale and getattr(ratio, "__name__", "") == "no_ratio"
+        ),
+        f"max_staleness={staleness} is counted in updates, and a rollout is for "
+        f"algorithm.updates_per_rollout={updates} of them; set "
+        f"rollout.max_staleness={_multiple(max(staleness, 1), updates)}": staleness % updates,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"rollout.overlap={overlap}: {reason}, or leave rollout.overlap at none"
+            )
 
 
 LOSS_REDUCTIONS = {

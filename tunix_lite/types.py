@@ -98,6 +98,7 @@ class TurnReply:
     done: bool = False
     reward: float = 0.0
     observation: str = ""  # as text, for display
+    completion: str = ""  # the turn as text, as the environment got it
     # error, timeout, crash or not_a_turn, where the environment failed on the turn
     failure: str = ""
     message: str = ""  # how it failed
@@ -130,6 +131,11 @@ class Conversation:
     # done: the environment ended it; tokens, turns: there was no room for more; failed: the
     # environment failed
     ended: str
+
+    @property
+    def reached_limit(self) -> bool:
+        """Whether there was no room for more, and the environment had not ended it."""
+        return self.ended in ("tokens", "turns")
 
     @property
     def rewards(self) -> list[float]:
@@ -194,6 +200,8 @@ class Graded:
     # the example that each completion answers; those of a group are one and the same dict
     examples: list[dict] = field(default_factory=list)
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
+    # of conversations: what the environment gave each turn of each; [] where there is none
+    turn_rewards: list[list[float]] = field(default_factory=list)
     # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
 

@@ -126,6 +126,9 @@ class TaskInterface(Protocol):
         """The tokens of each example's prompt with another message; {names} are its fields.
         max_length: tokens of it; None: as many as of any prompt."""
 
+    # Optional, of a task with an environment: `conversation`, its settings, and partner(examples),
+    # who answers the turns of one conversation per example; policy.generate gets it as `partner`.
+
     def grader(self, examples: list[dict]) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions."""
 
@@ -188,6 +191,14 @@ class Algorithm(Protocol):
         them; of a Max they take the largest. scores and batch are [R, W]: the batch in rows. It
         runs inside of jit.
         """
+
+
+def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:
+    """The setting of policy.generate with which completions are conversations, one per example; {}:
+    the task has no environment."""
+    partner_of = getattr(task, "partner", None)
+    partner = None if partner_of is None else partner_of(examples)
+    return {} if partner is None else {"partner": partner}
 
 
 def stream_names(algorithm: Algorithm) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.advantages import WholeBatch
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
+from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
     groups_that_agree,
-    takes_whole,
     weights_of_learned,
 )
 from tunix_lite.types import Batch, Graded, Metrics, Params, Rollout
@@ -40,6 +40,8 @@ class Groups:
     of_all: Metrics | None = None
     # by name, what is in the rewards beside those of the task, [P, G]
     added: dict[str, np.ndarray] = field(default_factory=dict)
+    # of conversations: which turn a reward counts for; None: there are no turns
+    credit: TurnCredit | None = None
 
     def batch(
         self,
@@ -64,21 +66,32 @@ class Groups:
     def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
         """[B, T] float32: what each token counts in the loss; 0 where nothing is learned."""
         mask_BT = np.asarray(self.rollout.completion_mask)
-        if self.learned_PG.all() and num_mini_batches == 1:
-            return np.float32(weighting(mask_BT))
         return weights_of_learned(weighting, mask_BT, self.learned_PG.reshape(-1), num_mini_batches)
 
     def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
         where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        if self.kept_PG.all() and not takes_whole(function):
-            advantages_PG = function(self.rewards_PG)
-        else:
-            advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
+        if self.credit is not None and self.credit.kind != "end":
+            return self._turn_advantages(function, limit)
+        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
         if limit is not None:
             advantages_PG = np.clip(advantages_PG, -limit, limit)
-        shape = self.rollout.tokens.shape
-        return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
+        advantages_B1 = advantages_PG.reshape(-1, 1)
+        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+
+    def _turn_advantages(self, function: Callable, limit: float | None) -> np.ndarray:
+        """[B, T] float32: the advantage of each turn at its tokens; 0 elsewhere."""
+        # What is in the rewards beside those of the environment belongs to the last turn.
+        totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
+        rewards = [with_total(*one) for one in zip(self.graded.turn_rewards, totals_B)]
+        kept_B = self.kept_PG.reshape(-1)
+        G = self.rewards_PG.shape[1]
+        advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
+        found = turn_advantages(function, self.credit, rewards, G, kept_B)
+        for row, (one, values) in enumerate(zip(self.rollout.conversations, found)):
+            for turn, value in zip(one.turns, values):
+                advantages_BT[row, turn.begin : turn.end] = value
+        return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)
 
     def whole(self) -> WholeBatch:
         """What an advantage function may know beside the rewards."""
@@ -137,11 +150,26 @@ def sample_groups(
     repeated = [example for example in examples for _ in range(num_generations)]
     grader = task.grader(repeated)
     prompts = task.prompts(examples)
-    rollout = policy.generate(params, prompts, key, num_generations, on_finished=grader.submit)
+    answers = who_answers(task, repeated)
+    rollout = policy.generate(
+        params, prompts, key, num_generations, on_finished=grader.submit, **answers
+    )
     graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
-    return Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
+    groups = Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
+    return _of_conversations(groups, task) if answers else groups
+
+
+def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
+    """The groups as the settings of conversations have it: which turn a reward counts for, and what
+    is learned from one that reached a limit."""
+    settings = task.conversation
+    groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
+    if settings.on_limit != "mask":
+        return groups
+    is_whole_B = np.array([not one.reached_limit for one in groups.rollout.conversations])
+    return groups.learning_from(is_whole_B.reshape(groups.rewards_PG.shape))
 
 
 def _apart(examples: list[dict]) -> list[dict]:

@@ -96,5 +96,6 @@ def _chosen_groups(rounds: list[Groups], chosen: np.ndarray) -> Groups:
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=np.concatenate([groups.rewards_PG for groups in rounds])[chosen],
         kept_PG=kept_PG,
-        learned_PG=kept_PG,
+        learned_PG=np.concatenate([groups.learned_PG for groups in rounds])[chosen],
+        credit=rounds[0].credit,
     )

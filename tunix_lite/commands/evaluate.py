@@ -320,7 +320,7 @@ def _evaluate_one(
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
-    with held_out.task.with_workers(run.rewards, _say, processes) as task:
+    with held_out.task.with_workers(run.rewards, _say, processes, run.conversation) as task:
         evaluated, scores = model_scores(
             Policy(generate, None),
             model.params,

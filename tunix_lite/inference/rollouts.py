@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.conversations import make_generate_with_partner
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Params, Prompts, Rollout
 
@@ -21,7 +21,8 @@ def generate_of(
     counts: list[tuple[int, int]],
     tp_reduce_dtype: str = "float32",
 ) -> Callable[..., Rollout]:
-    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it.
+    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as
+    make_generate_with_partner makes it.
 
     counts: (prompts, completions of each) of the largest calls to come; where the weights stay
     while sampling is chosen by them and by the memory that is free.
@@ -32,13 +33,13 @@ def generate_of(
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts
         )
-    generate = make_generate(
+    generate = make_generate_with_partner(
         model.cfg,
         generation,
         model.tokenizer.eos_ids,
         model.tokenizer.pad_id,
         model.dtype,
-        RolloutConfig(slots, rollout.chunk, weights, rollout.cache),
+        RolloutConfig(slots, rollout.chunk, weights, rollout.cache, rollout.waiting),
         model.tokenizer,
         jnp.dtype(tp_reduce_dtype),
     )

@@ -409,20 +409,24 @@ def forward_by_layer(
     positions_BT: jax.Array,
     attend_fn: Callable[..., tuple[jax.Array, Any]],
     tp_reduce_dtype: DTypeLike = jnp.float32,
+    attend_norms: bool = False,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
     layer keeps, in a list.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): which earlier tokens the queries see, and the cache of
-    their keys and values, are its business. tp_reduce_dtype: as `forward` takes it.
+    their keys and values, are its business. tp_reduce_dtype: as `forward` takes it. attend_norms:
+    as `block` takes it.
     """
     angles = rope_angles_by_kind(cfg, positions_BT)
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     kept = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
         of_layer = partial(attend_fn, layer)
-        x_BTD, kept_of_layer = block(x_BTD, w, cfg, angles[kind], of_layer, tp_reduce_dtype)
+        x_BTD, kept_of_layer = block(
+            x_BTD, w, cfg, angles[kind], of_layer, tp_reduce_dtype, attend_norms
+        )
         kept.append(kept_of_layer)
     return norm(x_BTD, params["final_norm"], cfg), kept
 
@@ -504,14 +508,18 @@ def block(
     angles: Angles,
     attend_fn: AttendFn,
     tp_reduce_dtype: DTypeLike = jnp.float32,
+    attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
     """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it.
 
-    w: the weights of the layer, ready for `project`.
+    w: the weights of the layer, ready for `project`. attend_norms: attend_fn norms and turns
+    queries and keys itself; it is called with the weights and the angles, too.
     """
     # Attention.
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
-    attended_BTD, kept = attention_part(normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype)
+    attended_BTD, kept = attention_part(
+        normed_BTD, w, cfg, angles, attend_fn, tp_reduce_dtype, attend_norms
+    )
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
@@ -531,6 +539,7 @@ def attention_part(
     angles: Angles,
     attend_fn: AttendFn,
     tp_reduce_dtype: DTypeLike = jnp.float32,
+    attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Attention of one layer, from normed hidden states to what is added to the residual stream,
     [B, T, D]; and what `attend_fn` keeps."""
@@ -542,6 +551,9 @@ def attention_part(
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
+    if attend_norms:
+        out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        return constrain(project(out_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL), kept
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)

@@ -8,7 +8,10 @@ and how often it runs. How things are counted:
   slices or gathers from, it reads the slices. A fusion that ends in a dynamic-update-slice or a
   scatter updates its operand in place: it reads and writes the slice, not the buffer. If the
   compiler cannot update in place, it adds a copy, which is an entry of its own.
-- Arguments that results take the place of (aliases) move no bytes.
+- Arguments that results take the place of (aliases) move no bytes. A library call, such as a Pallas
+  kernel, that updates an operand in place is taken to read all of it, and to write no more into it
+  than it reads of its other operands. The text does not show the FLOPs of a Pallas kernel: they
+  count as 0.
 - Where `cached_bytes` is given, an array of at most so many bytes that one kernel of a computation
   makes and others of it use is taken from the cache: it costs no bytes.
 - A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
@@ -210,6 +213,9 @@ class _Walk:
             by_number = {n: self.part(i, n, computation) for n in range(len(i.operands))}
         total = 0.0
         for number, name in enumerate(i.operands):
+            if inner is None and name in i.operands[:number]:
+                # A library call that takes an array several times takes parts of it.
+                continue
             if name in computation.instructions and not self.is_cached(name, computation):
                 share = min(1.0, by_number.get(number, 0.0))
                 total += share * bytes_of(computation.instructions[name].type)
@@ -224,6 +230,14 @@ class _Walk:
             return bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
         results = self.results(inner) if inner else [(i, computation)]
         types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
+        in_place = _updated_in_place(i)
+        if in_place:
+            taken = set(i.operands) - {i.operands[n] for n in in_place.values()}
+            new = sum(bytes_of(computation.instructions[name].type) for name in taken)
+            return sum(
+                min(bytes_of(type_), new) if n in in_place else bytes_of(type_)
+                for n, type_ in enumerate(types)
+            )
         if len(results) != len(types):
             return bytes_of(i.type)
         total = 0
@@ -313,6 +327,16 @@ def _updates(i: Instruction, computation: Computation) -> Instruction | None:
         return None
     # scatter(buffers, indices, updates), as many updates as buffers
     return computation.instructions.get(i.operands[1 if i.op != "scatter" else -1])
+
+
+def _updated_in_place(i: Instruction) -> dict[int, int]:
+    """Of a library call, the results that are operands updated in place: number of the result ->
+    number of the operand."""
+    found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", i.rest)
+    if i.op != "custom-call" or found is None:
+        return {}
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", found[1])
+    return {int(result or 0): int(operand) for result, operand in pairs}
 
 
 def bytes_of(type_: str) -> int:

@@ -382,6 +382,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
         resolved.sampling_memory.chunk,
         run.rollout.cache == "int8",
         jnp.dtype(run.training.tp_reduce_dtype),
+        attention="fused" if run.rollout.attention == "fused" else "xla",
     )
     acting = shapes.acting(resolved)
     by_layer = partial(decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype)

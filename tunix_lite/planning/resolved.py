@@ -21,7 +21,15 @@ from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import attention, decoder, families, hub, peft, weights
+from tunix_lite.models import (
+    attention,
+    decode_attention,
+    decoder,
+    families,
+    hub,
+    peft,
+    weights,
+)
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored_table
@@ -270,6 +278,8 @@ def resolve_run(
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
         implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
+    with error_context("rollout"):
+        check_decode_attention(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run, cfg, lora, mesh_shape, batch, rows, slots, implementation, attention_reason=reason
     )
@@ -364,6 +374,13 @@ def choose_attention(
         if is_attached:
             raise
         return asked, "as training.attention says"
+
+
+def check_decode_attention(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+    """Raises ValueError where decoding cannot use the kernel that `rollout.attention` asks for."""
+    dtype = DTYPES[run.training.mixed_precision]
+    int8 = run.rollout.cache == "int8"
+    decode_attention.choose_decode_attention(run.rollout.attention, cfg, dtype, platform, int8, tp)
 
 
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:

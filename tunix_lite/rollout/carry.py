@@ -295,9 +295,15 @@ def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> M
 
 def _nothing_sampled() -> Metrics:
     """The metrics of a rollout that had enough before it began."""
-    counts = ("prefill_tokens", "decode_steps", "slot_use", "carried", "reread_tokens")
-    times = {"perf/rollout_tokens_per_second": 0.0, "time/rollout": 0.0}
-    return {f"rollout/{name}": 0 for name in counts} | times
+    return {
+        "rollout/prefill_tokens": 0,
+        "rollout/decode_steps": 0,
+        "rollout/slot_use": 0.0,
+        "rollout/carried": 0,
+        "rollout/reread_tokens": 0,
+        "perf/rollout_tokens_per_second": 0.0,
+        "time/rollout": 0.0,
+    }
 
 
 def rollout_of(

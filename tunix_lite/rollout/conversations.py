@@ -67,10 +67,14 @@ class Partner(Protocol):
     prompts: Prompts | None
 
     def submit(self, row: int, tokens: list[int], ended: bool) -> None:
-        """Takes a turn. ended: its last token is one that ends a turn; else it was cut."""
+        """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut, or
+        ended by another token."""
 
     def replies(self, wait: bool) -> dict[int, TurnReply]:
         """Answers that have come, by row. wait: at least one. All processes get the same."""
+
+    def close(self) -> None:
+        """All conversations have ended."""
 
 
 @dataclass
@@ -366,7 +370,7 @@ class ConversationScheduler:
         talk.turns.append((talk.begin, len(talk.request.tokens), None))
         talk.is_waiting = True
         talk.chunks_waited = 0
-        self.partner.submit(talk.row, tokens, tokens[-1] in self.ends)
+        self.partner.submit(talk.row, tokens, self.ends.get(tokens[-1]) == "eos")
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -461,6 +465,7 @@ def make_converse(
                     on_finished(talk.row, talk.last_turn)
             if between_chunks is not None:
                 between_chunks()
+        partner.close()
         return conversations_as_rollout(talks, arrays, asked)
 
     return converse

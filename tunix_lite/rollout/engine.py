@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import decoder
+from tunix_lite.models import decode_attention, decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size, gathered_sharding
+from tunix_lite.parallel.mesh import axis_size, current_mesh, gathered_sharding
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import (
@@ -47,8 +47,7 @@ def make_sampler(
     generation and position draw the same token, whatever the mesh, the number of slots, the chunk,
     or the order and number of other requests. limits: tokens of each completion, [P * G], at most;
     None: max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward
-    takes it. Raises ValueError for what cannot be sampled, FloatingPointError if a log-probability
-    is not finite.
+    takes it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
@@ -70,6 +69,7 @@ def make_sampler(
         # What is asked is checked before anything is computed.
         criteria = StopCriteria(ends, generation.stop, tokenizer)
         criteria.check()
+        check_attention(spec, rollout)
         check_prompts(prompts, cfg, generation, tokenizer)
         limits = check_limits(limits, len(prompts) * num_generations, generation)
 
@@ -90,6 +90,15 @@ def make_sampler(
         return scheduler.metrics()
 
     return sample
+
+
+def check_attention(spec: SamplerSpec, rollout: RolloutConfig) -> None:
+    """Raises ValueError where decoding on the current mesh cannot use the kernel that
+    `rollout.attention` asks for."""
+    platform = current_mesh().devices.flat[0].platform
+    decode_attention.choose_decode_attention(
+        rollout.attention, spec.cfg, spec.dtype, platform, spec.int8, axis_size("tp")
+    )
 
 
 def make_requests(
@@ -132,6 +141,7 @@ def sampler_spec(
         chunk=min(rollout.chunk, generation.max_new_tokens),
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
+        attention="fused" if rollout.attention == "fused" else "xla",
     )
     return spec, ends
 

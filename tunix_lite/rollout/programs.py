@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import attention, decoder, rounding
+from tunix_lite.models import attention, decode_attention, decoder, rounding
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
@@ -55,6 +55,10 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
+    # what decodes attends with: xla, or fused (models/decode_attention.py)
+    attention: str = "xla"
+    # whether the fused kernel is interpreted, as tests do where there is no GPU
+    interpret: bool = False
 
     @property
     def max_length(self) -> int:
@@ -505,11 +509,16 @@ def read_drawn(
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
 
     # Read the new token: its keys and values join the cache.
-    attend_fn = attend_to_cache(spec, slots)
-    token_B1 = token_B[:, None]
-    positions_B1 = slots.lengths[:, None]
+    is_fused = spec.attention == "fused"
+    attend_fn = attend_fused(spec, slots) if is_fused else attend_to_cache(spec, slots)
     hidden_B1D, cache = decoder.forward_by_layer(
-        per_layer_params, spec.cfg, token_B1, positions_B1, attend_fn, spec.tp_reduce_dtype
+        per_layer_params,
+        spec.cfg,
+        token_B[:, None],
+        slots.lengths[:, None],
+        attend_fn,
+        spec.tp_reduce_dtype,
+        attend_norms=is_fused,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.
@@ -571,5 +580,38 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
             cfg, q_BTNH, attended.k, attended.v, mask_B1C, attended.k_scales, attended.v_scales
         )
         return attended_BTNH, kv
+
+    return attend_fn
+
+
+def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
+    """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
+    decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
+    cfg = spec.cfg
+
+    def attend_fn(
+        layer: int,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        weights: dict[str, Any],
+        angles: decoder.Angles,
+    ):
+        norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
+        sin, cos = angles
+        old = slots.cache[layer]
+        out_BNH, k_BKCH, v_BKCH = decode_attention.fused_attend(
+            cfg,
+            q_BTNH[:, 0],
+            k_BTKH[:, 0],
+            v_BTKH[:, 0],
+            norms,
+            (sin[:, 0, 0], cos[:, 0, 0]),
+            slots.lengths,
+            old.k,
+            old.v,
+            spec.interpret,
+        )
+        return out_BNH[:, None], KV(k_BKCH, v_BKCH)
 
     return attend_fn

@@ -104,10 +104,13 @@ def _tuple_of(name: str, values: Any, kind: type) -> tuple:
 MAX_SLOTS = 256
 
 
+OVERLAPS = ("none", "carry", "one_step")
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How sampling is organised: memory and speed. Only an int8 cache changes completions, a
-    little.
+    """How sampling is organised: memory and speed. An int8 cache changes completions, a little, and
+    so does overlap.
 
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
     """
@@ -123,6 +126,15 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
+    # What attends while decoding: xla, fused (one kernel a layer, on NVIDIA GPUs), or auto, which
+    # is xla today.
+    attention: str = "auto"
+    # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
+    # go on after the update), or one_step (rewards of the next batch are computed meanwhile).
+    overlap: str = "none"
+    # Updates that the oldest token may be behind when it is learned from. 0 is the same as
+    # overlap=none.
+    max_staleness: int = 2
     # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
     # the host where others wait for a slot, auto parks if the host has memory for it.
     waiting: str = "auto"
@@ -138,6 +150,17 @@ class RolloutConfig:
             raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
         if self.cache not in ("compute", "int8"):
             raise ValueError(f"cache={self.cache!r}; it is compute or int8")
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap={self.overlap!r}; it is none, carry or one_step")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
+        if self.attention not in ("auto", "xla", "fused"):
+            raise ValueError(f"attention={self.attention!r}; it is auto, xla or fused")
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an update may learn from tokens that earlier weights drew."""
+        return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
         """How many slots decode so many sequences: `num_slots`, else one for each sequence, up to

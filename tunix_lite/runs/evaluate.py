@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
 from tunix_lite.tasks.grading import FAILED
@@ -89,10 +89,16 @@ def complete_and_grade(
     repeated = [example for example in examples for _ in range(num_samples)]
     grader = task.grader(repeated)
     prompts = task.prompts(examples)
-    rollout = policy.generate(
-        params, prompts, key, num_samples, temperature=temperature, on_finished=grader.submit
-    )
     with error_context("evaluation", RunFailed):
+        rollout = policy.generate(
+            params,
+            prompts,
+            key,
+            num_samples,
+            temperature=temperature,
+            on_finished=grader.submit,
+            **who_answers(task, repeated),
+        )
         return grader.results(rollout)
 
 

@@ -11,6 +11,7 @@ from tunix_lite.algorithms.selection import chosen_completions
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.moving_reference import moving_reference
+from tunix_lite.runs.overlap import Drawn
 from tunix_lite.runs.session import Session
 from tunix_lite.tasks.task import Task
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
@@ -57,8 +58,9 @@ Collected = tuple[Batch, Metrics, Graded | None]
 
 
 class FreshExperience:
-    """Completions are sampled with the current weights, once in algorithm.updates_per_rollout
-    updates; in between, the same batch is handed out again, or the next mini-batch of it."""
+    """Completions are sampled once in algorithm.updates_per_rollout updates, with the current
+    weights (or as rollout.overlap has it); in between, the same batch is handed out again, or the
+    next mini-batch of it."""
 
     def __init__(self, session: Session, learner: Learner):
         self._algorithm = session.run.algorithm
@@ -71,6 +73,7 @@ class FreshExperience:
         self._rows = session.parts.rows
         self._policy = learner.policy
         self._curriculum = learner.curriculum
+        self._overlap = learner.overlap
         self._say = session.console.say
         self._moving = moving_reference(session)
         self._seed_key = learner.seed_key
@@ -95,10 +98,16 @@ class FreshExperience:
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
-        task = self._curriculum.begin(step, self._task.at_step(step))
-        examples, found = self._examples(task, rollout)
-        batch, metrics, graded = self._algorithm.collect(self._policy, task, params, examples, key)
+        policy, task, examples, found = self._drawn(step, rollout, params)
+        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
         return batch, metrics | self._curriculum.end(self._say) | found, graded
+
+    def _drawn(self, step: int, rollout: int, params: Params) -> Drawn:
+        """Whom the algorithm asks for completions, of which examples, and metrics of these."""
+        task = self._curriculum.begin(step, self._task.at_step(step))
+        if self._overlap is not None:
+            return self._overlap.draw(step, self._policy, task, params)
+        return self._policy, task, *self._examples(task, rollout)
 
     def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
         """The examples of all rounds, and how many were passed over for their length, if any may

@@ -57,7 +57,7 @@ def fingerprint(
         "data": digest_of_data(run.task.source),
         **_curriculum(run),
         "generation": plain(run.generation),
-        "rollout": {"cache": run.rollout.cache},
+        "rollout": {"cache": run.rollout.cache} | _overlap(run, prompts, shards),
         "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
         **_conversation(run),
         "optimizer": _optimizer(run, shards),
@@ -123,6 +123,19 @@ def _curriculum(run: RunConfig) -> dict:
 def _on_none(run: RunConfig) -> dict:
     """Only where it is not the default: earlier versions had no such setting."""
     return {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
+
+
+def _overlap(run: RunConfig, prompts: int, shards: int) -> dict:
+    """Only where updates learn from tokens of earlier weights: which ones depends on slots and
+    chunks then, and earlier versions had no such settings."""
+    rollout = run.rollout
+    if not rollout.is_stale:
+        return {}
+    found = {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
+    if rollout.overlap == "carry":
+        slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
+        found |= {"slots": slots, "chunk": rollout.chunk}
+    return found
 
 
 def _optimizer(run: RunConfig, shards: int) -> dict:

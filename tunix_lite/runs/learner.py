@@ -20,9 +20,10 @@ from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.conversations import make_generate_with_partner
 from tunix_lite.runs import resume
 from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
+from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
@@ -54,6 +55,8 @@ class Learner:
     skipped: int
     # which prompts are asked
     curriculum: RunCurriculum | EveryPrompt
+    # what rollouts leave for later updates; None: nothing (rollout.overlap=none)
+    overlap: Overlap | None = None
     # of the step under way: what parts of collecting took, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
@@ -96,6 +99,7 @@ def build_learner(session: Session) -> Learner:
     resolved = _with_sampling_weights(resolved, acting, console.say)
     generate = _generate_of(resolved, model.tokenizer)
     policy = policy_of(resolved, generate, reference, _load_frozen(parts))
+    overlap = overlap_of(session, resolved, int(state.step))
     train_step = parts.train_step or train_step_of(resolved, policy)
     seconds: Counter = Counter()
     return Learner(
@@ -108,6 +112,7 @@ def build_learner(session: Session) -> Learner:
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
         curriculum=curriculum,
+        overlap=overlap,
         seconds=seconds,
     )
 
@@ -124,7 +129,7 @@ def _load_frozen(parts: Parts) -> dict[str, Params]:
 
 def _generate_of(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
     """How the run samples."""
-    return make_generate(
+    return make_generate_with_partner(
         resolved.cfg,
         resolved.run.generation,
         tokenizer.eos_ids,

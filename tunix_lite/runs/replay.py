@@ -231,7 +231,7 @@ def open_replay(parts: Parts, run_dir: RunDir) -> Iterator[Session]:
         session = Session(
             run, parts, run_dir, console, Status(run_dir), stopping, parts.task, closing
         )
-        workers = parts.task.with_workers(run.rewards, console.say)
+        workers = parts.task.with_workers(run.rewards, console.say, conversation=run.conversation)
         session.task = closing.enter_context(workers)
         yield session
 

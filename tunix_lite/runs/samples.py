@@ -11,7 +11,7 @@ import numpy as np
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import FINISH, Batch, Graded, Metrics
+from tunix_lite.types import FINISH, Batch, Graded, Metrics, Rollout
 
 
 def keep_samples(
@@ -112,11 +112,36 @@ def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
     if rollout is None:
         return {}
     mask_T = np.asarray(rollout.completion_mask)[i]
-    return {
+    found = {} if rollout.conversations is None else _of_conversation(rollout, i)
+    return found | {
         "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
         "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
         "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
     }
+
+
+def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
+    """The turns of a conversation. `all_tokens` are those after the prompt, answers included, and
+    spans are places among them, [begin, end)."""
+    one = rollout.conversations[i]
+    token_mask_T = np.asarray(rollout.token_mask)[i]
+    first = one.turns[0].begin
+    turns = []
+    for turn in one.turns:
+        reply = turn.reply
+        row = {
+            "span": [turn.begin - first, turn.end - first],
+            "completion": reply.completion,
+            "observation": reply.observation,
+            "reward": float(reply.reward),
+        }
+        if reply.info:
+            row["info"] = reply.info
+        if reply.failure:
+            row["failed"] = f"{reply.failure}: {reply.message}"
+        turns.append(row)
+    tokens = np.asarray(rollout.tokens)[i, first:][token_mask_T[first:]]
+    return {"turns": turns, "ended_by": one.ended, "all_tokens": tokens.tolist()}
 
 
 def group_numbers(examples: list[dict]) -> list[int]:

@@ -120,7 +120,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         with _status_at_the_end(session, resume_hint), explained(), session.closing:
             # Reward workers start while the model loads.
             processes = _processes(job.stopping)
-            workers = parts.task.with_workers(run.rewards, console.say, processes)
+            workers = parts.task.with_workers(run.rewards, console.say, processes, run.conversation)
             session.task = session.closing.enter_context(workers)
             yield session
 

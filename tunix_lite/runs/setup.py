@@ -19,6 +19,8 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import overwritten_by_torchrun
+from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
@@ -35,6 +37,7 @@ from tunix_lite.runs.fingerprint import (
     packing_of,
     read_fingerprint,
 )
+from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.curriculum import source_of_level
@@ -131,6 +134,8 @@ def with_rewards_tried(parts: Parts) -> Parts:
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
+    with error_context("task.environment"):
+        check_environment_answers(parts.task, run.conversation, example)
     failing = failing_functions(run.task, example, group, run.rewards)
     if failing and run.rewards.on_error == "raise":
         with error_context("task"):
@@ -139,6 +144,22 @@ def with_rewards_tried(parts: Parts) -> Parts:
                 "drop continues without it"
             )
     return replace(parts, failing=failing)
+
+
+def check_environment_answers(task: Task, settings: ConversationConfig, example: dict) -> None:
+    """Raises ValueError if the environment of a task fails on an example and
+    conversation.on_error=raise, and if the chat template does not take what it answers."""
+    environment = task.config.environment
+    if environment is None:
+        return
+    failing, answer = try_environment(environment, example, settings)
+    if failing and settings.on_error == "raise":
+        raise ValueError(
+            f"tried before the run: {failing}; conversation.on_error=zero or drop continues "
+            "without it"
+        )
+    if answer is not None:
+        task.text.turn_tokens.between(answer, ended=True)
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -302,7 +323,8 @@ def check_rewards(run: RunConfig) -> None:
     """Raises ValueError if completions are sampled to learn from a reward that is for evaluation:
     it is 0 for all but one text."""
     samples = not run.algorithm.needs_demonstrations and not frozen_models_of(run.algorithm)
-    if samples and all(reward.fn is is_chosen for reward in run.task.rewards.values()):
+    functions = [reward.fn for reward in run.task.rewards.values()]
+    if samples and functions and all(fn is is_chosen for fn in functions):
         raise ValueError(
             "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it gives 1 to the "
             "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
@@ -496,6 +518,9 @@ def startup_summary(
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+
+    if run.rollout.is_stale:
+        rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
 
     # What is minimised, if the algorithm says it.
     formula = getattr(run.algorithm, "formula", [])

@@ -300,12 +300,15 @@ class Watch:
         """Raises SamplerFault if sampler and trainer disagree about the tokens of a rollout.
 
         In the first update of a rollout both have the same weights, so that only rounding may
-        differ. Where old_logprobs=sampled the two distributions differ on purpose.
+        differ. Where old_logprobs=sampled the two distributions differ on purpose, and so do those
+        of tokens that earlier weights drew.
         """
         most = self.session.run.training.max_sampler_gap
         algorithm = self.session.run.algorithm
         cuts_off = getattr(algorithm, "old_logprobs", "whole") == "sampled"
         is_first = bool(done.experience.metrics)
+        if metrics.get("rollout/staleness_max", 0) > 0:
+            return
         if most is None or cuts_off or not is_first or "train/sampler_gap" not in metrics:
             return
         # where old_logprobs=rescored the trainer's own are compared before the update
@@ -351,8 +354,11 @@ class Watch:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
         may be written after it."""
         session = self.session
-        known = self.learner.curriculum.at(int(self.state.step))
-        self.checkpoints.save(self.state, self.accuracy, self.skipped, known)
+        step = int(self.state.step)
+        known = self.learner.curriculum.at(step)
+        overlap = self.learner.overlap
+        in_flight = None if overlap is None else overlap.at(step)
+        self.checkpoints.save(self.state, self.accuracy, self.skipped, known, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.run, session.parts, session.run_dir)

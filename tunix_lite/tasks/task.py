@@ -11,11 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Pool, RewardsConfig
+from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
 from tunix_lite.rewards.worker import number, numbers, text
+from tunix_lite.tasks.conversations import (
+    ENVIRONMENT,
+    EnvironmentPartner,
+    conversation_metrics,
+    of_conversations,
+    turn_rewards,
+    with_environment,
+    won,
+)
 from tunix_lite.tasks.grading import (
     completion_metrics,
     grade_metrics,
@@ -68,6 +79,7 @@ class Reward:
 
 # names of metrics reward/NAME that mean something else
 TAKEN = {
+    ENVIRONMENT,
     "mean",
     "std",
     "min",
@@ -247,6 +259,9 @@ class Task:
     step: int = 0  # the number of the update, which weights of rewards may depend on
     # gets all that is graded, such as groups of which the algorithm keeps none
     on_graded: Callable[[Graded], None] | None = None
+    conversation: ConversationConfig = ConversationConfig()
+    # where environments answer; None: completions are single turns, or nobody has begun yet
+    environments: EnvironmentPool | None = None
 
     def at_step(self, step: int) -> "Task":
         """The task as it grades for update number `step` (from 0): with the weights of then."""
@@ -259,18 +274,37 @@ class Task:
         settings: RewardsConfig,
         say: Callable[[str], None],
         processes: Processes = ALONE,
+        conversation: ConversationConfig | None = None,
     ) -> Iterator["Task"]:
-        """The task as a run uses it, with rewards as `settings` say. The workers begin to start
-        now, and are gone at the end."""
-        with contextlib.closing(Pool(self.config.functions(), settings)) as pool:
-            yield replace(self, pool=pool, say=say, processes=processes)
+        """The task as a run uses it, with rewards as `settings` say, and environments as
+        `conversation` says. The workers begin to start now, and are gone at the end."""
+        conversation = self.conversation if conversation is None else conversation
+        with contextlib.ExitStack() as at_end:
+            pool = Pool(self.config.functions(), settings)
+            at_end.enter_context(contextlib.closing(pool))
+            environments = None
+            if self.config.environment is not None:
+                environments = EnvironmentPool(self.config.environment, conversation)
+                at_end.enter_context(environments)
+            yield replace(
+                self,
+                pool=pool,
+                say=say,
+                processes=processes,
+                conversation=conversation,
+                environments=environments,
+            )
 
     @cached_property
     def text(self) -> PromptText:
         """How an example becomes text and tokens."""
         config = self.config
         return PromptText(
-            config.template, config.special_tokens_in_data, self.tokenizer, config.source
+            config.template,
+            config.special_tokens_in_data,
+            self.tokenizer,
+            config.source,
+            dict(getattr(config.environment, "template_variables", {})),
         )
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
@@ -331,6 +365,20 @@ class Task:
         completions = fitted_completions(self.text, examples, self.max_new_tokens)
         widths = (self.max_prompt_length, self.max_new_tokens)
         return side_by_side(prompts, completions, widths, self.tokenizer.pad_id)
+
+    def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
+        """Who answers the turns of one conversation per example; None without an environment. The
+        environments have begun.
+
+        Raises SharedError if one fails and conversation.on_error=raise.
+        """
+        if self.config.environment is None:
+            return None
+        if self.environments is None:
+            raise ValueError("environments run inside of Task.with_workers alone")
+        return EnvironmentPartner(
+            self.text, examples, self.environments, self.conversation, self.processes
+        )
 
     def grader(self, examples: list[dict]) -> "Grader":
         """Grades the completions of `examples`, one of each, as they come."""
@@ -396,17 +444,22 @@ class Grader:
         # rewards, weighted; one that failed counts 0, or drops its completion
         config = self.task.config
         outcomes = self._calls.of_completions(of_calls)
-        each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
         weights = config.weights(self.task.step)
+        each, kinds_BN, by_turn = self._rewards(outcomes, rollout)
+        if by_turn:
+            weights[ENVIRONMENT] = 1.0
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
-        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
+        if by_turn:
+            total_B, dropped_B = of_conversations(
+                rollout, self.task.conversation, total_B, dropped_B, by_turn
+            )
         graded = Graded(
             prompts=[self.task.text.ask(example) for example in self.examples],
             completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
-            correct=values_of(outcomes, config.correct_is) > 0,
+            correct=self._correct(outcomes, each, rollout),
             extracted=texts_of(outcomes, "extract"),
             metrics={},
             dropped=dropped_B,
@@ -414,19 +467,56 @@ class Grader:
             weights=weights,
             examples=self.examples,
             rollout=rollout,
+            turn_rewards=by_turn,
             failures=[reasons_of(one) for one in outcomes],
         )
 
-        # what is logged of them
-        say = self.task.say
-        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, say)
-        metrics |= config.weight_metrics(self.task.step)
-        metrics |= completion_metrics(graded.correct, rollout)
-        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
-        if self.task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout)
-            metrics["prompts/truncated"] = self.task.truncated(full)
+        metrics = self._metrics(graded, of_calls, kinds_BN, unscorable_B)
         graded = replace(graded, metrics=metrics)
         if self.task.on_graded is not None:
             self.task.on_graded(graded)
         return graded
+
+    def _correct(
+        self, outcomes: list[dict], each: dict[str, np.ndarray], rollout: Rollout
+    ) -> np.ndarray:
+        """[B] bool: which completions are right. Where the environment alone gives rewards, those
+        that it calls won or, if it calls none so, to which it gave any."""
+        if not self.task.config.rewards:
+            if (won_B := won(rollout)) is not None:
+                return won_B
+            return each[ENVIRONMENT] > 0
+        return values_of(outcomes, self.task.config.correct_is) > 0
+
+    def _rewards(
+        self, outcomes: list[dict], rollout: Rollout
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, list[list[float]]]:
+        """Each reward by name, the kinds of their outcomes, [B, rewards], and what environments
+        gave each turn of each completion; [] where there is none."""
+        each = {name: values_of(outcomes, _of(name)) for name in self.task.config.rewards}
+        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
+        if rollout.conversations is None:
+            return each, kinds_BN, []
+        by_turn = turn_rewards(rollout, self.task.conversation)
+        return *with_environment(each, kinds_BN, by_turn), by_turn
+
+    def _metrics(
+        self,
+        graded: Graded,
+        of_calls: list[dict[str, Outcome]],
+        kinds_BN: np.ndarray,
+        unscorable_B: np.ndarray,
+    ) -> Metrics:
+        """What is logged of grades, completions, and what they took."""
+        task = self.task
+        rollout = graded.rollout
+        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, task.say)
+        metrics |= task.config.weight_metrics(task.step)
+        metrics |= completion_metrics(graded.correct, rollout)
+        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
+        if rollout.conversations is not None:
+            metrics |= conversation_metrics(rollout)
+        if task.long_prompts == "truncate":
+            full = with_full_prompts(self.examples, rollout)
+            metrics["prompts/truncated"] = task.truncated(full)
+        return metrics

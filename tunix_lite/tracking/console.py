@@ -34,6 +34,7 @@ LINE_METRICS = {
     "eval/accuracy": "held-out accuracy {:.1%}",
     "completions/mean_length": "length {:.1f}",
     "completions/truncated": "cut {:.0%}",
+    "conversation/turns": "turns {:.2f}",
     "prompts/drawn": "drawn {:.0f}",
     "prompts/kept": "kept {:.0f}",
     "time/extra_rounds": "{:.1f} s for it",
@@ -52,6 +53,7 @@ OUR_PARTS = (
     "reward",
     "rewards",
     "advantage",
+    "conversation",
     "completions",
     "prompts",
     "curriculum",
@@ -182,9 +184,11 @@ class Console:
             answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
             text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
             line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
-            if panel is None:
-                self._print(line, style)
-            self._write(line)
+            lines = conversation_lines(row, mark) if row.get("turns") else [line]
+            for line in lines:
+                if panel is None:
+                    self._print(line, style)
+                self._write(line)
 
     def close(self) -> None:
         """Ends the live line, and closes the log."""
@@ -299,6 +303,23 @@ class Noise:
         os.dup2(self._screen, 2)
         os.close(self._screen)
         sys.stderr = self._before
+
+
+def conversation_lines(row: dict, mark: str) -> list[str]:
+    """A conversation of a samples file, a line for each turn and one for each answer."""
+    lines = [f"  {mark}  {_cut(_one_line(row['prompt']))}"]
+    for turn in row["turns"]:
+        reward = f"  (reward {turn['reward']:g})" if turn["reward"] else ""
+        lines.append(f"         model:  {_cut(_one_line(turn['completion']))}{reward}")
+        if turn.get("failed"):
+            lines.append(f"         failed: {_cut(_one_line(turn['failed']))}")
+        elif turn["observation"]:
+            lines.append(f"         answer: {_cut(_one_line(turn['observation']))}")
+    return [*lines, f"         ended by {row['ended_by']}, {len(row['turns'])} turns"]
+
+
+def _one_line(text: str) -> str:
+    return text[: SHOWN + 1].replace("\n", " ⏎ ")
 
 
 def _cut(text: str) -> str:

@@ -1,0 +1,90 @@
+"""Which turn of a conversation a reward counts for: numbers by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tunix_lite.algorithms.advantages import centre
+from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
+from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
+
+
+def test_what_a_turn_is_worth():
+    rewards = [1.0, 0.0, 4.0]
+    assert TurnCredit("end").values(rewards).tolist() == [5, 5, 5]
+    assert TurnCredit("turn").values(rewards).tolist() == [1, 0, 4]
+    assert TurnCredit("discount", 0.5).values(rewards).tolist() == [1 + 0 + 1, 0 + 2, 4]
+    # undiscounted, a turn has all that came after it; fully discounted, its own
+    assert TurnCredit("discount", 1.0).values(rewards).tolist() == [5, 4, 4]
+    assert TurnCredit("discount", 0.0).values(rewards).tolist() == [1, 0, 4]
+
+
+def test_all_turns_of_a_group_are_compared():
+    """Group 1: turns worth 1, 3 and 2, mean 2. Group 2: one conversation is dropped, one turn is left."""
+    rewards = [[1.0, 3.0], [2.0], [5.0], [7.0, 7.0]]
+    kept = np.array([True, True, True, False])
+    found = turn_advantages(centre, TurnCredit("turn"), rewards, 2, kept)
+    assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
+
+
+def test_what_is_no_reward_of_the_environment_belongs_to_the_last_turn():
+    assert with_total([1.0, 2.0], 3.5) == [1.0, 2.5]
+
+
+def test_advantages_of_completions_cannot_compare_turns():
+    def with_lengths(rewards_PG, whole):
+        return rewards_PG
+
+    with pytest.raises(ValueError, match="conversation.credit=end"):
+        turn_advantages(with_lengths, TurnCredit("turn"), [[1.0]], 1, np.array([True]))
+
+
+def two_conversations(credit: str, on_limit: str = "keep", discount: float = 1.0) -> Groups:
+    """A prompt in column 0; tokens of turns in columns 1, 2 and 4 of the first row, and 1 of the second."""
+    replies = [TurnReply([9], reward=1.0), TurnReply(done=True, reward=3.0), TurnReply(reward=2.0)]
+    conversations = np.empty(2, object)
+    conversations[0] = Conversation([SampledTurn(1, 3, replies[0]), SampledTurn(4, 5, replies[1])], "done")
+    conversations[1] = Conversation([SampledTurn(1, 2, replies[2])], "tokens")
+    mask = np.array([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
+    zeros = np.zeros((2, 5), np.float32)
+    token_mask = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], bool)
+    finish = np.array([1, 0])
+    rollout = Rollout(
+        zeros.astype(int), token_mask, mask, zeros, finish, zeros, turn_ids=zeros, conversations=conversations
+    )
+    rewards = np.array([4.0, 2.0])
+    dropped = np.zeros(2, bool)
+    graded = Graded(["", ""], ["", ""], rewards, dropped, [None] * 2, {}, dropped, turn_rewards=[[1.0, 3.0], [2.0]])
+    settings = SimpleNamespace(credit=credit, discount=discount, on_limit=on_limit)
+    grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
+    task = SimpleNamespace(grader=lambda examples: grader, prompts=lambda examples: [[0]])
+    task.conversation = settings
+    task.partner = lambda examples: "answers"
+    policy = Policy(lambda *_, **__: rollout, None)
+    return sample_groups(policy, task, None, [{}], None, 2)
+
+
+def test_advantages_stand_at_the_tokens_of_their_turns():
+    end = two_conversations("end").token_advantages(centre)
+    assert end.tolist() == [[1] * 5, [-1] * 5]
+    # turns worth 1, 3 and 2
+    turn = two_conversations("turn").token_advantages(centre)
+    assert turn.tolist() == [[0, -1, -1, 0, 1], [0, 0, 0, 0, 0]]
+    # turns worth 1 + 3/2, 3 and 2: mean 2.5
+    discounted = two_conversations("discount", discount=0.5).token_advantages(centre)
+    assert discounted.tolist() == [[0, 0, 0, 0, 0.5], [0, -0.5, 0, 0, 0]]
+    assert two_conversations("turn").token_advantages(centre, limit=0.5).max() == 0.5
+
+
+def test_one_that_reached_a_limit_is_compared_and_not_learned_from_where_it_is_masked():
+    masked = two_conversations("end", on_limit="mask")
+    assert masked.learned_PG.tolist() == [[True, False]]
+    assert masked.token_advantages(centre)[0, 1] == 1
+    weights = masked.token_weights(lambda mask: mask / mask.sum())
+    np.testing.assert_allclose(weights, [[0, 1 / 3, 1 / 3, 0, 1 / 3], [0, 0, 0, 0, 0]], atol=1e-7)
+    # a value added to a reward, such as a KL term, belongs to the last turn
+    added = two_conversations("turn").with_reward("kl", np.array([3.0, 0.0]))
+    assert added.token_advantages(centre).tolist() == [[0, -2, -2, 0, 3], [0, -1, 0, 0, 0]]

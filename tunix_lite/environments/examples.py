@@ -1,0 +1,47 @@
+"""Examples of games: drawn, not stored. A game has few different ones, so the held-out examples are
+other draws, not other games."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Game(Protocol):
+    """A kind of game: what a task's source needs to know."""
+
+    def make(self, rng: np.random.Generator) -> dict:
+        """One example. It depends on nothing but the settings and what it draws from rng."""
+
+
+@dataclass(frozen=True)
+class Draws(Sequence):
+    """The training stream or the held-out set of a game.
+
+    Example: Draws(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
+    """
+
+    game: Any
+    held_out: bool
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return self.game.make(np.random.default_rng((int(self.held_out), int(index))))
+
+
+def last_integer(text: str) -> int | None:
+    """The last whole number in a text of up to nine digits, which a sentence may end with; None:
+    there is none."""
+    number = None
+    for word in text.split():
+        digits = word.strip(".,:;!?()[]*'\"$\\")
+        sign = digits.startswith("-")
+        if digits[sign:].isdecimal() and digits.isascii() and len(digits) <= 10:
+            number = int(digits)
+    return number

@@ -1,0 +1,99 @@
+"""A guessing game: the model guesses a number, and hears whether the secret is higher or lower."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunix_lite.environments.environment import Turn
+from tunix_lite.environments.examples import Draws, last_integer
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Numbers to guess. A task's source.
+
+    Example: {"secret": 7, "low": 1, "high": 9, "question": "Guess 1 to 9."}.
+    """
+
+    # Smallest number that may be the secret.
+    low: int = 1
+    # Largest number that may be the secret.
+    high: int = 9
+    # Games in one pass of the training data.
+    num_train: int = 1_000_000
+    # Held-out games, for evaluation.
+    num_held_out: int = 64
+
+    def __post_init__(self):
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
+        if min(self.num_train, self.num_held_out) < 1:
+            raise ValueError(
+                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
+                "least 1"
+            )
+
+    @property
+    def train(self) -> Draws:
+        return Draws(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> Draws:
+        return Draws(self, held_out=True, count=self.num_held_out)
+
+    def make(self, rng: np.random.Generator) -> dict:
+        """One game."""
+        secret = int(rng.integers(self.low, self.high + 1))
+        question = f"Guess {self.low} to {self.high}."
+        return {"secret": secret, "low": self.low, "high": self.high, "question": question}
+
+
+@dataclass
+class GuessingGame:
+    """The last whole number of a completion is the guess. A right one gets 1 and ends the game.
+
+    When no guess is left, the game ends, and a last guess that is near gets a part of `near`: all
+    of it next to the secret, nothing where it is as far away as can be.
+
+    Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
+    """
+
+    # Guesses in a game.
+    guesses: int = 3
+    # Reward of a last guess right beside the secret, from 0 to 1.
+    near: float = 0.3
+
+    def __post_init__(self):
+        if self.guesses < 1:
+            raise ValueError(f"guesses={self.guesses} must be at least 1")
+        if not 0 <= self.near <= 1:
+            raise ValueError(f"near={self.near} must be from 0 to 1")
+
+    def reset(self, example: dict) -> None:
+        """Begins a game about the `secret` of an example, from `low` to `high`."""
+        self.secret = example["secret"]
+        self.low = example["low"]
+        self.high = example["high"]
+        self.left = self.guesses
+
+    def step(self, completion: str) -> Turn:
+        """Says whether the secret is higher or lower than the guess."""
+        guess = last_integer(completion)
+        self.left -= 1
+        if guess == self.secret:
+            return Turn("right", 1.0, done=True, info={"won": True})
+        is_possible = guess is not None and self.low <= guess <= self.high
+        if self.left == 0:
+            return Turn("over", self._near(guess) if is_possible else 0.0, True, {"won": False})
+        if not is_possible:
+            return Turn(f"Say a number from {self.low} to {self.high}.")
+        return Turn("higher" if self.secret > guess else "lower")
+
+    def _near(self, guess: int) -> float:
+        span = self.high - self.low
+        return self.near * (1 - (abs(guess - self.secret) - 1) / span)
+
+
+def is_secret(completion: str, example: dict) -> float:
+    """1 if the completion guesses the secret, else 0."""
+    return float(last_integer(completion) == example["secret"])

@@ -1,0 +1,360 @@
+"""Rollouts that overlap with learning (rollout.overlap): what each update takes, and what stays in
+flight until a later one.
+
+Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
+checkpoint holds them, so that a resumed run learns from what it would have learned from.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, num_mini_batches
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import error_context
+from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.rollout.carry import (
+    CarrySampler,
+    OpenCompletion,
+    completions_of,
+    make_carry_sampler,
+    rollout_of,
+)
+from tunix_lite.runs.in_flight import InFlight
+from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
+from tunix_lite.runs.session import Session
+from tunix_lite.runs.setup import Parts
+from tunix_lite.types import Metrics, Params, Prompts, Rollout
+
+# a policy that hands out what was sampled, the task that grades it, its examples, metrics
+Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
+
+
+class Overlap(Protocol):
+    """What runs/experience.py asks for its completions, and runs/watch.py for what to keep."""
+
+    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
+        """What update number `step` (from 0) learns from; `policy` and `params` sample what is
+        missing, and more for later updates."""
+        ...
+
+    def at(self, step: int) -> dict[str, np.ndarray]:
+        """What is in flight after `step` updates, as arrays for a checkpoint."""
+        ...
+
+
+@dataclass
+class BatchesInFlight:
+    """The examples and prompts of each step that completions in flight belong to.
+
+    Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts.
+    """
+
+    session: Session
+    # examples of a rollout
+    num_prompts: int
+    # updates of a rollout
+    updates: int
+
+    def __post_init__(self):
+        self._found: dict[int, tuple[list[dict], Prompts, int]] = {}
+
+    def _of(self, step: int) -> tuple[list[dict], Prompts, int]:
+        if step not in self._found:
+            task = self.session.task
+            seed = self.session.run.seed % 2**32
+            examples, dropped = task.batch(self.num_prompts, seed, step // self.updates)
+            # a grader takes neighbours that are one object for one group
+            examples = [dict(example) for example in examples]
+            self._found[step] = examples, task.prompts(examples), dropped
+        return self._found[step]
+
+    def examples(self, step: int) -> list[dict]:
+        return self._of(step)[0]
+
+    def prompts(self, step: int) -> Prompts:
+        return self._of(step)[1]
+
+    def dropped(self, steps: Sequence[int]) -> Metrics:
+        """How many examples were passed over for their length, if any may be."""
+        if self.session.task.long_prompts != "drop":
+            return {}
+        return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
+
+    def forget(self, steps: set[int]) -> None:
+        """Keeps only what these steps need."""
+        self._found = {step: found for step, found in self._found.items() if step in steps}
+
+
+class Carry:
+    """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
+    its groups, and the completions under way go on with the new weights."""
+
+    def __init__(self, session: Session, run: RunConfig, sampler: CarrySampler, start: InFlight):
+        self._sampler = sampler
+        self._updates = run.algorithm.updates_per_rollout
+        self._generations = run.algorithm.num_generations
+        self._count = session.parts.batch.prompts * num_mini_batches(run.algorithm)
+        self._behind = rollouts_behind(run)
+        self._batches = BatchesInFlight(session, self._count, self._updates)
+        self._between_chunks = session.stopping.check_between_chunks
+        self._pad_id = session.task.tokenizer.pad_id
+        self._seed_key = jax.random.key(run.seed)
+        # after the newest rollout, before it, and the step that it was for
+        self._after = start
+        self._before = start
+        self._began = -1
+
+    def at(self, step: int) -> dict[str, np.ndarray]:
+        """See Overlap."""
+        return (self._before if step <= self._began else self._after).as_arrays()
+
+    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
+        """See Overlap."""
+        self._before = self._after
+        self._began = step
+        last = step + self._behind * self._updates
+        asked = range(self._before.next_step, last + 1, self._updates)
+        waiting = [one for new in asked for one in self._begun(new)]
+        completions = [*self._before.completions, *waiting]
+        steps = {one.step for one in completions}
+        prompts = {
+            (of, p): prompt for of in steps for p, prompt in enumerate(self._batches.prompts(of))
+        }
+
+        # Sample until the update has its groups.
+        groups = np.array([one.group for one in completions])
+        take = self._taking(completions, step)
+        completions, metrics = self._sampler.go_on(
+            params,
+            completions,
+            prompts,
+            self._seed_key,
+            step,
+            lambda has_ended: take(has_ended) is not None,
+            (self._count, self._generations),
+            self._between_chunks,
+        )
+        chosen = take(np.array([one.reason is not None for one in completions]))
+        is_taken = np.isin(np.arange(len(groups)) // self._generations, chosen)
+        taken = [one for one, mine in zip(completions, is_taken) if mine]
+        left = [one for one, mine in zip(completions, is_taken) if not mine]
+        self._after = InFlight(left, max(last + self._updates, self._before.next_step))
+
+        of_groups = [one.group for one in taken[:: self._generations]]
+        examples = [self._batches.examples(of)[p] for of, p in of_groups]
+        found = self._batches.dropped(asked)
+        self._batches.forget({one.step for one in left})
+        generation = self._sampler.generation
+        in_order = [prompts[group] for group in of_groups]
+        rollout = rollout_of(taken, in_order, generation, self._pad_id, {})
+        if self._behind:
+            metrics |= staleness_metrics(rollout, step)
+        else:
+            for name in ("rollout/carried", "rollout/reread_tokens"):
+                del metrics[name]
+        return handed_out(policy, rollout.replace(metrics=metrics)), task, examples, found
+
+    def _begun(self, step: int) -> list[OpenCompletion]:
+        """The completions of a step, none of which has begun; those of a group side by side."""
+        return [
+            OpenCompletion(step, p, g)
+            for p in range(len(self._batches.prompts(step)))
+            for g in range(self._generations)
+        ]
+
+    def _taking(
+        self, completions: Sequence[OpenCompletion], step: int
+    ) -> Callable[[np.ndarray], list[int] | None]:
+        """([N] bool, which completions have ended) -> the places of the groups to take, or None."""
+        now = step // self._updates
+        shape = (-1, self._generations)
+        first = [one.versions[0] if one.versions else step for one in completions]
+        oldest = np.reshape(first, shape).min(axis=1) // self._updates
+
+        def take(has_ended: np.ndarray) -> list[int] | None:
+            is_whole = has_ended.reshape(shape).all(axis=1)
+            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
+
+        return take
+
+
+def staleness_metrics(rollout: Rollout, step: int) -> Metrics:
+    """How many updates behind the tokens are that update number `step` learns from."""
+    ages = step - rollout.versions[rollout.completion_mask]
+    return {
+        "rollout/staleness_mean": float(ages.mean()),
+        "rollout/staleness_max": int(ages.max()),
+    }
+
+
+def handed_out(policy: Policy, rollout: Rollout) -> Policy:
+    """The policy, whose `generate` gives this rollout."""
+
+    def generate(
+        params: Params,
+        prompts: Prompts,
+        key: Any,
+        num_generations: int = 1,
+        on_finished: Callable[[int, Any], None] | None = None,
+    ) -> Rollout:
+        if len(prompts) * num_generations != len(rollout.tokens):
+            raise ValueError(
+                "this algorithm samples something else than a group of each prompt; it needs "
+                "rollout.overlap=none"
+            )
+        for row, mask in enumerate(rollout.completion_mask):
+            if on_finished is not None:
+                on_finished(row, rollout.tokens[row][mask].tolist())
+        return rollout
+
+    return replace(policy, generate=generate)
+
+
+class TaskInHand:
+    """A task whose grader is at work already.
+
+    Example: `TaskInHand(task, grader).grader(examples)` is `grader`.
+    """
+
+    def __init__(self, task: Any, grader: Any):
+        self._task = task
+        self._grader = grader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def grader(self, examples: list[dict]) -> Any:
+        """The grader of the completions that are handed out."""
+        return self._grader
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A whole rollout that waits for its update, with its grades on the way.
+
+    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader).
+    """
+
+    step: int
+    # updates made before it was sampled
+    version: int
+    rollout: Rollout
+    examples: list[dict]
+    grader: Any
+
+
+class OneStep:
+    """rollout.overlap=one_step: the batch of the next rollout is sampled before the updates of this
+    one, and graded while they are computed."""
+
+    def __init__(self, session: Session, run: RunConfig, start: InFlight):
+        self._task = session.task
+        self._updates = run.algorithm.updates_per_rollout
+        self._generations = run.algorithm.num_generations
+        self._generation = run.generation
+        count = session.parts.batch.prompts * num_mini_batches(run.algorithm)
+        self._batches = BatchesInFlight(session, count, self._updates)
+        self._seed_key = jax.random.key(run.seed)
+        self._after = self._restored(start) if start.completions else None
+        self._before = self._after
+        self._began = -1
+
+    def at(self, step: int) -> dict[str, np.ndarray]:
+        """See Overlap."""
+        held = self._before if step <= self._began else self._after
+        if held is None:
+            return InFlight([], step).as_arrays()
+        completions = completions_of(held.rollout, held.step, held.version, self._generations)
+        return InFlight(completions, held.step + self._updates).as_arrays()
+
+    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
+        """See Overlap."""
+        self._before = self._after
+        self._began = step
+        held = self._before or self._sample(step, step, policy, params)
+        following = step + self._updates
+        self._after = self._sample(following, step, policy, params)
+        self._batches.forget({following})
+        metrics = self._after.rollout.metrics | staleness_metrics(held.rollout, step)
+        rollout = held.rollout.replace(metrics=metrics)
+        task = TaskInHand(task, held.grader)
+        found = self._batches.dropped([following])
+        return handed_out(policy, rollout), task, held.examples, found
+
+    def _sample(self, step: int, version: int, policy: Policy, params: Params) -> Sampled:
+        """The rollout of a step, with the weights of now. Its completions are graded from the
+        moment they end."""
+        key = jax.random.fold_in(self._seed_key, step)
+        prompts = self._batches.prompts(step)
+        grader = self._grader(step)
+        rollout = policy.generate(
+            params, prompts, key, self._generations, on_finished=grader.submit
+        )
+        versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
+        rollout = rollout.replace(versions=versions)
+        return Sampled(step, version, rollout, self._batches.examples(step), grader)
+
+    def _grader(self, step: int) -> Any:
+        """Grades completions with the weights that the rewards have in that step."""
+        examples = self._batches.examples(step)
+        repeated = [example for example in examples for _ in range(self._generations)]
+        return self._task.at_step(step).grader(repeated)
+
+    def _restored(self, start: InFlight) -> Sampled:
+        """The rollout that waited in a checkpoint. Its grades are computed again."""
+        first = start.completions[0]
+        prompts = self._batches.prompts(first.step)
+        pad_id = self._task.tokenizer.pad_id
+        rollout = rollout_of(start.completions, prompts, self._generation, pad_id, {})
+        grader = self._grader(first.step)
+        for row, one in enumerate(start.completions):
+            grader.submit(row, list(one.tokens))
+        examples = self._batches.examples(first.step)
+        return Sampled(first.step, first.versions[0], rollout, examples, grader)
+
+
+def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
+    """What the run's rollouts leave for later updates, as at this step; None: nothing. Raises
+    ConfigError if the checkpoint does not have it."""
+    run = resolved.run
+    if run.rollout.overlap == "none" or (
+        run.rollout.overlap == "one_step" and not run.rollout.is_stale
+    ):
+        return None
+    start = restored(run, session.parts, step)
+    if run.rollout.overlap == "one_step":
+        return OneStep(session, run, start)
+    tokenizer = session.task.tokenizer
+    sampler = make_carry_sampler(
+        resolved.cfg,
+        run.generation,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        resolved.dtype,
+        resolved.rollout,
+        tokenizer,
+        jnp.dtype(run.training.tp_reduce_dtype),
+    )
+    return Carry(session, run, sampler, start)
+
+
+def restored(run: RunConfig, parts: Parts, step: int) -> InFlight:
+    """What is in flight at this step; nothing where the run begins, or goes on with other
+    settings."""
+    nothing = InFlight([], step)
+    if parts.resume_from is None or (run.resume.force and parts.differs):
+        return nothing
+    with error_context("resume"):
+        found = Checkpoints(parts.resume_from).in_flight(step)
+        if found is None and run.rollout.is_stale:
+            raise ValueError(
+                f"step {step} of {parts.resume_from} has no completions in flight; "
+                "resume.force=true begins with none"
+            )
+        return nothing if found is None else InFlight.from_arrays(found)

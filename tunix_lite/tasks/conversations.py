@@ -1,0 +1,281 @@
+"""The environments of a rollout: they answer its turns, and their answers become tokens.
+
+An environment gets the text of a turn; what it answers becomes tokens once, here, and nothing that
+was sampled is made into tokens again. Of several processes each one steps its share of the
+environments, and all of them get all answers at the same point.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.environments.pool import EnvironmentPool, Reply
+from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.tasks.processes import Processes, SharedError
+from tunix_lite.tasks.prompt_text import PromptText
+from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
+
+# seconds between two looks whether another process has an answer, or the run is to end
+LOOK_SECONDS = 0.05
+# the reward that environments give, as reward/environment has it
+ENVIRONMENT = "environment"
+
+# what a process knows of an answer: observation (a text, messages, or None), reward, done, failure,
+# message, seconds, info
+Answer = list[Any]
+
+
+class EnvironmentPartner:
+    """Answers the turns of all rows of a rollout: a rollout.conversations.Partner.
+
+    Example: partner = EnvironmentPartner(text, examples, pool, settings, 64); partner.prompts are
+    those with which the environments begin.
+    """
+
+    def __init__(
+        self,
+        text: PromptText,
+        examples: Sequence[dict],
+        pool: EnvironmentPool,
+        settings: ConversationConfig,
+        processes: Processes,
+    ):
+        """examples: of each row. Resets the environments, and waits for them.
+
+        Raises SharedError if one fails and conversation.on_error=raise.
+        """
+        self.max_turns = settings.max_turns
+        self.max_turn_tokens = settings.max_turn_tokens
+        self._text = text
+        self._examples = examples
+        self._pool = pool
+        self._processes = processes
+        self._turns = text.turn_tokens
+        # by row: what this process waits for; the text of the turn; whether it ended by itself
+        self._futures: dict[int, Future] = {}
+        self._completions: dict[int, str] = {}
+        self._ended: dict[int, bool] = {}
+        # rows that wait for an answer, of whichever process
+        self._waiting: set[int] = set()
+        self._failed_at_start: dict[int, Answer] = {}
+        self.prompts = self._begin()
+
+    def _begin(self) -> Prompts | None:
+        """The prompts of all rows; None: all are those of the task."""
+        rows = range(len(self._examples))
+        for row in self._own(rows):
+            self._futures[row] = self._pool.reset(row, self._examples[row])
+        self._waiting = set(rows)
+        answers: dict[int, Answer] = {}
+        while self._waiting:
+            answers |= self._exchange(wait_for_one=True)
+        self._failed_at_start = {row: one for row, one in answers.items() if one[3]}
+        observations = [answers[row][0] for row in rows]
+        if all(observation is None for observation in observations):
+            return None
+        return [
+            self._text.prompt(example)
+            if observation is None
+            else self._prompt_of(example, observation)
+            for example, observation in zip(self._examples, observations)
+        ]
+
+    def submit(self, row: int, tokens: Sequence[int], ended: bool) -> None:
+        """Gives the environment of a row the next turn."""
+        self._completions[row] = self._text.tokenizer.decode(tokens)
+        self._ended[row] = ended
+        self._waiting.add(row)
+        if row not in self._failed_at_start and row in self._own([row]):
+            self._futures[row] = self._pool.step(row, self._completions[row])
+
+    def replies(self, wait: bool) -> dict[int, TurnReply]:
+        """The answers that have come; with `wait`, at least one.
+
+        Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
+        run was asked to stop while it waited.
+        """
+        found = {
+            row: self._failed_at_start[row] for row in self._waiting & set(self._failed_at_start)
+        }
+        self._waiting -= set(found)
+        if self._waiting:
+            found |= self._exchange(wait_for_one=wait and not found)
+        return {row: self._reply(row, found[row]) for row in found}
+
+    def close(self) -> None:
+        """Ends the environments of all rows."""
+        for row in self._own(range(len(self._examples))):
+            self._pool.close(row)
+
+    # ---- answers of all processes
+
+    def _own(self, rows: Iterable[int]) -> list[int]:
+        """Those of the rows whose environments this process steps."""
+        return [row for row in rows if row % self._processes.count == self._processes.index]
+
+    def _exchange(self, wait_for_one: bool) -> dict[int, Answer]:
+        """Answers that have come in any process, by row; all processes get the same."""
+        while True:
+            own, error = self._own_answers(LOOK_SECONDS if wait_for_one else 0.0)
+            stopping = self._processes.stopping
+            stops = stopping is not None and stopping.is_requested()
+            everyone = self._processes.share([list(own.items()), error, stops])
+            if stopping is not None and wait_for_one:
+                stopping.stop_if(any(stops for *_, stops in everyone))
+            errors = [error for _, error, _ in everyone if error is not None]
+            if errors:
+                raise SharedError(errors[0])
+            found = {row: answer for answers, *_ in everyone for row, answer in answers}
+            self._waiting -= set(found)
+            if found or not wait_for_one:
+                return found
+
+    def _own_answers(self, seconds: float) -> tuple[dict[int, Answer], str | None]:
+        """Answers of this process that have come after so many seconds; or what went wrong."""
+        futures = {future: row for row, future in self._futures.items()}
+        if futures:
+            done, _ = wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+        else:
+            # another process has those that are waited for
+            done = ()
+            time.sleep(seconds / 10)
+        answers = {}
+        for future in done:
+            row = futures[future]
+            del self._futures[row]
+            try:
+                answers[row] = answer_from(future.result())
+            except ValueError as error:
+                return {}, str(error)
+        return answers, None
+
+    # ---- tokens
+
+    def _reply(self, row: int, answer: Answer) -> TurnReply:
+        observation, reward, done, failure, message, seconds, info = answer
+        goes_on = not done and not failure
+        return TurnReply(
+            tokens=self._turns.between(observation, self._ended[row]) if goes_on else [],
+            done=done,
+            reward=reward,
+            observation=observation_text(observation),
+            failure=failure,
+            message=message,
+            seconds=seconds,
+            info=info,
+            completion=self._completions[row],
+        )
+
+    def _prompt_of(self, example: dict, observation: str | list[dict]) -> list[int]:
+        """The prompt with which an environment begins, after the task's system message."""
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        system = self._text.template.system
+        if system is not None and observation[0]["role"] != "system":
+            begins = self._text.template.with_system([], example)
+            observation = [{"role": "system", "content": begins[0].content}, *observation]
+        is_text = len(observation) == 1 and observation[0]["role"] == "user"
+        return self._turns.prompt(observation[0]["content"] if is_text else observation)
+
+
+def answer_from(reply: Reply) -> Answer:
+    """What all processes must know of a reply, as JSON has it."""
+    turn = reply.turn
+    if turn is None:
+        return [None, 0.0, False, reply.failure, reply.message, reply.seconds, {}]
+    info = dict(getattr(turn, "info", {}) or {})
+    known = [turn.observation, float(turn.reward), bool(turn.done)]
+    return [*known, reply.failure, reply.message, reply.seconds, info]
+
+
+def observation_text(observation: str | list[dict] | None) -> str:
+    """An observation for display: the contents of its messages."""
+    if isinstance(observation, str) or observation is None:
+        return observation or ""
+    return "\n".join(one["content"] for one in observation)
+
+
+# ---- what conversations are worth, and what is logged of them
+
+
+def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:
+    """What the environment gave each turn of each row: nothing to one that failed, and
+    limit_reward in all to one that reached a limit, with on_limit=penalise."""
+    found = []
+    for one in rollout.conversations:
+        rewards = list(one.rewards)
+        if one.ended == "failed":
+            rewards = [0.0] * len(rewards)
+        elif one.reached_limit and settings.on_limit == "penalise":
+            rewards = [*[0.0] * (len(rewards) - 1), settings.limit_reward]
+        found.append(rewards)
+    return found
+
+
+def with_environment(
+    each: dict[str, np.ndarray], kinds_BN: np.ndarray, by_turn: list[list[float]]
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Rewards by name, and the kinds of their outcomes, with those of the environment: the sum over
+    the turns of each conversation."""
+    sums_B = np.array([sum(rewards) for rewards in by_turn], np.float64)
+    kinds_B1 = np.full((len(by_turn), 1), "")
+    kinds_BN = np.concatenate([kinds_BN, kinds_B1], axis=1) if each else kinds_B1
+    return each | {ENVIRONMENT: sums_B}, kinds_BN
+
+
+def of_conversations(
+    rollout: Rollout,
+    settings: ConversationConfig,
+    total_B: np.ndarray,
+    dropped_B: np.ndarray,
+    by_turn: list[list[float]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What conversations are worth, and which are dropped: where the environment failed, or a limit
+    ended them, it is not what rewards say."""
+    total_B = np.array(total_B, np.float64)
+    dropped_B = dropped_B.copy()
+    for row, one in enumerate(rollout.conversations):
+        if one.ended == "failed":
+            total_B[row] = 0.0
+            dropped_B[row] |= settings.on_error == "drop"
+        elif one.reached_limit and settings.on_limit == "penalise":
+            total_B[row] = sum(by_turn[row])
+    return total_B, dropped_B
+
+
+def won(rollout: Rollout) -> np.ndarray | None:
+    """[B] bool: which conversations an environment calls `won`; None: it says so of none."""
+    if rollout.conversations is None:
+        return None
+    infos = [[turn.reply.info for turn in one.turns] for one in rollout.conversations]
+    if not any("won" in info for one in infos for info in one):
+        return None
+    return np.array([any(info.get("won") for info in one) for one in infos], bool)
+
+
+def conversation_metrics(rollout: Rollout) -> Metrics:
+    """Turns and their lengths, how conversations ended, and what environments count and cost."""
+    conversations = list(rollout.conversations)
+    turns = [turn for one in conversations for turn in one.turns]
+    counts = [len(one.turns) for one in conversations]
+    lengths = [turn.end - turn.begin for turn in turns]
+    metrics = {
+        "conversation/turns": sum(counts) / len(counts),
+        "conversation/max_turns": max(counts),
+        "conversation/turn_tokens": sum(lengths) / len(lengths),
+        "conversation/answer_tokens": sum(len(turn.reply.tokens) for turn in turns) / len(turns),
+        "time/environments": sum(turn.reply.seconds for turn in turns),
+    }
+    for why in ("done", "tokens", "turns", "failed"):
+        share = sum(one.ended == why for one in conversations) / len(conversations)
+        metrics[f"conversation/ended_by_{why}"] = share
+
+    # What environments count, such as calls of tools: means over conversations.
+    names = sorted({name for turn in turns for name in turn.reply.info})
+    for name in names:
+        total = sum(float(turn.reply.info.get(name, 0)) for turn in turns)
+        metrics[f"conversation/{name}"] = total / len(conversations)
+    return metrics
