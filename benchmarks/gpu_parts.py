@@ -38,12 +38,20 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models.decode_attention import choose_decode_attention, fused_attend
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware, of_device
+from tunix_lite.planning.compare_run import measured, predicted_against
+from tunix_lite.planning.forecast import HardwareCosts, forecast
+from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
+from tunix_lite.planning.kernels import kernels
+from tunix_lite.planning.lengths import recorded_lengths
+from tunix_lite.planning.resolved import resolve_run
+from tunix_lite.planning.roofline import predicted_seconds
+from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.engine import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
@@ -300,6 +308,47 @@ def one_kernel(cfg: Architecture, shape: Shape, batch: Batch, prompt: int, new: 
         yield check(f"{shape}: {what}", gaps["cudnn"][index], round(1.5 * gaps["xla"][index] + 1e-4, 5))
 
 
+def fused_decoding(setting: Setting) -> Iterator[dict]:
+    """The fused kernel of decoding against the steps that it replaces, of one layer: with query heads in groups, norms,
+    a ring that has wrapped, sequences of all lengths. On a CPU it is interpreted."""
+    on_device()
+    interpret = jax.default_backend() == "cpu"
+    head, columns, rows = (32, 70, 4) if setting.tiny else (256, 1000, 16)
+    cfg = dataclasses.replace(FAMILIES["gemma3"], head_dim=head, num_heads=6, window=columns, query_scale=head)
+    newest_B = jnp.asarray(np.linspace(0, 2 * columns, rows).astype(np.int32))
+    for dtype, bound in ((jnp.float32, 1e-4), (jnp.bfloat16, 3e-2)):
+        rng = np.random.default_rng(0)
+
+        def normal(*shape, rng=rng, dtype=dtype) -> jax.Array:
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
+        q_BNH, k_BKH, v_BKH = (normal(rows, heads, head) for heads in (6, 2, 2))
+        norms = (normal(head).astype(jnp.float32), normal(head).astype(jnp.float32))
+        old = kv_cache.KV(normal(rows, 2, columns, head), normal(rows, 2, columns, head))
+        sin, cos = decoder.rope_angles(cfg, newest_B[:, None], "local")
+        angles = (sin[:, 0, 0], cos[:, 0, 0])
+
+        @jax.jit
+        def by_steps(q_BNH, k_BKH, v_BKH, old, norms=norms, turned=(sin, cos)):
+            q_BTNH, k_BTKH = (
+                decoder.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
+            )
+            new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
+            kv = kv_cache.write_token(old, new, newest_B)
+            mask_B1C = kv_cache.attended_columns(cfg, "local", newest_B, columns)[:, None]
+            return attention.attend(cfg, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0], kv.k, kv.v
+
+        with jax.default_matmul_precision("highest"):
+            expected = jax.device_get(by_steps(q_BNH, k_BKH, v_BKH, old))
+        kernel = jax.jit(partial(fused_attend, cfg, interpret=interpret))
+        found = jax.device_get(kernel(q_BNH, k_BKH, v_BKH, norms, angles, newest_B, old.k, old.v))
+        gaps = [float(np.abs(np.float32(a) - np.float32(b)).max()) for a, b in zip(expected, found)]
+        name = f"fused decoding, {jnp.dtype(dtype).name}"
+        yield check(f"{name}: attended, largest difference", gaps[0], bound)
+        yield check(f"{name}: keys in the cache, largest difference", gaps[1], bound)
+        yield check(f"{name}: values in the cache, largest difference", gaps[2], 0.0)
+
+
 # ---- bf16: what the sampler says against what the trainer says
 
 
@@ -432,22 +481,110 @@ def quickstart(setting: Setting) -> Iterator[dict]:
         yield {"name": f"{name}, median", "seconds": round(statistics.median(values), 4)}
 
 
+# ---- step: a whole GRPO step, and what was predicted of it
+
+STEPS = 3
+
+
+def whole_step(setting: Setting) -> Iterator[dict]:
+    """A step of 512 sequences of at most 512 tokens with Gemma 3 1B's sizes: 64 prompts with 8 completions each, of up
+    to 384 tokens; with random weights hardly any ends earlier. NeMo-RL's gate for it is 14 s on eight H100s."""
+    folder = setting.out / "step"
+    shutil.rmtree(folder, ignore_errors=True)
+    sizes = tiny_sizes() if setting.tiny else sizes_of("gemma3_1b")
+    asked = compose([*STEP, *(TINY_STEP if setting.tiny else WHOLE_STEP), *sizes])
+    train(asked, folder)
+    took = measured(str(folder))
+    seconds = took["time/step"]
+    sequences = asked.training.prompts_per_step * asked.algorithm.num_generations
+    length = asked.generation.max_prompt_length + asked.generation.max_new_tokens
+    line = {"name": f"step of {sequences} sequences of at most {length} tokens", "seconds": round(seconds, 3)}
+    line |= {name.removeprefix("time/"): round(took[name], 3) for name in ("time/rollout", "time/update")}
+    line |= {"tokens/s": round(took.get("perf/tokens_per_second", 0))}
+    yield line | ({} if setting.tiny else {"bound": 14, "ok": seconds <= 14})
+
+    # Predicted, by what the hardware does: memory and, phase by phase, time.
+    planned = json.loads((folder / "plan.json").read_text())["plans"][0]["peak_bytes"]
+    if jax.devices()[0].memory_stats() is not None:
+        line = {"predicted GB": round(planned / 1e9, 2), "measured GB": round(peak_bytes() / 1e9, 2)}
+        yield {"name": "memory"} | line | {"predicted / measured": round(planned / peak_bytes(), 3)}
+    # A CPU has no figures of its own: there the rows show that the forecast runs, with those of an H100.
+    hardware = of_device(jax.devices()[0]) or HARDWARE["h100"]
+    cfg = asked.model.architecture
+    resolved = resolve_run(asked, cfg, None, {"fsdp": 1, "tp": 1}, jax.default_backend(), True)
+    found = forecast(resolved, recorded_lengths(str(folder)), HardwareCosts(resolved, hardware))
+    for row in predicted_against(found, took):
+        if row.measured:
+            line = {"predicted": float(f"{row.predicted:.4g}"), "measured": float(f"{row.measured:.4g}")}
+            ratio = row.predicted / row.measured
+            yield (
+                {"name": f"{row.name}, by the figures of {hardware.name}"}
+                | line
+                | {"predicted / measured": round(ratio, 3)}
+            )
+
+
+def sizes_of(option: str) -> list[str]:
+    """The settings that give `model=random` the sizes of another model."""
+    cfg = compose([f"model={option}"]).model.architecture
+    names = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "window")
+    names += ("query_scale", "max_positions")
+    return [f"model.architecture.{name}={getattr(cfg, name)}" for name in names]
+
+
+def tiny_sizes() -> list[str]:
+    return ["model.architecture.num_layers=2", "model.architecture.embed_dim=32", "model.architecture.vocab_size=1024"]
+
+
+STEP = [
+    *("model=random", "algorithm.kl_coef=0", "evaluation.num_examples=0", "tracking.tensorboard=false"),
+    *(f"training.max_steps={STEPS}", "training.save_interval_steps=0", "model.mesh_shape=[[1,1],[fsdp,tp]]"),
+]
+TINY_STEP = ["training.prompts_per_step=4", "generation.max_new_tokens=8"]
+WHOLE_STEP = [
+    *("training.prompts_per_step=64", "algorithm.num_generations=8", "training.micro_batch_size=8"),
+    *("generation.max_prompt_length=128", "generation.max_new_tokens=384", "training.mixed_precision=bf16_params"),
+    *("training.remat=block", "rollout.chunk=32"),
+]
+
+
+# ---- peers
+
+
+def beside(setting: Setting) -> Iterator[dict]:
+    """transformers and TRL, where they are installed."""
+    from gpu_peers import peers
+
+    cfg = toy(compose(["model=gemma3_1b"]).model.architecture, setting)
+    yield from peers(cfg, setting.tiny, setting.has)
+
+
 # ---- models of real sizes with random weights: the update, scoring, decoding
+
+
+def toy(cfg: Architecture, setting: Setting) -> Architecture:
+    """The model, with --tiny cut down to a toy."""
+    if not setting.tiny:
+        return cfg
+    sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": 96, "head_dim": 32, "vocab_size": 512}
+    return dataclasses.replace(cfg, **sizes, num_kv_heads=min(4, cfg.num_kv_heads), query_scale=32)
 
 
 def real_model(option: str, setting: Setting) -> Iterator[dict]:
     """MFU of update and scoring, and how near decoding comes to the bandwidth of the memory."""
-    cfg = compose([f"model={option}"]).model.architecture
-    sequences, prompt, new = 8, 512, 512
-    if setting.tiny:
-        sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": 96, "head_dim": 32, "vocab_size": 512}
-        cfg = dataclasses.replace(cfg, **sizes, num_kv_heads=min(4, cfg.num_kv_heads), query_scale=32)
-        sequences, prompt, new = 8, 16, 16
+    cfg = toy(compose([f"model={option}"]).model.architecture, setting)
+    prompt, new = (16, 16) if setting.tiny else (512, 512)
     mesh = on_device()
     hardware = of_device(mesh.devices.flat[0])
     yield {"name": "parameters", "millions": round(weights.num_params(decoder.weights(cfg)) / 1e6, 1)}
     yield from decoding(cfg, setting, hardware)
-    yield from updating(cfg, setting, hardware, mesh, sequences, prompt, new)
+    yield from updating(cfg, setting, hardware, mesh, prompt, new)
+
+
+# (slots, top_p, attention), the most telling first
+DECODING = ((64, 1.0, "xla"), (64, 1.0, "fused"), (256, 1.0, "xla"), (256, 1.0, "fused"), (1, 1.0, "xla"))
+DECODING += ((16, 1.0, "xla"), (16, 1.0, "fused"), (64, 0.95, "xla"))
+TINY_DECODING = ((4, 1.0, "xla"), (4, 0.95, "xla"), (4, 1.0, "fused"))
 
 
 def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
@@ -455,16 +592,25 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
     params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
     prompt, chunk, chunks = (16, 4, 4) if setting.tiny else (512, 32, 6)
     bandwidth = copy_bandwidth(setting) if hardware is None else hardware.memory_bandwidth
-    arms = ((4, 1.0), (4, 0.95)) if setting.tiny else ((64, 1.0), (1, 1.0), (256, 1.0), (16, 1.0), (64, 0.95))
-    for slots, top_p in arms:
+    platform = jax.devices()[0].platform
+    arms = TINY_DECODING if setting.tiny else DECODING
+    for slots, top_p, kernel in arms:
         name = f"decode, {slots} slots" + ("" if top_p == 1 else f", top_p={top_p}")
-        if not setting.has(25):
+        name += "" if kernel == "xla" else f", attention={kernel}"
+        if not setting.has(20):
             yield {"name": name, "skipped": "no time was left"}
+            continue
+        try:
+            choose_decode_attention(kernel, cfg, jnp.bfloat16, platform, False, 1)
+        except ValueError as error:
+            yield {"name": name, "skipped": str(error)}
             continue
         new = chunk * chunks
         asked = np.random.default_rng(0).integers(0, cfg.vocab_size, (slots, prompt)).tolist()
         generation = GenerationConfig(prompt, new, top_p=top_p)
-        sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, RolloutConfig(slots, chunk))
+        sample = make_sampler(
+            cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, RolloutConfig(slots, chunk, attention=kernel)
+        )
         for _ in range(2):  # the first one compiles
             arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
         seconds = statistics.median(np.diff(arrivals)) / chunk
@@ -478,53 +624,85 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
     del params
 
 
+# (sequences of the micro-batch, remat, whether with plain products where another attention is there)
+UPDATES = ((8, "block", False), (8, "none", False), (8, "block", True), (4, "none", False), (16, "block", False))
+UPDATES += ((8, "dots", False), (8, "save_qkv_out", False), (2, "none", False))
+TINY_UPDATES = ((8, "block", False),)
+
+
 def updating(
-    cfg: Architecture, setting: Setting, hardware: Hardware | None, mesh, sequences: int, prompt: int, new: int
+    cfg: Architecture, setting: Setting, hardware: Hardware | None, mesh, prompt: int, new: int
 ) -> Iterator[dict]:
-    """Seconds of an update and of a scoring pass in bf16_params, full sequences, one micro-batch."""
+    """An update in bf16_params of one micro-batch of full sequences, over micro-batch, remat and attention."""
+    where = mesh.devices.flat[0].platform
+    best = attention.choose("auto", cfg, where, jnp.bfloat16, prompt + new, False)[0]
+    for sequences, remat, plain in TINY_UPDATES if setting.tiny else UPDATES:
+        kernel = "xla" if plain else best
+        if plain and best == "xla":
+            continue
+        name = f"update, {sequences} sequences, {kernel}, remat={remat}"
+        if not setting.has(20):
+            yield {"name": name, "skipped": "no time was left"}
+            continue
+        try:
+            yield from one_update(cfg, hardware, (sequences, prompt, new), remat, kernel, name)
+        except jax.errors.JaxRuntimeError as error:
+            # A setting that needs more memory than there is says so, and the next one is measured.
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            yield {"name": name, "skipped": "more memory is needed than there is"}
+
+
+def one_update(
+    cfg: Architecture, hardware: Hardware | None, sizes: tuple[int, int, int], remat: str, kernel: str, name: str
+) -> Iterator[dict]:
+    """Of (sequences, tokens of a prompt, tokens of a completion); with remat=block also the pass that scores."""
+    sequences, prompt, new = sizes
     batch = made_up_batch(cfg, sequences, prompt, new, ragged=False)
     rows, optimizer = rows_for("none", sequences, prompt, new), make_optimizer(OptimizerConfig(), 100)
-    where = mesh.devices.flat[0].platform
     tokens, scored = sequences * (prompt + new), sequences * new
     pairs = flops.attention_flops(cfg, [prompt + new] * sequences)
-    kernels = dict.fromkeys((attention.choose("auto", cfg, where, jnp.bfloat16, prompt + new, False)[0], "xla"))
-    arms = [("block", kernel) for kernel in kernels] + [("none", next(iter(kernels)))]
-    for remat, kernel in arms[: 1 if setting.tiny else None]:
-        if not setting.has(30):
-            yield {"name": f"update, {kernel}, remat={remat}", "skipped": "no time was left"}
-            continue
-        attend = attention.IMPLEMENTATIONS[kernel]
-        policy = make_policy(cfg, None, 1.0, jnp.bfloat16, None, rows, remat=remat, attend=attend)
-        step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
-        params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
-        state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-        laid_out, _ = rows.lay_out(batch)
-        if remat == "block" and kernel == next(iter(kernels)):
-            scoring = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, remat=remat, attend=attend)
-            compiled = scoring.scorers["reference"].compiled(laid_out)
-            seconds = median_seconds(partial(block, compiled, params, laid_out))
-            done = flops.forward_flops(cfg, tokens, scored, pairs)
-            yield {"name": f"scoring, {kernel}"} | rates(seconds, tokens, done, hardware)
-        began = time.perf_counter()
-        planned = step.compile(state, None, laid_out).memory_analysis()
-        compile_seconds = time.perf_counter() - began
-        box = [state]
-        del state, params
+    attend = attention.IMPLEMENTATIONS[kernel]
+    policy = make_policy(cfg, None, 1.0, jnp.bfloat16, None, rows, remat=remat, attend=attend)
+    step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
+    params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+    laid_out, _ = rows.lay_out(batch)
+    if remat == "block" and sequences == 8:
+        scoring = make_policy(cfg, None, 1.0, jnp.bfloat16, params, rows, remat=remat, attend=attend)
+        compiled = scoring.scorers["reference"].compiled(laid_out)
+        seconds = median_seconds(partial(block, compiled, params, laid_out))
+        done = flops.forward_flops(cfg, tokens, scored, pairs)
+        yield {"name": f"scoring, {kernel}"} | rates(seconds, tokens, done, hardware)
+    began = time.perf_counter()
+    compiled = step.compile(state, None, laid_out)
+    compile_seconds = time.perf_counter() - began
+    box = [state]
+    del state, params
 
-        def update(box=box, step=step, laid_out=laid_out):
-            box[0], _ = jax.block_until_ready(step(box[0], None, laid_out))
+    def update(box=box, step=step, laid_out=laid_out):
+        box[0], _ = jax.block_until_ready(step(box[0], None, laid_out))
 
-        seconds = median_seconds(update)
-        size = planned.argument_size_in_bytes + planned.temp_size_in_bytes
-        size += planned.output_size_in_bytes - planned.alias_size_in_bytes
-        done = flops.update_flops(cfg, tokens, scored, pairs)
-        yield {
-            "name": f"update, {kernel}, remat={remat}",
-            **rates(seconds, tokens, done, hardware),
-            "compiled in s": round(compile_seconds, 1),
-            "planned GB": round(size / 1e9, 2),
-        }
-        box.clear()
+    seconds = median_seconds(update, 3)
+    done = flops.update_flops(cfg, tokens, scored, pairs)
+    yield {
+        "name": name,
+        **rates(seconds, tokens, done, hardware),
+        "compiled in s": round(compile_seconds, 1),
+        **forecast_of(compiled, seconds, hardware),
+    }
+
+
+def forecast_of(compiled: jax.stages.Compiled, seconds: float, hardware: Hardware | None) -> dict:
+    """What the compiler says of the memory of a program, and the machine model (planning.roofline) of its time."""
+    planned = compiled.memory_analysis()
+    size = planned.argument_size_in_bytes + planned.temp_size_in_bytes
+    size += planned.output_size_in_bytes - planned.alias_size_in_bytes
+    found = {"planned GB": round(size / 1e9, 2)}
+    if hardware is None:
+        return found
+    predicted = predicted_seconds(kernels(compiled.as_text(), None, hardware.cached_bytes), hardware)
+    return found | {"predicted ms": round(1e3 * predicted, 2), "predicted / measured": round(predicted / seconds, 3)}
 
 
 def block(compiled: Callable, *args) -> None:
@@ -547,6 +725,9 @@ PARTS = {
     "resume": resume,
     "memory": memory,
     "quickstart": quickstart,
+    "decode": fused_decoding,
+    "step": whole_step,
+    "peers": beside,
 }
 
 
@@ -557,7 +738,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu" / "by-hand")
     args = parser.parse_args()
-    if jax.devices()[0].platform == "cpu" and not args.tiny:
+    # The peers need the memory of the GPU, which jax takes when it first looks at it.
+    if args.part != "peers" and jax.devices()[0].platform == "cpu" and not args.tiny:
         sys.exit("jax sees no GPU here; `python benchmarks/gpu.py --tiny` runs every part at toy sizes on a CPU")
     args.out.mkdir(parents=True, exist_ok=True)
     setting = Setting(args.tiny, args.out.absolute(), time.monotonic() + args.seconds - 5)

@@ -37,7 +37,7 @@ from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import grid_world, guessing
+from tunix_lite.environments import grid_world, guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -125,6 +125,7 @@ GROUPS = (
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Source: grid_world", "task.source.", grid_world.Worlds, None),
     Group("Environment: grid_world", "task.environment.", grid_world.GridWorld, None),
+    Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),

@@ -120,6 +120,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "checkpoint",
         "config",
         "distributed",
+        "environments",
         "errors",
         "evaluation",
         "files",

@@ -188,12 +188,14 @@ def test_sampler_and_trainer_agree_over_whole_conversations(cfg, params, talked)
     assert (rollout.logprobs[~rollout.completion_mask] == 0).all()
 
 
-@pytest.mark.parametrize("packing", ["none", "sequences"])
+@pytest.mark.parametrize("packing", ["none", "sequences", pytest.param("prefix", marks=WIDE)])
 def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
     rollout = talked[0]
     batch = Batch(tokens=rollout.tokens, token_mask=rollout.token_mask, loss_weight=per_token(rollout.completion_mask))
     shape = {"shape": RowShape(PROMPT + NEW, num_lanes=2), "rows_per_part": 8} if packing != "none" else {}
+    if packing == "prefix":
+        shape["shape"] = RowShape(NEW, num_lanes=2, prefix_columns=PROMPT)
     rows, packed = RowLayout(packing, num_scored=None if shape else NEW, **shape).lay_out(batch)
     policy = make_policy(cfg, None, 1.0)
     scores = packed.back(np.asarray(jax.jit(policy.scores)(params, rows).logprobs))

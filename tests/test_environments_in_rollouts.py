@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tunix_lite.commands.program import compose
 from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
@@ -194,3 +196,17 @@ def test_samples_hold_whole_conversations(tokenizer):
     lines = conversation_lines(row, "right")
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["model", "answer", "model"]
     assert "1 + 1!" in lines[2] and lines[-1].strip() == "ended by done, 2 turns"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["generation.stop=[x]"], "generation.stop_token_ids"),
+        (["algorithm=gdpo", "conversation.credit=turn"], "conversation.credit=end"),
+    ],
+)
+def test_settings_that_conversations_exclude_are_one_message(settings, message):
+    environment = "+task.environment._target_=test_environments_in_rollouts.Hears"
+    with pytest.raises(ConfigError, match=message):
+        compose([environment, "conversation.workers=0", *settings])
+    compose(settings)

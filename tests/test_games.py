@@ -68,7 +68,7 @@ def test_secrets_are_drawn_evenly_and_the_same_everywhere():
     drawn = Counter(source.train[i]["secret"] for i in range(400))
     assert set(drawn) == {1, 2, 3, 4} and min(drawn.values()) > 60
     assert source.held_out[0] == Secrets(1, 4).held_out[0]
-    assert source.train[0]["question"] == "Guess a number from 1 to 4."
+    assert source.train[0]["question"] == "Guess 1 to 4."
 
 
 WORLD = {"size": 3, "start": [2, 0], "goal": [0, 1], "walls": [], "view": "directions"}
@@ -89,7 +89,9 @@ def test_a_grid_world_by_hand():
     assert [turn.reward for turn in turns] == pytest.approx([0.1, 0, -0.1, 0.1, 0.1, 1.1])
     assert [turn.done for turn in turns] == [False] * 5 + [True]
     assert turns[-1].info == {"won": True}
-    assert played(GridWorld(moves=1), WORLD, ["uptown"])[0] == Turn("Say 1, 2, 3 or 4.", 0.0, True, {"won": False})
+    assert played(GridWorld(moves=1), WORLD, ["uptown"])[0] == Turn(
+        "1 up 2 right 3 down 4 left", 0.0, True, {"won": False}
+    )
 
 
 def test_rewards_on_the_way_do_not_depend_on_the_way():

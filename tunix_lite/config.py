@@ -64,7 +64,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = None
     # Sequences in a row: none (one), sequences (several), prefix (several, with a group's prompt
     # once) or auto (whichever computes least).
-    packing: str = "none"
+    packing: str = "auto"
     # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
     # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
@@ -320,6 +320,8 @@ def check_together(run: RunConfig) -> None:
             check_times(run.task.functions(), run.rewards)
     if run.task.environment is not None and run.conversation.workers:
         check_portable({"task.environment": run.task.environment}, "conversation")
+    if run.task.environment is not None:
+        check_conversations(run)
     check_loss(run.algorithm)
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():
@@ -359,6 +361,22 @@ def check_together(run: RunConfig) -> None:
             f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
             f"between two rollouts: training.save_interval_steps={_multiple(every, updates)} "
             f"training.max_steps={_multiple(run.training.max_steps, updates)}"
+        )
+
+
+def check_conversations(run: RunConfig) -> None:
+    """Raises ValueError for settings that conversations exclude."""
+    if run.generation.stop:
+        raise ValueError(
+            f"generation.stop={list(run.generation.stop)}: a turn of a conversation "
+            "(task.environment) must end with a token; use generation.stop_token_ids"
+        )
+    advantages = getattr(run.algorithm, "advantages", None)
+    compares_turns = run.conversation.credit != "end" and advantages is not None
+    if compares_turns and "whole" in inspect.signature(advantages).parameters:
+        raise ValueError(
+            f"conversation.credit={run.conversation.credit} compares turns, and "
+            "algorithm.advantages compares whole completions; set conversation.credit=end"
         )
 
 

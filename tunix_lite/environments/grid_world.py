@@ -72,8 +72,7 @@ class Worlds:
             "walls": [list(wall) for wall in walls],
             "view": self.view,
         }
-        names = ", ".join(f"{number} {name}" for number, name in enumerate(DIRECTIONS, start=1))
-        return example | {"question": f"{names}. {seen(example, start)}"}
+        return example | {"question": seen(example, start)}
 
 
 def distance(
@@ -153,7 +152,7 @@ class GridWorld:
         if self.at == self.goal:
             return Turn("there", 1.0 + self.closer, done=True, info={"won": True})
         reward = self.closer * (before - self._way())
-        text = seen(self.example, self.at) if named else "Say 1, 2, 3 or 4."
+        text = seen(self.example, self.at) if named else "1 up 2 right 3 down 4 left"
         return Turn(text, reward, self.left == 0, {} if self.left else {"won": False})
 
     def _go(self, row: int, column: int) -> None:

@@ -12,7 +12,7 @@ from tunix_lite.environments.examples import Draws, last_integer
 class Secrets:
     """Numbers to guess. A task's source.
 
-    Example: {"secret": 7, "low": 1, "high": 9, "question": "Guess a number from 1 to 9."}.
+    Example: {"secret": 7, "low": 1, "high": 9, "question": "Guess 1 to 9."}.
     """
 
     # Smallest number that may be the secret.
@@ -44,7 +44,7 @@ class Secrets:
     def make(self, rng: np.random.Generator) -> dict:
         """One game."""
         secret = int(rng.integers(self.low, self.high + 1))
-        question = f"Guess a number from {self.low} to {self.high}."
+        question = f"Guess {self.low} to {self.high}."
         return {"secret": secret, "low": self.low, "high": self.high, "question": question}
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from tunix_lite.environments.pool import EnvironmentPool, Reply
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.models.turns import TurnTokens
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tasks.prompt_text import PromptText
 from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
@@ -54,7 +53,7 @@ class EnvironmentPartner:
         self._examples = examples
         self._pool = pool
         self._processes = processes
-        self._turns = TurnTokens(text.tokenizer, text.special_tokens_in_data)
+        self._turns = text.turn_tokens
         # by row: what this process waits for; the text of the turn; whether it ended by itself
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
@@ -245,6 +244,16 @@ def of_conversations(
         elif one.reached_limit and settings.on_limit == "penalise":
             total_B[row] = sum(by_turn[row])
     return total_B, dropped_B
+
+
+def won(rollout: Rollout) -> np.ndarray | None:
+    """[B] bool: which conversations an environment calls `won`; None: it says so of none."""
+    if rollout.conversations is None:
+        return None
+    infos = [[turn.reply.info for turn in one.turns] for one in rollout.conversations]
+    if not any("won" in info for one in infos for info in one):
+        return None
+    return np.array([any(info.get("won") for info in one) for one in infos], bool)
 
 
 def conversation_metrics(rollout: Rollout) -> Metrics:

@@ -2,14 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.turns import TurnTokens
 from tunix_lite.plain_text import SHOWN, shortened
 from tunix_lite.tasks.row_files import Rows
 
@@ -82,15 +83,15 @@ class PromptTemplate:
 
     def _filled_in(self, name: str, template: str, example: dict) -> str:
         # null would become the word None in the prompt
-        for field in _fields_of(template):
-            if "." in field or "[" in field:
+        for column in _fields_of(template):
+            if "." in column or "[" in column:
                 raise ValueError(
-                    f"task.{name} has {{{field}}}; write the name of a column alone, without `.` "
+                    f"task.{name} has {{{column}}}; write the name of a column alone, without `.` "
                     "and `[`"
                 )
-            if field in example and example[field] is None:
+            if column in example and example[column] is None:
                 raise ValueError(
-                    f"task.{name} names {field!r}, which is null here; it needs a value"
+                    f"task.{name} names {column!r}, which is null here; it needs a value"
                 )
         try:
             return template.format(**example)
@@ -138,6 +139,12 @@ class PromptText:
     special_tokens_in_data: str  # of TaskConfig
     tokenizer: Tokenizer
     source: Any  # messages say where in it an example stands
+    variables: dict = field(default_factory=dict)  # for the chat template, such as `tools`
+
+    @cached_property
+    def turn_tokens(self) -> TurnTokens:
+        """How what is answered to a turn becomes tokens."""
+        return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
     def ask(self, example: dict) -> str:
         """The user's message for an example, the last one if there are several. Raises ValueError
@@ -148,7 +155,7 @@ class PromptText:
         """The tokens of the prompt, however many. ValueError, with the place of the example, if
         there are none."""
         with self._naming(example):
-            row = self.tokenizer.prompt(self._asked(example))
+            row = self.tokenizer.prompt(self._asked(example), **self.variables)
         if not row:
             raise ValueError(self._empty(example))
         return row
@@ -164,7 +171,7 @@ class PromptText:
             ]
             if len(turns) > 1:
                 return self._answered(asked, turns)
-            answer = self.tokenizer.demonstration(asked, turns[0].content)
+            answer = self.tokenizer.demonstration(asked, turns[0].content, **self.variables)
             return answer, [True] * len(answer)
 
     def _answered(
@@ -179,9 +186,11 @@ class PromptText:
             if turn.role == "assistant":
                 # what was asked since the last answer; the prompt holds what was before the first
                 if tokens:
-                    tokens += self.tokenizer.between(history[:num_answered], history)
+                    tokens += self.tokenizer.between(
+                        history[:num_answered], history, **self.variables
+                    )
                     learned += [False] * (len(tokens) - len(learned))
-                tokens += self.tokenizer.demonstration(history, turn.content)
+                tokens += self.tokenizer.demonstration(history, turn.content, **self.variables)
                 learned += [True] * (len(tokens) - len(learned))
                 num_answered = len(history) + 1
             history = [*history, {"role": turn.role, "content": turn.content}]

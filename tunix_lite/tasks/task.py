@@ -25,6 +25,7 @@ from tunix_lite.tasks.conversations import (
     of_conversations,
     turn_rewards,
     with_environment,
+    won,
 )
 from tunix_lite.tasks.grading import (
     completion_metrics,
@@ -299,7 +300,11 @@ class Task:
         """How an example becomes text and tokens."""
         config = self.config
         return PromptText(
-            config.template, config.special_tokens_in_data, self.tokenizer, config.source
+            config.template,
+            config.special_tokens_in_data,
+            self.tokenizer,
+            config.source,
+            dict(getattr(config.environment, "template_variables", {})),
         )
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
@@ -454,7 +459,7 @@ class Grader:
             completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
-            correct=self._correct(outcomes, each),
+            correct=self._correct(outcomes, each, rollout),
             extracted=texts_of(outcomes, "extract"),
             metrics={},
             dropped=dropped_B,
@@ -472,10 +477,14 @@ class Grader:
             self.task.on_graded(graded)
         return graded
 
-    def _correct(self, outcomes: list[dict], each: dict[str, np.ndarray]) -> np.ndarray:
+    def _correct(
+        self, outcomes: list[dict], each: dict[str, np.ndarray], rollout: Rollout
+    ) -> np.ndarray:
         """[B] bool: which completions are right. Where the environment alone gives rewards, those
-        to which it gave any."""
+        that it calls won or, if it calls none so, to which it gave any."""
         if not self.task.config.rewards:
+            if (won_B := won(rollout)) is not None:
+                return won_B
             return each[ENVIRONMENT] > 0
         return values_of(outcomes, self.task.config.correct_is) > 0
 

@@ -1,0 +1,73 @@
+"""A wrong environment is named in one message, before anything is compiled."""
+
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.environments.try_environment import try_environment
+from tunix_lite.errors import ConfigError
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.runs.setup import check_environment_answers
+from tunix_lite.tasks.task import Task
+
+HERE = "environments_to_try"
+TOOLS = "{{_target_: tunix_lite.environments.tools.ToolEnvironment, tools: [environments_to_try.{}]}}"
+ZERO = ConversationConfig(on_error="zero")
+
+
+def task_of(name: str) -> Task:
+    run = compose([f"task.environment={{_target_: {HERE}.{name}}}"])
+    return Task(run.task, Tokenizer.load(BUNDLED), 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", "the environment failed with KeyError: 'secret' (environments_to_try.py, line"),
+        ("Nonsense", "returned 'higher' from step; it is Turn(observation, reward, done)"),
+        ("BadReset", "returned the observation 7 from reset; it is a text, or a list of messages"),
+        ("makes_none", "is None, which has no method `reset`"),
+    ],
+)
+def test_an_environment_that_fails_is_named_before_the_run(name, message):
+    task = task_of(name)
+    with pytest.raises(ValueError, match="tried before the run: the environment") as caught:
+        check_environment_answers(task, ConversationConfig(workers=0), {"question": "2 + 2"})
+    assert message in str(caught.value)
+    # a user who wants to go on without it may
+    check_environment_answers(task, ZERO, {})
+
+
+def test_what_takes_long_here_is_not_judged():
+    task = task_of("Slow")
+    settings = ConversationConfig(timeout=0.3)
+    assert try_environment(task.config.environment, {}, settings) == ("", None)
+
+
+def test_an_answer_that_the_chat_template_refuses_is_named(tmp_path):
+    from test_tokenizer import GEMMA_TEMPLATE, gemma
+
+    config = task_of("Talks").config
+    task = Task(config, Tokenizer.load(gemma(tmp_path / "g", GEMMA_TEMPLATE)), 32, 32)
+    with pytest.raises(ValueError, match="has the roles tool, user here; one message of the role user"):
+        check_environment_answers(task, ConversationConfig(workers=0), {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (f"{HERE}.NoStep", "environment is a NoStep, which has no method `step`"),
+        (f"{HERE}.needs_more", "environment is a function that makes one, called with its settings alone"),
+        (f"{HERE}.Nobody", "Nobody"),
+        (TOOLS.format("no_hint"), "task.environment: the tool no_hint has no type hint for city"),
+        (TOOLS.format("silent"), "task.environment: the tool silent has no docstring"),
+        ("{_target_: tunix_lite.environments.guessing.GuessingGame, gueses: 2}", "guesses"),
+        ("3", "expected a group of settings with a _target_, got 3"),
+    ],
+)
+def test_a_setting_that_names_no_environment_is_one_message(setting, message):
+    with pytest.raises(ConfigError) as caught:
+        compose([f"task.environment={setting}"])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

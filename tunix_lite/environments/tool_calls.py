@@ -1,0 +1,152 @@
+"""Calls of tools in a completion, as the families of models write them.
+
+    Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
+    Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
+    Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
+                   or <function=add>{"a": 1}</function> around them
+
+Nothing of a completion is run to read it.
+"""
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tunix_lite.rewards.worker import short_repr
+
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+FENCE = re.compile(r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+ARGUMENTS = ("arguments", "parameters", "args")
+# characters of a completion that are read as code, so that no nesting is too deep for the parser
+LONGEST = 16 * 1024
+# a line that only works something out: 12 + 3 = 15
+EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool. problem: why it cannot be read; "" if it can.
+
+    Example: ToolCall("add", {"a": 1, "b": 2}).
+    """
+
+    name: str
+    arguments: Any = None
+    problem: str = ""
+
+
+def calls_in(completion: str) -> list[ToolCall]:
+    """All calls of a completion, in their order; [] if it has none."""
+    if found := HERMES.findall(completion):
+        return [call for text in found for call in _of_json(text, is_call=True)]
+    if found := FUNCTION.findall(completion):
+        return [_with_arguments(name, text) for name, text in found]
+    text = completion.strip()
+    calls = []
+    for kind, body in FENCE.findall(text):
+        # a block of JSON or Python may be part of an answer
+        found = _of_json(body, is_call=kind == "tool_call")
+        calls += found or (_of_python(body) if kind == "tool_code" else [])
+    if calls:
+        return calls
+    is_tagged = text.startswith(PYTHON_TAG)
+    return _of_json(text.removeprefix(PYTHON_TAG), is_call=is_tagged)
+
+
+def expression_in(completion: str) -> list[ToolCall]:
+    """The last line of a completion as a call of `calculator`, if it is an expression, such as
+    "12 + 3 =" or "12 + 3 = 16". For models that know no other form."""
+    lines = [line.strip() for line in completion[-LONGEST:].splitlines() if line.strip()]
+    expression = lines[-1].partition("=")[0].strip() if lines else ""
+    if len(expression) > 200 or not EXPRESSION.fullmatch(expression):
+        return []
+    return [ToolCall("calculator", {"expression": expression})]
+
+
+def _of_json(text: str, is_call: bool) -> list[ToolCall]:
+    """The calls of a text that holds JSON: an object, a list of them, or several with ; between.
+
+    is_call: whether what cannot be read is a call with a mistake; else it is no call.
+    """
+    text = text.strip()
+    if len(text) > LONGEST or text[:1] not in ("{", "["):
+        problem = f"a call is JSON of a name and arguments; this is {short_repr(text)}"
+        return [ToolCall("", problem=problem)] if is_call else []
+    found = []
+    try:
+        decoder = json.JSONDecoder()
+        while text:
+            value, end = decoder.raw_decode(text)
+            found += value if isinstance(value, list) else [value]
+            text = text[end:].lstrip("; \n\t\r,")
+    except (ValueError, RecursionError) as error:
+        return [ToolCall("", problem=f"the call is no JSON: {error}")] if is_call else []
+    calls = [_of_object(value) for value in found]
+    if is_call:
+        return [call or ToolCall("", problem=_nameless(value)) for call, value in zip(calls, found)]
+    return [call for call in calls if call] if all(calls) else []
+
+
+def _of_object(value: Any) -> ToolCall | None:
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name")
+    given = [key for key in ARGUMENTS if key in value]
+    if not isinstance(name, str) or (not given and set(value) != {"name"}):
+        return None
+    return _with_arguments(name, value[given[0]] if given else {})
+
+
+def _with_arguments(name: str, arguments: Any) -> ToolCall:
+    """A call whose arguments may be the text of JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, problem=f"the arguments of {name} are no JSON: {error}")
+    return ToolCall(name, arguments)
+
+
+def _nameless(value: Any) -> str:
+    return f"a call has a name and arguments; this is {short_repr(value)}"
+
+
+def _of_python(text: str) -> list[ToolCall]:
+    """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
+    print()."""
+    text = text.strip()
+    if not text:
+        return []
+    try:
+        statements = ast.parse(text[:LONGEST]).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [ToolCall("", problem=f"the call is no Python: {error}")]
+    calls = []
+    for statement in statements:
+        value = getattr(statement, "value", None)
+        values = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        calls += [_of_node(node) for node in values]
+    return calls
+
+
+def _of_node(node: ast.AST | None) -> ToolCall:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if is_call and node.func.id == "print" and len(node.args) == 1:
+        node = node.args[0]
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if not is_call:
+        return ToolCall("", problem="a call is name(argument=value), with plain values")
+    name = node.func.id
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
+    try:
+        arguments = {item.arg: ast.literal_eval(item.value) for item in node.keywords}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return ToolCall(name, problem=f"{name}: an argument is no plain value")
+    return ToolCall(name, arguments)
