@@ -62,7 +62,7 @@ TINY = [
     *("model=random", "model.architecture.num_layers=2", "model.architecture.vocab_size=512"),
     *("training.prompts_per_step=4", "algorithm.num_generations=4", "evaluation.num_examples=0"),
     *("generation.max_prompt_length=32", "generation.max_new_tokens=32", "rollout.chunk=8", "rollout.num_slots=8"),
-    *("algorithm.kl_coef=0.04", "training.gradient_accumulation_steps=2"),
+    *("algorithm.kl_coef=0.04", "training.packing=none", "training.gradient_accumulation_steps=2"),
 ]
 PACKED = ["training.packing=prefix", "training.micro_batch_tokens=320", "training.gradient_accumulation_steps=null"]
 # (settings beside TINY, fsdp, tp, programs)

@@ -255,7 +255,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
         (["training.attention=flash"], "training.attention=flash: there is no such value; write training.attention=auto"),
         (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
-        (["training.micro_batch_tokens=99"], "micro_batch_tokens=99 is for packed rows, and packing is none"),
+        (["training.packing=none", "training.micro_batch_tokens=99"], "micro_batch_tokens=99 is for packed rows, and packing is none"),
         (["training.packing=prefix", "training.micro_batch_size=4"], "packing=prefix fills rows by tokens"),
         (["training.grace_seconds=0"], "training: grace_seconds=0.0 must be above 0; most clusters give 30"),
         (["training.sync_gradients_every=0"], "sync_gradients_every=0 must be at least 1"),

@@ -66,7 +66,7 @@ class Costs:
 
 
 def case_of(cfg, *overrides: str) -> ResolvedRun:
-    run = compose([*SMALL, *overrides])
+    run = compose([*SMALL, "training.packing=none", *overrides])
     run = replace(run, model=replace(run.model, architecture=cfg))
     return resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
 

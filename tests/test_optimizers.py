@@ -190,7 +190,7 @@ def test_the_plan_counts_the_state_as_it_lies_on_a_mesh(name):
     for more in ([], ["model.lora.rank=4"], ["training.mixed_precision=bf16_params"]):
         if name == "adafactor":
             more = [*more, "optimizer.min_dim_to_factor=64"]
-        settings = compose([f"optimizer={name}", "training.prompts_per_step=16", *more])
+        settings = compose([f"optimizer={name}", "training.prompts_per_step=16", "training.packing=none", *more])
         resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 2, "tp": 2}, "cpu")
         with mesh_of_run(resolved, jax.devices()[:4]):
             state = abstract(resolved).state
@@ -297,7 +297,7 @@ def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_aske
     asked = compose(["optimizer=muon", "optimizer.scale_lr_with_devices=true"]).optimizer
     assert learning_rate_at(scaled_for(asked, 4), 60, 4) == pytest.approx(4e-4)
     assert "0.0001 x 4 shards = 0.0004 linear" in describe(asked, 4)
-    settings = compose(["optimizer.scale_lr_with_devices=true", "training.prompts_per_step=16"])
+    settings = compose(["optimizer.scale_lr_with_devices=true", "training.packing=none"])
     resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 4, "tp": 2}, "cpu")
     assert resolved.optimizer.learning_rate == pytest.approx(4 * settings.optimizer.learning_rate)
     optimizer_of(resolved)

@@ -1,5 +1,7 @@
 """training.packing=auto: what rows compute, by hand, and what is chosen."""
 
+import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,6 +11,8 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import computed_flops, packed_as, with_packing
 from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.runs.fingerprint import check_same_run
+from tunix_lite.runs.setup import _fingerprint_of, find_parts, with_packing_as_before
 
 WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
 WORDS += ["generation.max_new_tokens=8"]
@@ -76,3 +80,32 @@ def test_a_kernel_that_cannot_take_shared_prompts_is_not_given_up_for_them():
     on_tpu = partial(resolve_run, cfg=cfg, lora=lora, mesh_shape={"fsdp": 1, "tp": 1}, platform="tpu")
     found = with_packing(run, on_tpu, FULL)
     assert found.attention == "splash" and found.rows.packing != "prefix"
+
+
+def resumed(folder, training: dict, *words: str):
+    """The parts of a run that goes on from a folder whose fingerprint has these settings of training."""
+    (folder / "fingerprint.json").write_text(json.dumps({"model": {}, "training": training}))
+    run = compose(words)
+    return with_packing_as_before(run, replace(find_parts(run), resume_from=folder / "checkpoints"))
+
+
+def test_a_run_that_resumes_keeps_the_packing_that_it_began_with(tmp_path):
+    assert compose([]).training.packing == "auto", "the default"
+    # an earlier version kept nothing, and its default was none
+    for kept, packing in (({}, "none"), ({"packing": "sequences"}, "sequences"), ({"packing": "prefix"}, "prefix")):
+        parts = resumed(tmp_path, kept)
+        assert parts.rows.packing == parts.resolved.run.training.packing == packing
+        assert parts.resolved.packing_reason == f"auto: {packing}, as in the run that goes on"
+    assert resumed(tmp_path, {}, "training.packing=prefix").rows.packing == "prefix", "another by name"
+    with pytest.raises(ConfigError, match="has packing=prefix, which these settings do not allow .*micro_batch_size"):
+        resumed(tmp_path, {"packing": "prefix"}, "training.micro_batch_size=2")
+    with pytest.raises(ConfigError, match="packing='most' is not none, sequences, prefix"):
+        resumed(tmp_path, {"packing": "most"})
+
+
+def test_the_fingerprint_keeps_the_packing_and_does_not_compare_it():
+    parts = find_parts(compose([]))
+    ours = _fingerprint_of(parts.resolved.run, parts)
+    assert ours["training"]["packing"] == "prefix"
+    theirs = ours | {"training": ours["training"] | {"packing": "none"}}
+    assert check_same_run(ours, theirs, "there", force=False) == ""

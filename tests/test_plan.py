@@ -45,7 +45,12 @@ from tunix_lite.runs.profiler import Profile
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
 
-SMALL = ["training.prompts_per_step=2", "algorithm.num_generations=4", "evaluation.num_examples=0"]
+SMALL = [
+    "training.packing=none",
+    "training.prompts_per_step=2",
+    "algorithm.num_generations=4",
+    "evaluation.num_examples=0",
+]
 LENGTHS = ["generation.max_prompt_length=10", "generation.max_new_tokens=12", "rollout.chunk=4"]
 
 
@@ -592,7 +597,7 @@ def test_a_plan_that_is_not_all_compiled_says_so(cfg, tmp_path):
 
 
 def test_supervised_learning_samples_only_to_evaluate(cfg):
-    run = compose(["model=random", "algorithm=sft", *LENGTHS, "evaluation.num_examples=4"])
+    run = compose(["model=random", "algorithm=sft", "training.packing=none", *LENGTHS, "evaluation.num_examples=4"])
     case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
     found = plan.assemble_plan(machine(GiB, 4, find_target("h100x4").hardware), case, {})
     assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]

@@ -64,7 +64,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = None
     # Sequences in a row: none (one), sequences (several), prefix (several, with a group's prompt
     # once) or auto (whichever computes least).
-    packing: str = "none"
+    packing: str = "auto"
     # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
     # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in

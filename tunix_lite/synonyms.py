@@ -777,7 +777,7 @@ DATA = (
     # Rows hold several sequences; nothing of a sequence is cut.
     word(
         values={"true": PACKED, "false": "training.packing=none"},
-        note="training.packing is none, sequences or prefix",
+        note="training.packing is auto, none, sequences or prefix",
         TRL="packing padding_free",
         verl="use_remove_padding use_dynamic_bsz",
         other="sample_packing group_by_length",

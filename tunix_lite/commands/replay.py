@@ -27,7 +27,9 @@ from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.plain_text import escaped, shown, visible
+from tunix_lite.planning.packing_choice import AUTO
 from tunix_lite.runs.batch_files import STREAM, arrays_of_batch, batch_of_arrays
+from tunix_lite.runs.fingerprint import packing_of
 from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch, RowBatch, TokenScores
@@ -235,13 +237,17 @@ def _on_this_mesh(values: dict, theirs: dict) -> dict:
     if mesh != values["model"]["mesh_shape"]:
         training["gradient_accumulation_steps"] = None
         training["micro_batch_size"] = None
-    if training.get("prompts_per_step") is None:
-        # The run derived it, on its mesh; its fingerprint says what came out.
-        saved = read_object(RunDir(Path(values["checkpoint"]).expanduser()).fingerprint)
+    if training.get("prompts_per_step") is None or training.get("packing") == AUTO:
+        # The run derived them, on its mesh; its fingerprint says what came out.
+        file = RunDir(Path(values["checkpoint"]).expanduser()).fingerprint
+        saved = read_object(file)
         kept = saved.get("training")
-        training["prompts_per_step"] = (
-            kept.get("prompts_per_step") if isinstance(kept, dict) else None
-        )
+        if training.get("prompts_per_step") is None:
+            training["prompts_per_step"] = (
+                kept.get("prompts_per_step") if isinstance(kept, dict) else None
+            )
+        if training.get("packing") == AUTO:
+            training["packing"] = packing_of(saved, file)
     return {**values, "training": training}
 
 

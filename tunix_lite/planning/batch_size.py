@@ -60,6 +60,7 @@ class BatchPlan:
 def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
 
+    packing=auto counts as none here: packing_choice.with_packing asks for each packing by name.
     Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
     """
     settings = run.training
@@ -68,7 +69,7 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     micro = settings.micro_batch_size
     accumulation = settings.gradient_accumulation_steps
     _check_given(settings)
-    if settings.packing != "none":
+    if _is_packed(settings):
         return BatchPlan(prompts, G, fsdp, 0, 0)
 
     # A micro-batch that is still to be chosen: as large as the batch allows.
@@ -88,9 +89,13 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     return batch
 
 
+def _is_packed(settings: TrainingConfig) -> bool:
+    return settings.packing in ("sequences", "prefix")
+
+
 def _check_given(settings: TrainingConfig) -> None:
     """Raises ConfigError unless enough is given to derive the rest from."""
-    is_packed = settings.packing != "none"
+    is_packed = _is_packed(settings)
     is_auto = settings.micro_batch_size == "auto"
     if settings.prompts_per_step is None and (is_packed or is_auto):
         asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
@@ -191,7 +196,7 @@ def _least_prompts(G: int, fsdp: int) -> int:
 def plan_rows(run: RunConfig, batch: BatchPlan) -> RowLayout:
     """How the sequences of a batch are laid out. Raises ConfigError if the longest does not fit
     into a micro-batch."""
-    if run.training.packing == "none":
+    if not _is_packed(run.training):
         return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
     return _plan_packed_rows(run, batch)
 

@@ -254,10 +254,14 @@ def resolve_run(
     """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
     do not fit together, such as where the mesh does not divide the model or the batch.
 
+    run: with a packing that is chosen, not auto (packing_choice.with_packing).
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
     name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
     None: as settings and files of this machine have them.
     """
+    if run.training.packing == "auto":
+        raise ValueError("packing=auto: packing_choice.with_packing chooses it for resolve_run")
+
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
         check_model_divides(run, cfg, lora, mesh_shape)

@@ -1,8 +1,8 @@
 """What the numbers of a run depend on, kept beside its checkpoints: a run goes on only from a
 checkpoint of the same run.
 
-What never changes an answer is not in it: the mesh, micro-batches, packing, remat, slots, and how
-long and how often.
+What never changes an answer is not in it: the mesh, micro-batches, remat, slots, and how long and
+how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import optax
 from tunix_lite import __version__
 from tunix_lite.config import RunConfig, plain, with_new_names
 from tunix_lite.files.untrusted import read_object
+from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
 from tunix_lite.plain_text import escaped, shown
@@ -60,7 +61,11 @@ def fingerprint(
         "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
         **_conversation(run),
         "optimizer": _optimizer(run, shards),
-        "training": {"prompts_per_step": prompts, "mixed_precision": run.training.mixed_precision}
+        "training": {
+            "prompts_per_step": prompts,
+            "mixed_precision": run.training.mixed_precision,
+            "packing": run.training.packing,
+        }
         | _reduced(run),
         "seed": run.seed,
         "versions": {
@@ -159,6 +164,16 @@ def read_fingerprint(file: Path) -> dict:
     return with_new_names(found)
 
 
+def packing_of(theirs: dict, file: Path) -> str:
+    """How the run with this fingerprint, read from `file`, packed its sequences. Runs of earlier
+    versions kept nothing of it; their default was none. Raises ValueError."""
+    kept = theirs.get("training")
+    found = kept.get("packing", "none") if isinstance(kept, dict) else "none"
+    if found not in PACKING:
+        raise ValueError(f"{file}: packing={shown(found)} is not {', '.join(PACKING)}")
+    return found
+
+
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
@@ -182,7 +197,8 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     """
     found = dict(differences(_known_then(ours, theirs), theirs))
     versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
-    found.pop("model.lora.dropout", None)
+    for name in ("model.lora.dropout", "training.packing"):
+        found.pop(name, None)
 
     other = {name: text for name, text in found.items() if name.startswith("model.")}
     if other:

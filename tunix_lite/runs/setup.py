@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.try_environment import try_environment
-from tunix_lite.errors import error_context
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
@@ -28,9 +29,14 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
 from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
-from tunix_lite.planning.packing_choice import with_packing
+from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
-from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
+from tunix_lite.runs.fingerprint import (
+    check_same_run,
+    fingerprint,
+    packing_of,
+    read_fingerprint,
+)
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
@@ -107,6 +113,7 @@ def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Part
     with error_context("hydra.run.dir"):
         run_dir.check()
     parts = replace(parts, resume_from=resume_from_folder(run, run_dir))
+    parts = with_packing_as_before(run, parts)
     parts = download_models(parts)
     if parts.resume_from is not None:
         parts = check_checkpoints(parts, run_dir)
@@ -179,17 +186,7 @@ def find_parts(run: RunConfig) -> Parts:
         set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
 
-    def resolve(run: RunConfig) -> ResolvedRun:
-        return resolve_run(
-            run,
-            model.cfg,
-            model.lora,
-            dict(mesh.shape),
-            mesh.devices.flat[0].platform,
-            is_attached=True,
-            frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
-        )
-
+    resolve = resolver(model, mesh, frozen_models)
     resolved = with_packing(run, resolve)
     task = Task(
         run.task,
@@ -200,6 +197,49 @@ def find_parts(run: RunConfig) -> Parts:
     )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
     return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+
+
+def resolver(
+    model: FoundModel, mesh: jax.sharding.Mesh, frozen_models: dict[str, FoundModel]
+) -> Callable[[RunConfig], ResolvedRun]:
+    """resolve_run for these models on the devices of this mesh."""
+    return partial(
+        resolve_run,
+        cfg=model.cfg,
+        lora=model.lora,
+        mesh_shape=dict(mesh.shape),
+        platform=mesh.devices.flat[0].platform,
+        is_attached=True,
+        frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
+    )
+
+
+def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
+    """The parts of a run that resumes: where training.packing=auto, with the packing of the run
+    whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it.
+
+    Another packing would change the last digits of what follows. It is changed only by name.
+    """
+    if parts.resume_from is None or run.training.packing != AUTO:
+        return parts
+    file = RunDir(parts.resume_from.parent).fingerprint
+    with error_context("resume"):
+        try:
+            theirs = read_fingerprint(file)
+        except ValueError:
+            # check_resumed says so, and stops unless resume.force=true
+            return parts
+        before = packing_of(theirs, file)
+    try:
+        resolve = resolver(parts.model, parts.mesh, parts.frozen_models)
+        resolved = resolve(packed_as(run, before))
+    except ValueError as error:
+        raise ConfigError(
+            f"resume: the run in {file.parent} has packing={before}, which these settings do not "
+            f"allow ({error}); training.packing=none or another by name goes on with that"
+        ) from error
+    reason = f"auto: {before}, as in the run that goes on"
+    return replace(parts, resolved=replace(resolved, packing_reason=reason))
 
 
 def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
@@ -442,6 +482,7 @@ def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
 
 def _fingerprint_of(run: RunConfig, parts: Parts) -> dict:
     batch = parts.batch
+    run = packed_as(run, parts.rows.packing)
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
