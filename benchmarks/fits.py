@@ -19,7 +19,10 @@ from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import devices_of
 from tunix_lite.planning.plan import Plan, with_compiled
 
-MODELS = ("gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b", "qwen3_32b", "llama3.3_70b")
+MODELS = (
+    *("gemma3_270m", "gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b"),
+    *("qwen3_0.6b", "qwen3_1.7b", "qwen3_32b", "llama3.2_1b", "llama3.3_70b"),
+)
 TARGETS = ("h100", "h100x2", "h100x8", "v5e-4", "v5e-16", "v5p-64", "v6e-256")
 WAYS = {
     "all": ["training.mixed_precision=bf16_params"],

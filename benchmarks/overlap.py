@@ -61,7 +61,7 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
     from tunix_lite.runs import learner, overlap
 
     rows = prompts * generations
-    make_generate = learner.make_generate
+    make_generate = learner.make_generate_with_partner
     make_carry_sampler = overlap.make_carry_sampler
 
     def generate_of(cfg, generation, eos_ids, *others):
@@ -84,7 +84,7 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
         del eos_ids
         return make_carry_sampler(cfg, generation, (), *others)
 
-    learner.make_generate = generate_of
+    learner.make_generate_with_partner = generate_of
     overlap.make_carry_sampler = sampler_of
     CarrySampler._requests = requests_of
 

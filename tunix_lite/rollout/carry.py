@@ -18,7 +18,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout.engine import RolloutArrays, make_prepare, sampler_spec
-from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.extend import FEW_SLOTS, TurnPrograms, extend_calls, make_turn_programs
 from tunix_lite.rollout.programs import (
     Programs,
     Queue,
@@ -281,9 +281,15 @@ def read_again(
         drawn[slot] = len(request.tokens)
         new[slot] = ([*prompt, *request.tokens], request.limit)
     slots = place(slots, queue, drawn)
-    for call in extend_calls(new, num_slots):
-        arrays = (call.rows, call.tokens, call.counts, call.limits)
-        slots = turns.extend(slots, per_layer_params, *arrays)
+
+    # As many at once as extend takes without a row for every slot; those of one length together.
+    at_once = FEW_SLOTS if axis_size("fsdp") == 1 else num_slots
+    by_length = sorted(new, key=lambda slot: len(new[slot][0]))
+    for i in range(0, len(by_length), at_once):
+        together = {slot: new[slot] for slot in by_length[i : i + at_once]}
+        for call in extend_calls(together, num_slots):
+            arrays = (call.rows, call.tokens, call.counts, call.limits)
+            slots = turns.extend(slots, per_layer_params, *arrays)
     return slots
 
 
