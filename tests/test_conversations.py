@@ -154,6 +154,14 @@ def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, setti
     assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
 
 
+def test_the_clock_changes_no_bit(cfg, params, talked):
+    """Nor does the slot that a conversation is in: log-probabilities repeat exactly."""
+    late = converse(cfg, params, Numbers(delay=3), num_slots=4, waiting="park")
+    assert late.metrics["perf/decode_steps"] != talked[0].metrics["perf/decode_steps"]
+    np.testing.assert_array_equal(late.tokens, talked[0].tokens)
+    np.testing.assert_array_equal(late.logprobs, talked[0].logprobs)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("waiting", ["hold", "park"])

@@ -108,5 +108,8 @@ def test_widths_follow_from_the_length_of_what_is_appended_alone():
     # the slot of the long one decodes only once its last piece is there
     assert [call.limits[0] for call in calls] == [7, 0, 9]
     assert calls[0].rows.tolist() == [5] + [32] * 7
+    # nine answers of one width are two calls of one shape
+    nine = extend_calls({slot: ([1], 9) for slot in range(9)}, num_slots=32, fsdp=1)
+    assert [call.rows.tolist() for call in nine] == [[*range(8)], [8] + [32] * 7]
     # slots that fsdp divides are not gathered
     assert extend_calls({2: ([1], 9)}, num_slots=32, fsdp=2)[0].rows.tolist() == list(range(32))

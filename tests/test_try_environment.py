@@ -3,6 +3,7 @@
 import pytest
 
 from tunix_lite.commands.program import compose
+from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError
@@ -71,3 +72,12 @@ def test_a_setting_that_names_no_environment_is_one_message(setting, message):
         compose([f"task.environment={setting}"])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_environment_of_the_examples_is_played():
+    run = compose(["task.environment=examples.my_environment.HotAndCold"])
+    with EnvironmentPool(run.task.environment, ConversationConfig(workers=0)) as pool:
+        assert pool.reset(0, {"answer": "7"}).result().turn is None
+        said = [pool.step(0, text).result().turn for text in ("none", "The answer is 3.", "9", "7")]
+    assert [turn.observation for turn in said] == ["Say a number.", "higher", "lower", "right"]
+    assert [turn.done for turn in said] == [False, False, False, True]

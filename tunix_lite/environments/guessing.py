@@ -12,13 +12,13 @@ from tunix_lite.environments.examples import Draws, last_integer
 class Secrets:
     """Numbers to guess. A task's source.
 
-    Example: {"secret": 7, "low": 1, "high": 9, "question": "Guess 1 to 9."}.
+    Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}.
     """
 
     # Smallest number that may be the secret.
     low: int = 1
     # Largest number that may be the secret.
-    high: int = 9
+    high: int = 5
     # Games in one pass of the training data.
     num_train: int = 1_000_000
     # Held-out games, for evaluation.
@@ -53,7 +53,7 @@ class GuessingGame:
     """The last whole number of a completion is the guess. A right one gets 1 and ends the game.
 
     When no guess is left, the game ends, and a last guess that is near gets a part of `near`: all
-    of it next to the secret, nothing where it is as far away as can be.
+    of it next to the secret, less the farther away it is.
 
     Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
     """
@@ -61,7 +61,7 @@ class GuessingGame:
     # Guesses in a game.
     guesses: int = 3
     # Reward of a last guess right beside the secret, from 0 to 1.
-    near: float = 0.3
+    near: float = 0.0
 
     def __post_init__(self):
         if self.guesses < 1:

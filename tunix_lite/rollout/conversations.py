@@ -267,10 +267,8 @@ class ConversationScheduler:
         ready = [t for t in self.talks if t.parked is not None and t.answer is not None]
         free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
         for talk, slot in zip(ready, free):
-            self.fit_columns()
-            copy = with_columns(talk.parked, self.engine.slots)
-            slots = self.programs.write_slot(self.engine.slots, copy, np.int32(slot))
-            self.engine.slots = slots
+            engine = self.engine
+            engine.slots = self.programs.write_slot(engine.slots, talk.parked, np.int32(slot))
             self.engine.stopped[slot] = -1
             self.by_slot[slot] = talk
             talk.slot = slot
@@ -292,7 +290,6 @@ class ConversationScheduler:
             self.num_appended += len(tokens)
         if not new:
             return
-        self.fit_columns()
         engine = self.engine
         for call in extend_calls(new, engine.num_slots):
             arrays = (call.rows, call.tokens, call.counts, call.limits)
@@ -322,20 +319,11 @@ class ConversationScheduler:
         # Free its memory.
         engine.prompt_cache = None
 
-    def fit_columns(self) -> None:
-        """The cache with the columns that suffice until the next chunk has ended."""
-        engine = self.engine
-        columns = engine.columns_needed()
-        if columns != engine.columns:
-            engine.slots = engine.programs.resize(engine.slots, columns)
-            engine.columns = columns
-
     # ---- decoding
 
     def decode(self) -> None:
         """Decodes a chunk, and sends the turns that have ended to the partner."""
         engine = self.engine
-        self.fit_columns()
         is_greedy = engine.temperature == 0
         program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
         engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
@@ -391,21 +379,6 @@ class ConversationScheduler:
             "time/waiting_for_environments": self.seconds_waited,
             "time/rollout": seconds,
         }
-
-
-def with_columns(parked: Slots, slots: Slots) -> Slots:
-    """A parked copy with as many columns as the slots have now. Its sequence fits into both."""
-
-    def fitted(x: np.ndarray, like: jax.Array) -> np.ndarray:
-        if x.ndim < 3:
-            return x
-        wanted = like.shape[2]
-        more = max(0, wanted - x.shape[2])
-        padding = [(0, 0), (0, 0), (0, more), (0, 0)][: x.ndim]
-        return np.pad(x[:, :, :wanted], padding)
-
-    cache = jax.tree.map(fitted, parked.cache, slots.cache)
-    return replace(parked, cache=cache)
 
 
 # ---- converse

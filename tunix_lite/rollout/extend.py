@@ -101,9 +101,19 @@ def extend_calls(
                 width = min(w for w in EXTEND_WIDTHS if w >= len(piece))
                 is_last = (i + 1) * widest >= len(tokens)
                 by_width.setdefault(width, []).append((slot, piece, limit if is_last else 0))
+        # How many answers come together is a matter of the clock, so all calls have one shape.
+        together = FEW_SLOTS if _reads_few(num_slots, fsdp) else num_slots
         for width, pieces in sorted(by_width.items()):
-            calls.append(_extend_call(pieces, width, num_slots, fsdp))
+            for start in range(0, len(pieces), together):
+                some = pieces[start : start + together]
+                calls.append(_extend_call(some, width, num_slots, fsdp))
     return calls
+
+
+def _reads_few(num_slots: int, fsdp: int) -> bool:
+    """Whether a call reads FEW_SLOTS slots. Where fsdp divides the slots, each device reads its
+    own: none is gathered from another."""
+    return fsdp == 1 and num_slots > FEW_SLOTS
 
 
 def _extend_call(
@@ -113,8 +123,7 @@ def _extend_call(
     fsdp: int,
 ) -> ExtendCall:
     """One call for (slot, tokens, limit) of one width."""
-    # Where fsdp divides the slots, each device reads its own: none is gathered from another.
-    is_few = fsdp == 1 and len(pieces) <= FEW_SLOTS < num_slots
+    is_few = _reads_few(num_slots, fsdp)
     count = FEW_SLOTS if is_few else num_slots
     rows = np.full(count, num_slots, np.int32) if is_few else np.arange(num_slots, dtype=np.int32)
     tokens = np.zeros((count, width), np.int32)

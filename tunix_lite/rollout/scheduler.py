@@ -257,7 +257,10 @@ class RolloutScheduler:
 
         Of chunks that the host has not read yet it knows only that no sequence grows by more.
         """
-        if kv_cache.columns_in_use(1, self.length) == self.length:
+        # Conversations that go on together are a matter of the clock, and the columns, too, decide
+        # on the last bits of a sum: there, all are read.
+        is_fixed = self.programs.spec.holds
+        if is_fixed or kv_cache.columns_in_use(1, self.length) == self.length:
             return self.length
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
         longest = self.prompts.widths[0]
