@@ -49,6 +49,7 @@ from tunix_lite.planning.forecast import HardwareCosts, forecast
 from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
 from tunix_lite.planning.kernels import kernels
 from tunix_lite.planning.lengths import recorded_lengths
+from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.resolved import resolve_run
 from tunix_lite.planning.roofline import predicted_seconds
 from tunix_lite.rollout import cache as kv_cache
@@ -511,7 +512,8 @@ def whole_step(setting: Setting) -> Iterator[dict]:
     # A CPU has no figures of its own: there the rows show that the forecast runs, with those of an H100.
     hardware = of_device(jax.devices()[0]) or HARDWARE["h100"]
     cfg = asked.model.architecture
-    resolved = resolve_run(asked, cfg, None, {"fsdp": 1, "tp": 1}, jax.default_backend(), True)
+    on_one = {"lora": None, "mesh_shape": {"fsdp": 1, "tp": 1}, "platform": jax.default_backend()}
+    resolved = with_packing(asked, partial(resolve_run, cfg=cfg, is_attached=True, **on_one))
     found = forecast(resolved, recorded_lengths(str(folder)), HardwareCosts(resolved, hardware))
     for row in predicted_against(found, took):
         if row.measured:

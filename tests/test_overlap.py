@@ -24,7 +24,7 @@ from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.parallel.mesh import put
-from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
+from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, pieces_of, rollout_of
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
@@ -86,6 +86,18 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh):
     carried = [(one, p) for one in first for p in [asked()[one.group]] if one.is_under_way]
     assert metrics["rollout/carried"] == len(carried)
     assert metrics["rollout/reread_tokens"] == sum(len(p) + len(one.tokens) for one, p in carried)
+
+
+def test_what_is_read_again_is_cut_so_that_little_of_it_is_padding():
+    long = list(range(256 + 130))
+    pieces = list(pieces_of({3: (long, 12), 1: ([7, 8], 9), 2: (long[:200], 5)}))
+    assert [{slot: (len(tokens), limit) for slot, (tokens, limit) in piece.items()} for piece in pieces] == [
+        {3: (256, 0), 1: (2, 9), 2: (200, 5)},
+        {3: (64, 0)},
+        {3: (64, 0)},
+        {3: (2, 12)},
+    ]
+    assert [token for piece in pieces for token in piece[3][0]] == long
 
 
 # ---- which groups an update takes

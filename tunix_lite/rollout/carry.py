@@ -5,7 +5,7 @@ Nothing of a cache is kept. A completion that goes on is read again, prompt and 
 the weights that draw its next token; so a run that is resumed from tokens alone draws the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,13 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout.engine import RolloutArrays, make_prepare, sampler_spec
-from tunix_lite.rollout.extend import FEW_SLOTS, TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.extend import (
+    EXTEND_WIDTHS,
+    FEW_SLOTS,
+    TurnPrograms,
+    extend_calls,
+    make_turn_programs,
+)
 from tunix_lite.rollout.programs import (
     Programs,
     Queue,
@@ -287,10 +293,30 @@ def read_again(
     by_length = sorted(new, key=lambda slot: len(new[slot][0]))
     for i in range(0, len(by_length), at_once):
         together = {slot: new[slot] for slot in by_length[i : i + at_once]}
-        for call in extend_calls(together, num_slots):
-            arrays = (call.rows, call.tokens, call.counts, call.limits)
-            slots = turns.extend(slots, per_layer_params, *arrays)
+        for piece in pieces_of(together):
+            for call in extend_calls(piece, num_slots):
+                arrays = (call.rows, call.tokens, call.counts, call.limits)
+                slots = turns.extend(slots, per_layer_params, *arrays)
     return slots
+
+
+def pieces_of(
+    new: dict[int, tuple[list[int], int]],
+) -> Iterator[dict[int, tuple[list[int], int]]]:
+    """The tokens by slot in pieces, one after the other, so that little padding is read: what is
+    left is cut at 64 tokens, unless 256 are padded by fewer than 64. Only the last piece has the
+    limit: until then the slot waits."""
+    middle, widest = EXTEND_WIDTHS[1:]
+    while new:
+        following = {}
+        piece = {}
+        for slot, (tokens, limit) in new.items():
+            width = widest if len(tokens) > widest - middle else middle
+            piece[slot] = (tokens[:width], 0 if tokens[width:] else limit)
+            if tokens[width:]:
+                following[slot] = (tokens[width:], limit)
+        yield piece
+        new = following
 
 
 def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> Metrics:
