@@ -35,6 +35,7 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.commands.report import Report
+from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments import grid_world, guessing, tools
@@ -149,6 +150,7 @@ GROUPS = (
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
     Group("The command chat", "", ChatConfig, None),
+    Group("The command serve", "", ServeConfig, None),
     Group("The command evaluate", "", EvaluateConfig, None),
     Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
     Group("The command export", "", ExportConfig, None),
