@@ -26,7 +26,7 @@ MISTAKES = {
                                       "rewards.correct.fn is called with (completion, example) and its settings: missing"),
     "demonstrations that do not fit": (["algorithm=sft", "generation.max_new_tokens=6"], "raise it to at least"),
     "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
-    "an unknown group option": (["task=gsm9k"], "there is no such task; there is arithmetic, boolean, chat"),
+    "an unknown group option": (["task=gsm9k"], "there is no such task; there is arithmetic, boolean, calculator, chat"),
 }  # fmt: skip
 
 

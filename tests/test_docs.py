@@ -368,7 +368,7 @@ def test_a_command_that_could_not_run_is_noticed(with_the_example):
         with pytest.raises(ValueError, match=message):
             check_program(*of_a_program(shlex.split(command)), None)
     for command in (
-        "tunix-lite serve",
+        "tunix-lite deploy",
         "tunix-lite chat --multirun",
         "tunix-lite export out=there kind=merged",
         "tunix-lite chat checkpoint=outputs/mine model=gemma3_1b",

@@ -855,6 +855,7 @@ def settings_of_a_stranger(composed, folder: Path, key: str, value) -> RunConfig
     place[path[-1]] = value
     (folder / ".hydra").mkdir(exist_ok=True)
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(theirs))
+    (folder / "fingerprint.json").write_text('{"training": {"packing": "prefix"}}')
     ours["checkpoint"] = os.path.relpath(folder)
     with contextlib.ExitStack() as until_its_end:
         values = replay.with_settings_of_run(until_its_end, ours, ["checkpoint", "step"])

@@ -63,12 +63,13 @@ def test_the_scores_of_the_default_task_are_those_of_rewards_math():
     ids=lambda text: text[:8],
 )
 def test_no_text_takes_long(text):
-    began = time.process_time()
+    # Of this thread alone: those of jax compute beside it.
+    began = time.thread_time()
     for how in ("strict", "flexible"):
         NumericAnswer(how=how)(text, {"answer": 1})
         ExactAnswer(how=how)(text, {"answer": 1})
         ChoiceAnswer(how=how)(text, {"answer": "A"})
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_settings_and_examples_that_are_wrong_are_named():

@@ -110,7 +110,7 @@ def test_the_name_that_earlier_versions_gave_the_declaration_is_read_with_a_mess
 @pytest.mark.parametrize("packing", ["sequences", "prefix"])
 def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
     mine = "algorithm={_target_: test_sequences.LossOfItsOwn}"
-    assert program.compose(["~algorithm", f"+{mine}"]).training.packing == "none"
+    assert program.compose(["~algorithm", f"+{mine}"]).training.packing == "auto"
     with pytest.raises(ConfigError) as error:
         program.compose(["~algorithm", f"+{mine}", f"training.packing={packing}"])
     said = str(error.value)
