@@ -610,6 +610,8 @@ def test_the_rewards_of_the_docs_judge_as_they_say(with_the_example):
 # ---- the site
 
 
+# A minute of one core, and .ci/run builds the site by itself.
+@pytest.mark.wide
 def test_the_documentation_builds_without_a_warning(tmp_path):
     for name in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
         pytest.importorskip(name)

@@ -119,7 +119,7 @@ def whole(tmp_path_factory):
 EVALUATED = [*SHORT, "training.max_steps=3", "rewards.workers=0"]
 
 
-@pytest.mark.parametrize("how", ["signal", "error"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("error", marks=pytest.mark.wide)])
 def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tmp_path, monkeypatch):
     """Step 2 has been learned, so it is kept, and its line; what was not measured is measured by the next start."""
     wanted_folder, wanted = whole

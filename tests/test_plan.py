@@ -118,7 +118,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     "overrides, fsdp, tp",
     [
         (["training.mixed_precision=bf16"], 2, 2),
-        (
+        pytest.param(
             [
                 "model=random",
                 "model.architecture.num_layers=1",
@@ -128,6 +128,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
             ],
             2,
             1,
+            marks=pytest.mark.wide,
         ),
     ],
     ids=["full", "lora"],

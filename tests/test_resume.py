@@ -92,7 +92,7 @@ def begun(run, folder):
     [
         [*BUNDLED],
         [*BUNDLED, "algorithm.kl_coef=0.1"],
-        [*BUNDLED, "model.lora.rank=8"],
+        pytest.param([*BUNDLED, "model.lora.rank=8"], marks=pytest.mark.wide),
         pytest.param(LARGE, marks=pytest.mark.wide),
     ],
     ids=["bundled", "with a reference", "adapters", "200 MB"],
