@@ -134,7 +134,7 @@ def reading_again(resolved: ResolvedRun) -> int:
     rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here
     piece = EXTEND_WIDTHS[-1]
     copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
-    scores = scores_of(resolved, rows, piece, sum(resolved.lengths) + piece)
+    scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
     return copy + layer_at_work(resolved, rows * piece) + scores
 
 
@@ -354,10 +354,10 @@ def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
     by a kernel."""
     if resolved.attention != "xla":
         return 0
-    return max(scores_of(resolved, *part) for part in attended(resolved, rows, width))
+    return max(score_bytes(resolved, *part) for part in attended(resolved, rows, width))
 
 
-def scores_of(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
+def score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
     """The scores of so many queries of each row with so many keys, as `scores_at_work` has them."""
     heads = rows * resolved.cfg.num_heads // resolved.mesh_shape["tp"]
     per_query = max(1, heads * keys)

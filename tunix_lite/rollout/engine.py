@@ -184,9 +184,8 @@ def make_generate(
         metrics: Metrics = {}
 
         def chunks():
-            options = {"limits": limits, "tokenizer": tokenizer}
-            steps = sample(params, prompts, key, num_generations, temperature, **options)
-            metrics.update((yield from steps))
+            given = (params, prompts, key, num_generations, temperature, None)
+            metrics.update((yield from sample(*given, limits=limits, tokenizer=tokenizer)))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
