@@ -523,7 +523,7 @@ def startup_summary(
     if parts.rollout_mesh is not None:
         axes = ", ".join(f"{name}={size}" for name, size in parts.rollout_mesh.shape.items())
         count = parts.rollout_mesh.size
-        rows.append(("sampling on", f"{axes}, {count} x {kind} after those of the mesh"))
+        rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
 
     # What trains, on what.
     precision = run.training.mixed_precision
