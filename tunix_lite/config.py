@@ -269,6 +269,9 @@ class RuntimeConfig:
 
     # true checks the settings, shows the run and its memory plan, and ends without training.
     dry_run: bool = False
+    # Folder in which compiled programs are kept for the next start. auto takes ~/.cache/tunix_lite,
+    # null keeps none. JAX_COMPILATION_CACHE_DIR comes first.
+    program_cache: str | None = "auto"
 
 
 @dataclass(frozen=True)
