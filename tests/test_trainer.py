@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 import tunix_lite
+from tunix_lite.api import Reward, compose, train
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
+from tunix_lite.rewards.text import brevity
 from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import TOKEN_LOSSES, token_loss
 from tunix_lite.trainer.sampling import SampleSettings
-from tunix_lite.types import RowBatch, TokenScores
+from tunix_lite.types import Batch, RowBatch, TokenScores
 
 TINY = [
     "model=random",
@@ -345,3 +348,64 @@ def test_a_mesh_changes_no_number(trainer, client):
         settings = {"max_tokens": 6, "seed": 5}
         here, there = client.sample([[5, 6], [7]], 2, settings), other.sample([[5, 6], [7]], 2, settings)
         assert [one.tokens for one in there] == [one.tokens for one in here]
+
+
+# ---- batches of an algorithm
+
+RUN = [
+    *TINY,
+    ONE,
+    "generation.max_new_tokens=8",
+    "training.prompts_per_step=2",
+    "training.packing=none",
+    "training.gradient_accumulation_steps=2",
+    "training.max_steps=3",
+    "training.save_interval_steps=0",
+    "algorithm.num_generations=4",
+    "evaluation.num_examples=0",
+    "tracking.report=false",
+    "optimizer.learning_rate=1e-2",
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("rank", [0, 2])
+def test_grpo_by_these_parts_is_run_training_bit_for_bit(rank, tmp_path):
+    """Three updates: every metric but those of the clock, and every bit of weights, moments and counters."""
+    run = compose([*RUN, f"model.lora.rank={rank}"])
+    short = Reward(partial(brevity, length=20))
+    run = replace(run, task=replace(run.task, rewards={"short": short}))
+    state = jax.device_get(train(run, tmp_path / "run"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    with tunix_lite.Trainer(run) as trainer:
+        client = trainer.adapter() if rank else trainer.full()
+        for step, row in enumerate(rows):
+            batch, metrics, _ = client.collect(step)
+            metrics |= client.forward_backward(batch, run.algorithm).metrics
+            metrics |= client.optim_step(optimizer=run.optimizer)
+            kept = {k: float(v) for k, v in metrics.items() if not k.startswith(("time/", "perf/", "memory/"))}
+            assert {k: row[k] for k in kept} == kept and len(kept) > 30
+            assert row["train/grad_norm"] > 0 and row["reward/mean"] > 0
+        for ours, theirs in zip(jax.tree.leaves(client.state), jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+        # the same batch by hand, laid out without the run, and under another name
+        batch = Batch(*(np.asarray(x) for x in (batch.tokens, batch.token_mask, batch.loss_weight)))
+        with pytest.raises(ValueError, match="batch.advantages is missing; this loss needs it"):
+            client.forward_backward(batch, "grpo")
+        ones = np.ones_like(batch.loss_weight)
+        batch = batch.replace(advantages=ones, old_logprobs=ones * np.nan)
+        with pytest.raises(ValueError, match="batch.old_logprobs holds a number that is not finite"):
+            client.forward_backward(batch, "dr_grpo")
+        with pytest.raises(ValueError, match="grpoo"):
+            client.forward_backward(batch, "grpoo")
+        with pytest.raises(ValueError, match="batch.tokens holds"):
+            client.forward_backward(batch.replace(tokens=batch.tokens + 512), "sft")
+        part = jax.tree.map(lambda x: x[:3], batch)
+        assert client.forward_backward(part, "sft").loss > 0
+
+
+def test_collect_refuses_what_only_a_run_can_follow():
+    run = compose([*RUN, "model.lora.rank=2", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"])
+    with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
+        trainer.adapter().collect(0)

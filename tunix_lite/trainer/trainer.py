@@ -79,7 +79,7 @@ class Trainer:
         self._full: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
         self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed)
+        self.programs = TrainerPrograms(self._policy(), self.run.seed, self.run.training.max_steps)
 
     def _policy(self) -> Policy:
         scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
