@@ -167,7 +167,7 @@ def test_adapters_share_the_base_and_nothing_else(trainer, client):
 
 def test_an_update_that_is_not_finite_is_not_made(client):
     before = flat(client.params)
-    client.forward_backward([Datum([5], [6], advantages=[3e38], logprobs=[-3e38])], "importance_sampling")
+    client.forward_backward([Datum([5, 6], [6, 7], weights=[3e38, 3e38])])
     assert client.optim_step()["train/skipped"] == 1
     np.testing.assert_array_equal(flat(client.params), before)
     assert client.step == 1
@@ -405,6 +405,7 @@ def test_grpo_by_these_parts_is_run_training_bit_for_bit(rank, tmp_path):
         assert client.forward_backward(part, "sft").loss > 0
 
 
+@pytest.mark.wide
 def test_collect_refuses_what_only_a_run_can_follow():
     run = compose([*RUN, "model.lora.rank=2", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"])
     with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
