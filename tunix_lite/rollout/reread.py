@@ -35,7 +35,7 @@ from tunix_lite.rollout.requests import Request
 from tunix_lite.types import Params, Prompts
 
 # Tokens that read_first reads of a sequence, padding included, and those of all together.
-FIRST_WIDTHS = (64, 128, 256)
+FIRST_WIDTHS = (32, 64, 128, 256)
 FIRST_TOKENS = 2048
 
 # The tokens of a sequence, by slot, and the count of sampled tokens at which it is cut.
