@@ -456,6 +456,14 @@ def test_a_batch_by_hand_is_the_same_as_data(client):
 
 @pytest.mark.wide
 def test_collect_refuses_what_only_a_run_can_follow():
-    run = compose([*RUN, "model.lora.rank=2", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"])
+    run = compose(
+        [
+            *RUN,
+            "training.max_steps=4",
+            "model.lora.rank=2",
+            "algorithm.mini_batches=2",
+            "algorithm.updates_per_rollout=2",
+        ]
+    )
     with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
         trainer.adapter().collect(0)
