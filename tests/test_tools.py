@@ -235,10 +235,20 @@ def test_a_budget_of_calls_ends_the_conversation():
     assert environment.step(many).done
 
 
+def test_results_may_stand_in_the_models_own_text():
+    environment = ToolEnvironment((calculator,), role="assistant", result=" {result}\n", calls=expression_in)
+    environment.reset({})
+    turn = environment.step("27 - 21 =")
+    assert turn.observation == [{"role": "assistant", "content": " 6\n"}]
+    assert environment.template_variables == {}
+    assert environment.step("The answer is 6.").info["called_a_tool"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"tools": ()}, "tools is empty"),
+        ({"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
         ({"tools": (weather, weather)}, "two tools are called weather"),
         ({"tools": (weather,), "max_calls": 0}, "max_calls=0"),
         ({"tools": (weather,), "role": "model"}, "role='model'"),

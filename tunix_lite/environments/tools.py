@@ -8,7 +8,7 @@ from tunix_lite.environments.environment import Loop, Turn
 from tunix_lite.environments.schemas import misfit, schema_of, tool_name
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
 
-ROLES = ("tool", "user")
+ROLES = ("tool", "user", "assistant")
 NO_CALLS_LEFT = "There are no calls left. Give your answer."
 
 
@@ -30,8 +30,11 @@ class ToolEnvironment:
     reward: Callable | None = None
     # Calls in a conversation, at most. Parallel ones count each.
     max_calls: int = 8
-    # Role of the messages with results: tool, or user where the chat template knows no tools.
+    # Role of the messages with results: tool, user where the chat template knows no tools, or
+    # assistant, which puts results into the model's own text.
     role: str = "tool"
+    # How a result is written, where {result} stands for it.
+    result: str = "{result}"
     # Characters of a result that the model reads.
     max_result: int = 2000
     # Function (completion) -> calls, for a form of your own.
@@ -46,7 +49,11 @@ class ToolEnvironment:
         if self.max_result < 1:
             raise ValueError(f"max_result={self.max_result} must be at least 1")
         if self.role not in ROLES:
-            raise ValueError(f"role={self.role!r}; it is tool or user")
+            raise ValueError(f"role={self.role!r}; it is tool, user or assistant")
+        if "{result}" not in self.result:
+            raise ValueError(
+                f"result={self.result!r} has no {{result}}, where a result would stand"
+            )
         names = [tool_name(tool) for tool in self.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
@@ -114,12 +121,14 @@ class ToolEnvironment:
         return text if more <= 0 else f"{text[: self.max_result]}... and {more} more characters"
 
     def _message(self, call: ToolCall, text: str) -> dict:
-        if self.role == "user":
-            return {"role": "user", "content": text}
+        text = self.result.replace("{result}", text)
+        if self.role != "tool":
+            return {"role": self.role, "content": text}
         return {"role": "tool", "name": call.name or "tool", "content": text}
 
     def _joined(self, messages: list[dict]) -> list[dict]:
         """Results in one message where templates want user and assistant in turns."""
         if self.role == "tool":
             return messages
-        return [{"role": "user", "content": "\n".join(m["content"] for m in messages)}]
+        between = "\n" if self.role == "user" else ""
+        return [{"role": self.role, "content": between.join(m["content"] for m in messages)}]
