@@ -37,6 +37,8 @@ class Numbers:
     max_turns: int = 4
     max_turn_tokens: int | None = 9
     prompts: list | None = None
+    # tokens of an answer; None: 1 to 8
+    num_tokens: int | None = None
     told: dict = field(default_factory=dict)
     waiting: list = field(default_factory=list)
 
@@ -48,7 +50,9 @@ class Numbers:
             return TurnReply(done=True, reward=1.0)
         # a turn that was cut gets the marker that it lacks, as a chat template would have it
         marker = [] if ended else [EOS[0]]
-        return TurnReply([*marker, *(4 + (total + i) % 28 for i in range(1 + total % 8))], reward=float(total % 3))
+        return TurnReply(
+            [*marker, *(4 + (total + i) % 28 for i in range(self.num_tokens or 1 + total % 8))], reward=float(total % 3)
+        )
 
     def submit(self, row, tokens, ended):
         self.waiting.append([self.delay, row, self.answer(row, tokens, ended)])

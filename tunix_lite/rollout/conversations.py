@@ -10,7 +10,6 @@ sequence, and on a random key that follows from its prompt, its generation and t
 that the conversation has sampled before.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,7 @@ from jax.typing import DTypeLike
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size
-from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
 from tunix_lite.rollout.engine import (
     RolloutArrays,
     make_generate,
@@ -33,6 +31,7 @@ from tunix_lite.rollout.engine import (
     sampler_spec,
 )
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
 from tunix_lite.rollout.programs import Slots, make_programs
 from tunix_lite.rollout.requests import Request, check_prompts, not_finite
 from tunix_lite.rollout.scheduler import (
@@ -51,9 +50,6 @@ from tunix_lite.types import (
     SampledTurn,
     TurnReply,
 )
-
-# The share of the host's free memory that parked caches may take, all of them together.
-PARKED_SHARE = 0.25
 
 
 class Partner(Protocol):
@@ -133,16 +129,16 @@ class ConversationScheduler:
         programs: TurnPrograms,
         partner: Partner,
         asked: "ConversationRequests",
-        parks: bool,
+        most_parked: int,
         ends: dict[int, str],
         tokenizer: Tokenizer | None = None,
     ):
-        """engine: whose slots and queue they are, nothing started. parks: whether slots that wait
-        are given to others. ends: the tokens that end a turn."""
+        """engine: whose slots and queue they are, nothing started. most_parked: how many slots that
+        wait may be given to others. ends: the tokens that end a turn."""
         self.engine = engine
         self.programs = programs
         self.partner = partner
-        self.parks = parks
+        self.most_parked = most_parked
         self.ends = ends
         self.tokenizer = tokenizer
         self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(asked.rows)]
@@ -239,9 +235,15 @@ class ConversationScheduler:
     @property
     def has_room(self) -> bool:
         """Whether a slot is free, or could be freed."""
+        can_park = self.num_parked_now < self.most_parked
         free = sum(talk is None for talk in self.by_slot)
         held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
-        return bool(free or (self.parks and held))
+        return bool(free or (can_park and held))
+
+    @property
+    def num_parked_now(self) -> int:
+        """Conversations whose caches are on the host."""
+        return sum(talk.parked is not None for talk in self.talks)
 
     def park(self) -> None:
         """Frees slots whose conversations wait, for as many others as could go on.
@@ -250,13 +252,14 @@ class ConversationScheduler:
         no slot would decode.
         """
         needed = self.num_queued - sum(talk is None for talk in self.by_slot)
-        if not self.parks or needed <= 0:
+        allowed = min(needed, self.most_parked - self.num_parked_now)
+        if allowed <= 0:
             return
         least = 1 if self.is_decoding else 0
         waiting = [t for t in self.by_slot if t is not None and t.is_waiting]
         chosen = [talk for talk in waiting if talk.chunks_waited >= least]
         chosen.sort(key=lambda talk: -talk.chunks_waited)
-        for talk in chosen[:needed]:
+        for talk in chosen[:allowed]:
             copy = self.programs.read_slot(self.engine.slots, np.int32(talk.slot))
             talk.parked = jax.device_get(copy)
             self.free(talk)
@@ -428,8 +431,8 @@ def make_converse(
         engine = RolloutScheduler(
             programs, weights, np.float32(temperature), asked.requests, blocks, num_slots, key
         )
-        parks = parks_slots(rollout.waiting, engine)
-        talks = ConversationScheduler(engine, turn_programs, partner, asked, parks, ends, tokenizer)
+        most = most_parked(rollout, engine)
+        talks = ConversationScheduler(engine, turn_programs, partner, asked, most, ends, tokenizer)
 
         arrays = RolloutArrays.empty(len(asked.requests), generation, pad_id)
         while not talks.is_over:
@@ -527,24 +530,18 @@ def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
     return padded_width(len(prompt), widths) if len(prompt) <= widths[0] else len(prompt)
 
 
-def parks_slots(waiting: str, engine: RolloutScheduler) -> bool:
-    """Whether a slot whose conversation waits is given to others, by rollout.waiting. All hosts
-    must ask.
-
-    auto: where there are more conversations than slots, and the copies of those that have no slot
-    fit into PARKED_SHARE of the memory that is free on every host.
-    """
-    without_slot = len(engine.requests) - engine.num_slots
-    if waiting != "auto":
-        return waiting == "park"
-    if without_slot <= 0:
-        return False
+def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
+    """How many slots whose conversations wait may be parked at once, by the memory that is free on
+    every host. All hosts must ask."""
     spec = engine.programs.spec
-    shapes = kv_cache.cache_shapes(
-        spec.cfg, without_slot, spec.max_length, spec.dtype, spec.int8, axis_size("tp")
+    mesh_shape = {axis: axis_size(axis) for axis in AXES}
+    with use_rules("rollout"):
+        rules = current_rules()
+    memory = SamplingMemory(
+        spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
     )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return kv_cache.tree_bytes(shapes) <= PARKED_SHARE * min(allgather_values(free))
+    free = min(allgather_values(free_host_bytes()))
+    return memory.parking(len(engine.requests), free).most
 
 
 def conversations_as_rollout(
