@@ -56,7 +56,8 @@ class TurnTokens:
 
         messages: what was answered, {role, content} each; a text is a user's message. ended:
         whether the turn's last token is one that ends it; else it was cut, and the token that ends
-        it comes first here. Without a chat template, what was answered stands there as it is.
+        it comes first here. Without a chat template, what was answered stands there as it is; an
+        empty answer is a line break then.
 
         Raises ValueError where the chat template refuses these messages.
         """
@@ -78,7 +79,9 @@ class TurnTokens:
         answered = self._quoted(messages)
         contents = [message["content"] for message in answered]
         if not tokenizer.has_chat_template:
-            return tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            ids = tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            # The next turn is drawn behind an answer, so there must be one.
+            return ids or tokenizer.encode("\n")
 
         def write(read: Callable) -> str:
             return placeholder + self._after_the_turn(_read(answered, read), placeholder)

@@ -44,7 +44,16 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "reread", "extend", "read_slot", "write_slot")
+SAMPLING_PROGRAMS = (
+    "prefill",
+    "decode",
+    "reread",
+    "extend",
+    "read_slot",
+    "write_slot",
+    "save",
+    "rewind",
+)
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -265,6 +274,10 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     # A parked conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
+    # What a stop text may bring back stays beside the slots for a chunk.
+    if "save" in done:
+        added["decode"] += done["save"].output_bytes
+        added["rewind"] += done["rewind"].argument_bytes - cache
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,

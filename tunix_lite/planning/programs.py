@@ -43,6 +43,7 @@ from tunix_lite.rollout.programs import (
     at_home,
     make_programs,
 )
+from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -354,6 +355,9 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
     if resolved.may_park:
         found["read_slot"] = partial(_read_slot, resolved, shapes)
         found["write_slot"] = partial(_write_slot, resolved, shapes)
+    if resolved.converses and resolved.run.generation.stop:
+        found["save"] = partial(_save, resolved, shapes)
+        found["rewind"] = partial(_rewind, resolved, shapes)
     return found
 
 
@@ -399,6 +403,8 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     shardings = decoder.per_layer_shardings(shardings, resolved.cfg)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
+    if resolved.converses and run.generation.stop:
+        spec = replace(spec, chunk=longest_chunk(spec))
     return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
@@ -453,6 +459,24 @@ def _write_slot(resolved: ResolvedRun, shapes: Shapes) -> Any:
     # from the host: placed by the program itself
     parked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parked)
     return turn_programs.write_slot.lower(slots, parked, row)
+
+
+def _save(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What keeps the columns that a chunk may overwrite, so that a stop text can take it back."""
+    programs, _ = _sampling(resolved, shapes)
+    return make_turn_programs(programs).save.lower(_slots_of(resolved, programs))
+
+
+def _rewind(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What takes back what was drawn behind a stop text."""
+    programs, _ = _sampling(resolved, shapes)
+    slots = _slots_of(resolved, programs)
+    turn_programs = make_turn_programs(programs)
+    tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
+    kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
+    saved = turn_programs.save.lower(slots).out_info
+    saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved)
+    return turn_programs.rewind.lower(slots, saved, tokens, kept)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

@@ -33,7 +33,14 @@ from tunix_lite.rollout.engine import (
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
 from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
 from tunix_lite.rollout.programs import Slots, make_programs
-from tunix_lite.rollout.requests import Request, check_prompts, not_finite
+from tunix_lite.rollout.requests import (
+    Request,
+    StopCriteria,
+    check_prompts,
+    not_finite,
+    stop_text_end,
+)
+from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.rollout.scheduler import (
     RolloutScheduler,
     padded_width,
@@ -84,7 +91,7 @@ class Talk:
     number: int
     # of the rollout
     row: int
-    # its `tokens` are all after the prompt, answers included
+    # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
     # the slot that holds it; None: none does
     slot: int | None = None
@@ -130,17 +137,15 @@ class ConversationScheduler:
         partner: Partner,
         asked: "ConversationRequests",
         most_parked: int,
-        ends: dict[int, str],
-        tokenizer: Tokenizer | None = None,
+        criteria: StopCriteria,
     ):
         """engine: whose slots and queue they are, nothing started. most_parked: how many slots that
-        wait may be given to others. ends: the tokens that end a turn."""
+        wait may be given to others. criteria: what ends a turn."""
         self.engine = engine
         self.programs = programs
         self.partner = partner
         self.most_parked = most_parked
-        self.ends = ends
-        self.tokenizer = tokenizer
+        self.criteria = criteria
         self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(asked.rows)]
         self.asked = asked
         self.by_row = {talk.row: talk for talk in self.talks}
@@ -287,6 +292,9 @@ class ConversationScheduler:
             request.tokens += tokens
             request.logprobs += [0.0] * len(tokens)
             request.full_logprobs += [0.0] * len(tokens)
+            # Stop texts are looked for in what is sampled, turn by turn.
+            request.text = None
+            request.tail = ""
             talk.begin = len(request.tokens)
             talk.answer = None
             new[talk.slot] = (tokens, talk.num_sampled + self.room_of_turn(talk))
@@ -329,12 +337,15 @@ class ConversationScheduler:
         engine = self.engine
         is_greedy = engine.temperature == 0
         program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
+        saved = self.programs.save(engine.slots) if self.criteria.texts else None
         engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
         chunk = jax.device_get(report)
         engine.num_chunks += 1
         engine.chunks_absorbed += 1
         now = time.perf_counter() - engine.began
 
+        # of each slot, the tokens of the chunk up to a stop text; -1: it has none
+        kept = np.full(engine.num_slots, -1, np.int32)
         for slot, talk in enumerate(self.by_slot):
             self.slots_held += talk is not None
             if talk is None or not talk.is_sampling:
@@ -344,16 +355,22 @@ class ConversationScheduler:
             self.slots_decoding += 1
             request = talk.request
             count = int((chunk.tokens[:, slot] >= 0).sum())
+            if not np.isfinite(chunk.logprobs[:count, slot]).all():
+                prompt = self.asked.prompts[request.prompt]
+                raise FloatingPointError(not_finite(request, prompt, self.criteria.tokenizer))
+            end = stop_text_end(request, chunk.tokens[:count, slot].tolist(), self.criteria)
+            if end is not None:
+                count = end
+                kept[slot] = end
             request.tokens += chunk.tokens[:count, slot].tolist()
             request.logprobs += chunk.logprobs[:count, slot].tolist()
             request.full_logprobs += chunk.full_logprobs[:count, slot].tolist()
             talk.num_sampled += count
-            if not np.isfinite(chunk.logprobs[:count, slot]).all():
-                prompt = self.asked.prompts[request.prompt]
-                raise FloatingPointError(not_finite(request, prompt, self.tokenizer))
             request.began = now if request.began is None else request.began
-            if not chunk.running[slot]:
+            if end is not None or not chunk.running[slot]:
                 self.end_turn(talk)
+        if (kept >= 0).any():
+            engine.slots = self.programs.rewind(engine.slots, saved, chunk.tokens, kept)
 
     def end_turn(self, talk: Talk) -> None:
         """Sends the turn that has ended to the partner."""
@@ -361,7 +378,7 @@ class ConversationScheduler:
         talk.turns.append((talk.begin, len(talk.request.tokens), None))
         talk.is_waiting = True
         talk.chunks_waited = 0
-        self.partner.submit(talk.row, tokens, self.ends.get(tokens[-1]) == "eos")
+        self.partner.submit(talk.row, tokens, self.criteria.tokens.get(tokens[-1]) == "eos")
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -402,12 +419,14 @@ def make_converse(
 
     generation.max_new_tokens bounds all that comes after a prompt, answers included.
     on_finished(row, tokens) gets the last turn of a conversation. The rest is as in
-    engine.make_generate. Raises ValueError for stop texts, since a turn must end with a token.
+    engine.make_generate. A stop text ends a turn, and what was drawn behind it is taken back.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(replace(spec, holds=True))
+    criteria = StopCriteria(ends, generation.stop, tokenizer)
+    chunk = longest_chunk(spec) if generation.stop else spec.chunk
+    programs = make_programs(replace(spec, holds=True, chunk=chunk))
     turn_programs = make_turn_programs(programs)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
 
@@ -422,7 +441,7 @@ def make_converse(
         on_finished: Callable[[int, list[int]], None] | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
-        check_stop(generation)
+        criteria.check()
         asked = ConversationRequests.of(prompts, num_generations, generation, partner)
         check_prompts(asked.prompts, cfg, generation, tokenizer)
         num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
@@ -432,7 +451,7 @@ def make_converse(
             programs, weights, np.float32(temperature), asked.requests, blocks, num_slots, key
         )
         most = most_parked(rollout, engine)
-        talks = ConversationScheduler(engine, turn_programs, partner, asked, most, ends, tokenizer)
+        talks = ConversationScheduler(engine, turn_programs, partner, asked, most, criteria)
 
         arrays = RolloutArrays.empty(len(asked.requests), generation, pad_id)
         while not talks.is_over:
@@ -459,16 +478,6 @@ def make_generate_with_partner(*arguments: Any) -> Callable[..., Rollout]:
         return converse(*given, partner=partner, **options)
 
     return generate
-
-
-def check_stop(generation: GenerationConfig) -> None:
-    """Raises ValueError for stop texts: a slot goes on from the last token of a turn, and a text
-    may end within a token, or in the middle of a chunk."""
-    if generation.stop:
-        raise ValueError(
-            f"stop={list(generation.stop)}: a turn of a conversation must end with a token; use "
-            "generation.stop_token_ids"
-        )
 
 
 @dataclass(frozen=True)
