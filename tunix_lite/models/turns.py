@@ -56,8 +56,9 @@ class TurnTokens:
 
         messages: what was answered, {role, content} each; a text is a user's message. ended:
         whether the turn's last token is one that ends it; else it was cut, and the token that ends
-        it comes first here. Without a chat template, what was answered stands there as it is; an
-        empty answer is a line break then.
+        it comes first here. Without a chat template, what was answered stands there as it is. So
+        do messages of the assistant: they continue the model's own text, with no turn in between.
+        An empty answer is a line break then.
 
         Raises ValueError where the chat template refuses these messages.
         """
@@ -78,7 +79,13 @@ class TurnTokens:
         tokenizer = self.tokenizer
         answered = self._quoted(messages)
         contents = [message["content"] for message in answered]
-        if not tokenizer.has_chat_template:
+        roles = [message["role"] for message in answered]
+        if "assistant" in roles and set(roles) != {"assistant"}:
+            raise ValueError(
+                "an answer has messages of the assistant, which continue the model's text, and "
+                f"others ({', '.join(roles)}); it is one or the other"
+            )
+        if not tokenizer.has_chat_template or "assistant" in roles:
             ids = tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
