@@ -10,6 +10,7 @@ from tunix_lite.rollout.engine import make_prepare, sampler_spec
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.rollout.live_programs import make_live_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
+from tunix_lite.types import Params
 
 # Slots where rollout.num_slots does not say how many.
 SLOTS = 32
@@ -20,12 +21,14 @@ def live_engine(
     generation: GenerationConfig,
     rollout: RolloutConfig,
     max_waiting: int = 256,
+    prepared: Params | None = None,
 ) -> LiveEngine:
     """A live engine with the weights of the model.
 
     generation: the most tokens of prompts and completions; what is drawn is for each request to
     say. rollout: slots, chunk, and where the weights stay. max_waiting: sequences that may wait for
-    a slot. Raises ValueError for a setting that it does not have.
+    a slot. prepared: the weights as rollout.engine.make_prepare makes them; None: made of the
+    model's. Raises ValueError for a setting that it does not have.
     """
     if generation.repetition_penalty != 1:
         raise ValueError("generation.repetition_penalty is not supported; set it to 1")
@@ -53,6 +56,8 @@ def live_engine(
             rollout,
             jnp.float32,
         )
-        params = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")(model.params)
+        if prepared is None:
+            prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
+            prepared = prepare(model.params)
         programs = make_live_programs(spec)
-    return LiveEngine(programs, params, model.mesh, slots, max_waiting, tokenizer.eos_ids)
+    return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)

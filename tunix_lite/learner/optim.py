@@ -293,16 +293,20 @@ def make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    cfg: Optimizer, max_steps: int, table: Table | None = None
+    cfg: Optimizer,
+    max_steps: int,
+    table: Table | None = None,
+    rate: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """The whole chain; `describe` says it in words.
 
     table: the declared weights that train, stacked by layer as they are; None: none is stacked.
-    Muon needs it. Raises ValueError.
+    Muon needs it. rate: the learning rate of each update; None: as the settings have it. Raises
+    ValueError.
 
     Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`.
     """
-    scale = cfg.scale(make_schedule(cfg, max_steps), table)
+    scale = cfg.scale(make_schedule(cfg, max_steps) if rate is None else rate, table)
     if not cfg.max_grad_norm:
         return scale
     return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)

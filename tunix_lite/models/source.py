@@ -292,11 +292,12 @@ def load_weights(
     if found.lora is None:
         return None, load_base(found, seed, storage)
     base = load_base(found, seed, found.lora.base)
-    adapters = _load_adapters(found, seed)
+    adapters = load_new_adapters(found, seed)
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
 
-def _load_adapters(found: FoundModel, seed: int) -> Params:
+def load_new_adapters(found: FoundModel, seed: int) -> Params:
+    """The adapters that training starts from: those of model.lora.adapter, or random ones."""
     if found.lora.adapter is not None:
         folder = Path(found.lora.adapter)
         return peft.load_adapters(folder, found.cfg, found.family, found.lora)

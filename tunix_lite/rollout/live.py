@@ -131,6 +131,7 @@ class LiveEngine:
         self._waiting: deque[LiveSequence] = deque()
         self._is_closing = False
         self._deadline = float("inf")
+        self._is_idle = True
         self.failure: BaseException | None = None
 
         # Of the engine's thread alone.
@@ -178,20 +179,34 @@ class LiveEngine:
                     f"{len(self._waiting)} sequences wait already; at most {self.max_waiting} may"
                 )
             self._waiting.extend(sequences)
-            self._lock.notify()
+            self._is_idle = False
+            self._lock.notify_all()
 
     def cancel(self, sequence: LiveSequence) -> None:
         """Ends a sequence; it is not called back any more."""
         with self._lock:
             sequence.is_cancelled = True
-            self._lock.notify()
+            self._lock.notify_all()
+
+    def wait_until_idle(self) -> None:
+        """Waits until no sequence is left and none is on the devices, or the engine has ended."""
+        with self._lock:
+            while not self._is_idle and self._thread.is_alive():
+                self._lock.wait(IDLE_SECONDS)
+
+    def set_params(self, per_layer_params: Params) -> None:
+        """Samples with other weights from now on. Raises ValueError while sequences are running."""
+        with self._lock:
+            if not self._is_idle:
+                raise ValueError("the engine is sampling; wait until it is idle")
+            self.params = per_layer_params
 
     def close(self, seconds: float = 0.0) -> None:
         """Takes no more requests, goes on with those there are for so many seconds, and ends."""
         with self._lock:
             self._is_closing = True
             self._deadline = time.monotonic() + seconds
-            self._lock.notify()
+            self._lock.notify_all()
         self._thread.join()
 
     def _num_free(self) -> int:
@@ -218,6 +233,8 @@ class LiveEngine:
                     return False
                 if is_busy:
                     return True
+                self._is_idle = True
+                self._lock.notify_all()
                 self._lock.wait(IDLE_SECONDS)
 
     def _step(self) -> None:

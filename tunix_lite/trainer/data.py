@@ -1,0 +1,169 @@
+"""What a token loss learns from: sequences with a target at each position, in rows on the mesh.
+
+Rows have one of a few widths, and there are one of a few numbers of them, so that few programs are
+compiled: both are powers of two.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from tunix_lite.learner.rows import on_mesh
+from tunix_lite.types import RowBatch
+
+# The narrowest row.
+LEAST_WIDTH = 16
+# Tokens of a forward and backward pass on one shard, padding included.
+TOKENS_AT_ONCE = 2048
+# Tokens of the smallest: fewer would take no less time.
+TOKENS_AT_LEAST = 128
+# The values that a datum may have at each position.
+VALUES = ("weights", "logprobs", "advantages")
+# What stands where a datum has no such value.
+DEFAULTS = {"weights": 1.0, "logprobs": 0.0, "advantages": 0.0}
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence to learn from. All lists have one entry for each of its T tokens.
+
+    targets[t] is predicted from tokens[0] to tokens[t]; usually it is tokens[t + 1].
+
+    Example: the prompt 5 6 and the completion 7 1, of which the completion counts: Datum([5, 6, 7],
+    [6, 7, 1], weights=[0, 1, 1]).
+    """
+
+    tokens: Sequence[int]
+    targets: Sequence[int]
+    # what each target counts in the sum; None: 1
+    weights: Sequence[float] | None = None
+    # log-probability of each target under the policy that sampled it, in nats
+    logprobs: Sequence[float] | None = None
+    advantages: Sequence[float] | None = None
+
+
+def check_data(
+    data: Sequence[Datum], needs: Sequence[str], vocab_size: int, max_positions: int
+) -> None:
+    """Raises ValueError, with the number of the datum, for one that the model or the loss cannot
+    take. needs: the values without which the loss has no meaning."""
+    if not data:
+        raise ValueError("data is empty; give at least one Datum")
+    for i, datum in enumerate(data):
+        length = len(datum.tokens)
+        if not 1 <= length <= max_positions:
+            raise ValueError(f"datum {i}: {length} tokens; the model takes 1 to {max_positions}")
+        for name in ("tokens", "targets"):
+            _check_ids(f"datum {i}: {name}", getattr(datum, name), length, vocab_size)
+        for name in VALUES:
+            values = getattr(datum, name)
+            if values is not None:
+                _check_values(f"datum {i}: {name}", values, length)
+            elif name in needs:
+                raise ValueError(f"datum {i}: {name} is missing; this loss needs it")
+
+
+def check_tokens(name: str, tokens: Sequence[int], vocab_size: int, most: int) -> None:
+    """Raises ValueError unless these are 1 to `most` tokens of the vocabulary."""
+    if not 1 <= len(tokens) <= most:
+        raise ValueError(f"{name}: {len(tokens)} tokens; there is room for 1 to {most}")
+    _check_ids(name, tokens, len(tokens), vocab_size)
+
+
+def _check_ids(name: str, ids: Sequence[int], length: int, vocab_size: int) -> None:
+    array = _checked_shape(name, ids, length)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: token ids are whole numbers, not {array.dtype}")
+    outside = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(outside):
+        t = int(outside[0])
+        raise ValueError(
+            f"{name}[{t}] is {array[t]}; a token of this model is 0 to {vocab_size - 1}"
+        )
+
+
+def _check_values(name: str, values: Sequence[float], length: int) -> None:
+    array = _checked_shape(name, values, length)
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{name}: these are numbers, not {array.dtype}")
+    wrong = np.flatnonzero(~np.isfinite(array.astype(np.float32)))
+    if len(wrong):
+        t = int(wrong[0])
+        raise ValueError(f"{name}[{t}] is {array[t]}; it must be finite")
+
+
+def _checked_shape(name: str, values: ArrayLike, length: int) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: this is no list of numbers ({error})") from error
+    if array.shape != (length,):
+        raise ValueError(
+            f"{name} has shape {list(array.shape)} for {length} tokens; give one entry per token"
+        )
+    return array
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the data in rows on the mesh: one forward and backward pass.
+
+    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing.
+    """
+
+    indices: list[int]
+    rows: RowBatch
+
+
+def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Iterator[Part]:
+    """The data in parts, the narrowest rows first. shards: of a batch (fsdp)."""
+    by_width: dict[int, list[int]] = {}
+    for i, datum in enumerate(data):
+        width = min(_power_of_two(len(datum.tokens), LEAST_WIDTH), max_positions)
+        by_width.setdefault(width, []).append(i)
+    for width, indices in sorted(by_width.items()):
+        most = max(1, TOKENS_AT_ONCE // width)
+        for start in range(0, len(indices), most * shards):
+            chunk = indices[start : start + most * shards]
+            least = max(1, TOKENS_AT_LEAST // width)
+            num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
+            yield Part(chunk, _in_rows([data[i] for i in chunk], num_rows, width))
+
+
+def _power_of_two(count: int, least: int = 1) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _in_rows(data: Sequence[Datum], num_rows: int, width: int) -> RowBatch:
+    """A datum a row, then empty rows: arrays [R, W] on the mesh."""
+    ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
+    values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
+    mask = np.zeros((num_rows, width), bool)
+    for row, datum in enumerate(data):
+        length = len(datum.tokens)
+        mask[row, :length] = True
+        for name, array in ids.items():
+            array[row, :length] = getattr(datum, name)
+        for name, array in values.items():
+            given = getattr(datum, name)
+            array[row, :length] = DEFAULTS[name] if given is None else given
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
+    return RowBatch(
+        tokens=on_mesh(ids["tokens"]),
+        token_mask=on_mesh(mask),
+        loss_weight=on_mesh(mask.astype(np.float32)),
+        segment_ids=on_mesh(mask.astype(np.int32)),
+        positions=on_mesh(np.ascontiguousarray(positions)),
+        streams={
+            "targets": on_mesh(ids["targets"]),
+            **{name: on_mesh(array) for name, array in values.items()},
+        },
+    )
+
+
+def masked(x_RW: ArrayLike, rows: RowBatch) -> ArrayLike:
+    """0 where a row holds no token."""
+    return jnp.where(rows.token_mask, x_RW, jnp.zeros((), x_RW.dtype))

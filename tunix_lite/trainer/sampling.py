@@ -1,0 +1,296 @@
+"""Sampling with the live engine, whose weights change between two calls.
+
+All clients of a trainer share one engine, its slots and its compiled programs. The weights of the
+base lie on the devices once as sampling reads them, and each client attaches its adapters.
+"""
+
+import queue
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from typing import Any
+
+import jax
+
+from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.inference.live import live_engine
+from tunix_lite.models.lora import LoraConfig
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.weights import Lora
+from tunix_lite.plain_text import shown
+from tunix_lite.rollout.engine import make_prepare
+from tunix_lite.rollout.live import DrawSettings, LiveEngine, LiveSequence, NewTokens
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.seeds import check_seed
+from tunix_lite.trainer.data import check_tokens
+from tunix_lite.types import Params
+
+# Sequences that may wait for a slot: one call may ask for many.
+MOST_WAITING = 1 << 20
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """How completions are drawn.
+
+    Example: SampleSettings(max_tokens=64, temperature=0.7, seed=3).
+    """
+
+    # tokens, at most; None: as many as there is room for
+    max_tokens: int | None = None
+    # 0 takes the likeliest token
+    temperature: float = 1.0
+    # 0 or -1: all tokens
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    # texts that end a completion; the tokens that hold them are part of it
+    stop: str | Sequence[str] = ()
+    # tokens that end a completion, and are part of it
+    stop_token_ids: Sequence[int] = ()
+    # the same seed gives the same completion of a prompt; None: another one in each call
+    seed: int | None = None
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _check_numbers(self)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop={shown(self.stop)}; it is a text, or texts, none empty")
+        if not all(isinstance(token, int) for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids={shown(self.stop_token_ids)}; these are token ids")
+        if self.seed is not None:
+            check_seed(self.seed)
+
+
+def _check_numbers(settings: SampleSettings) -> None:
+    """Raises ValueError for a number that no sampler can follow."""
+    most = settings.max_tokens
+    if most is not None and not (isinstance(most, int) and most >= 1):
+        raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
+    limits = {
+        "temperature": (0.0, float("inf")),
+        "top_k": (-1, 2**31 - 1),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(settings, name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or value == float("inf"):
+            raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
+    if settings.top_p == 0:
+        raise ValueError("top_p=0 leaves no token; use temperature=0 for the likeliest")
+    if settings.top_k != int(settings.top_k):
+        raise ValueError(f"top_k={settings.top_k}; it is a whole number")
+
+
+def as_settings(settings: SampleSettings | Mapping[str, Any] | None) -> SampleSettings:
+    """Settings from a mapping, too. Raises ValueError for a name that there is not."""
+    if isinstance(settings, SampleSettings):
+        return settings
+    known = [item.name for item in fields(SampleSettings)]
+    for name in settings or {}:
+        if name not in known:
+            raise ValueError(f"settings: there is no {name!r}; there is {', '.join(known)}")
+    return SampleSettings(**(settings or {}))
+
+
+@dataclass
+class Sample:
+    """One completion.
+
+    Example: Sample(0, 1, [17, 1], [-0.3, -0.1], [-0.4, -0.1], "eos"): the second of prompt 0.
+    """
+
+    prompt: int
+    generation: int
+    tokens: list[int] = field(default_factory=list)
+    # of each token, under softmax(logits / temperature)
+    logprobs: list[float] = field(default_factory=list)
+    # of each token, under the distribution that was drawn from, after top_k, top_p and min_p
+    sampled_logprobs: list[float] = field(default_factory=list)
+    # eos: an end-of-sequence token; stop: a stop text or token; length: no room left
+    stop_reason: str = ""
+
+
+class SamplingEngine:
+    """The live engine of a trainer. Its users hold the trainer's lock.
+
+    Example: SamplingEngine(model, RolloutConfig(), 2048, 512).
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        rollout: RolloutConfig,
+        max_prompt_length: int,
+        max_new_tokens: int,
+    ):
+        """model: without weights (params is None)."""
+        most = model.cfg.max_positions - 1
+        self.model = model
+        self.rollout = rollout
+        self.generation = GenerationConfig(min(max_prompt_length, most), min(max_new_tokens, most))
+        self._prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
+        self._base: Params | None = None
+        self._engine: LiveEngine | None = None
+        self._holds: object | None = None
+
+    def use(
+        self, owner: object, frozen: Params | None, params: Params, lora: LoraConfig | None
+    ) -> None:
+        """Samples with these weights from now on. owner: stands for them; the same one is not
+        loaded again."""
+        if self._holds is not None and self._holds is owner:
+            return
+        prepared = self._prepared(frozen, params, lora)
+        if self._engine is None:
+            self._engine = live_engine(
+                self.model, self.generation, self.rollout, MOST_WAITING, prepared
+            )
+        self._engine.set_params(prepared)
+        self._holds = owner
+
+    def _prepared(self, frozen: Params | None, params: Params, lora: LoraConfig | None) -> Params:
+        """The weights layer by layer; those of a base are made once."""
+        if frozen is None:
+            return self._prepare(params)
+        if self._base is None:
+            self._base = self._prepare(frozen)
+        adapters = self._prepare(params)
+        layers = []
+        for base, mine in zip(self._base["layers"], adapters["layers"]):
+            attached = {
+                name: Lora(base[name], pair["a"], pair["b"], None, lora.scale, lora.dropout)
+                for name, pair in mine.items()
+            }
+            layers.append(base | attached)
+        return self._base | {"layers": layers}
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        settings: Sequence[SampleSettings],
+    ) -> list[Sample]:
+        """Completions of each prompt, in the order of the prompts. settings: one per prompt, each
+        with a seed. Raises ValueError, RuntimeError where the engine fails."""
+        self._check(prompts)
+        ended: queue.SimpleQueue = queue.SimpleQueue()
+        watchers = []
+        for p, (prompt, how) in enumerate(zip(prompts, settings)):
+            for g in range(num_samples):
+                watchers.append(_Watcher(Sample(p, g), how, self._tokenizer, ended))
+                watchers[-1].sequence = self._sequence(prompt, how, g, watchers[-1])
+        try:
+            self._engine.submit([watcher.sequence for watcher in watchers])
+            for _ in watchers:
+                watcher = ended.get()
+                if watcher.failure:
+                    raise RuntimeError(f"sampling failed: {watcher.failure}")
+                if watcher.sample.stop_reason == "stop":
+                    self._engine.cancel(watcher.sequence)
+        except BaseException:
+            for watcher in watchers:
+                self._engine.cancel(watcher.sequence)
+            raise
+        finally:
+            self._engine.wait_until_idle()
+        return [watcher.sample for watcher in watchers]
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        cfg = self.model.cfg
+        for i, prompt in enumerate(prompts):
+            most = self.generation.max_prompt_length
+            check_tokens(f"prompt {i}", prompt, cfg.vocab_size, most)
+
+    def _sequence(
+        self, prompt: Sequence[int], how: SampleSettings, generation: int, watcher: "_Watcher"
+    ) -> LiveSequence:
+        room = self.model.cfg.max_positions - len(prompt)
+        limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
+        draw = DrawSettings(
+            temperature=float(how.temperature),
+            top_p=float(how.top_p),
+            top_k=max(0, int(how.top_k)),
+            min_p=float(how.min_p),
+            seed=how.seed,
+            generation=generation,
+        )
+        return LiveSequence(tuple(map(int, prompt)), draw, limit, watcher)
+
+    def close(self) -> None:
+        """Ends the engine's thread, and frees its memory."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        self._base = None
+        self._holds = None
+
+
+class _Watcher:
+    """Collects the tokens of one completion, in the engine's thread."""
+
+    def __init__(
+        self, sample: Sample, how: SampleSettings, tokenizer: Tokenizer, ended: queue.SimpleQueue
+    ):
+        self.sample = sample
+        self.stop_tokens = frozenset(how.stop_token_ids)
+        self.stop_texts = tuple(how.stop)
+        self.stream = tokenizer.stream() if self.stop_texts else None
+        self.text = ""
+        self.ended = ended
+        self.sequence: LiveSequence | None = None
+        self.failure = ""
+
+    def __call__(self, new: NewTokens) -> None:
+        """What the engine calls with each chunk of tokens."""
+        sample = self.sample
+        if sample.stop_reason or self.failure:
+            return
+        if new.reason == "error":
+            self.failure = new.message
+            self.ended.put(self)
+            return
+        for token, drawn, full in zip(new.tokens, new.logprobs, new.full_logprobs):
+            sample.tokens.append(token)
+            sample.sampled_logprobs.append(drawn)
+            sample.logprobs.append(full)
+            if self._stops_at(token):
+                sample.stop_reason = "stop"
+                break
+        sample.stop_reason = sample.stop_reason or new.reason or ""
+        if sample.stop_reason:
+            self.ended.put(self)
+
+    def _stops_at(self, token: int) -> bool:
+        if token in self.stop_tokens:
+            return True
+        if self.stream is None:
+            return False
+        self.text += self.stream.feed([token])
+        return any(text in self.text for text in self.stop_texts)
+
+
+def seed_of_call(base: int, call: int, prompt: int) -> int:
+    """A seed for a prompt of a call that gave none: another one for each of them."""
+    return zlib.crc32(f"{base} {call} {prompt}".encode())
+
+
+def with_seeds(settings: Sequence[SampleSettings], base: int, call: int) -> list[SampleSettings]:
+    """The settings of each prompt, all of them with a seed."""
+    return [
+        how if how.seed is not None else replace(how, seed=seed_of_call(base, call, p))
+        for p, how in enumerate(settings)
+    ]
+
+
+def copied(params: Params) -> Params:
+    """A copy on the devices, which no update donates."""
+    return jax.tree.map(lambda x: x.copy(), params)

@@ -1,0 +1,122 @@
+"""What a client saves: a checkpoint, and beside it a file that says what kind of weights it holds.
+
+A checkpoint gets its name when all of it is on disk, so a process that is killed while it saves
+leaves the one before.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+
+from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.files.untrusted import read_object
+from tunix_lite.models.lora import LoraConfig
+from tunix_lite.plain_text import shown
+from tunix_lite.types import TrainState
+
+# The file beside the checkpoints.
+KIND = "trainer.json"
+
+
+@dataclass(frozen=True)
+class SavedKind:
+    """What a folder holds.
+
+    Example: SavedKind("bundled", 8, 32.0, ".*/(q|v)", True): adapters of rank 8, and their
+    optimizer.
+    """
+
+    # model.weights of the base
+    model: str
+    # 0: all weights
+    rank: int
+    alpha: float
+    targets: str
+    # whether the state of the optimizer is there, too
+    optimizer: bool
+
+
+def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> SavedKind:
+    """What a client with these adapters saves."""
+    if lora is None:
+        return SavedKind(model, 0, 0.0, "", optimizer)
+    return SavedKind(model, lora.rank, lora.alpha, lora.targets, optimizer)
+
+
+def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
+    """Saves the state as checkpoint number `state.step` of the folder, and waits until it is on
+    disk. Raises ValueError if the folder holds something else, or this step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / KIND).exists():
+        _check_kind(folder, kind, "save to another folder")
+    elif any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty, and nothing in it says what it is: save elsewhere"
+        )
+    step = int(state.step)
+    checkpoints = Checkpoints(folder)
+    if step in checkpoints.steps():
+        raise ValueError(f"{folder} holds step {step} already; save to another folder")
+    _write_kind(folder, kind)
+    if not kind.optimizer:
+        state = state.replace(opt_state={})
+    try:
+        checkpoints.save(state)
+    finally:
+        checkpoints.close()
+
+
+def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
+    """The newest checkpoint of the folder; without its optimizer, opt_state is as in `like`.
+
+    like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
+    """
+    if not (folder / KIND).exists():
+        raise ValueError(f"{folder} holds nothing that a client of a Trainer has saved")
+    found = _check_kind(folder, kind, "load it into a client that is made like that")
+    if kind.optimizer and not found.optimizer:
+        raise ValueError(f"{folder} was saved without its optimizer; load it with optimizer=False")
+    checkpoints = Checkpoints(folder)
+    try:
+        if kind.optimizer:
+            return checkpoints.restore(like)
+        step, params = checkpoints.restore_params(jax.tree.map(_shape, like.params))
+        return like.replace(step=like.step * 0 + step, params=params)
+    finally:
+        checkpoints.close()
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _write_kind(folder: Path, kind: SavedKind) -> None:
+    half = folder / f"{KIND}.tmp"
+    half.write_text(json.dumps(asdict(kind)) + "\n")
+    os.replace(half, folder / KIND)
+
+
+def read_kind(folder: Path) -> SavedKind:
+    """What a folder holds. Raises ValueError if its file is damaged."""
+    values = read_object(folder / KIND)
+    types = {"model": str, "rank": int, "alpha": float, "targets": str, "optimizer": bool}
+    if set(values) != set(types) or any(type(values[k]) is not t for k, t in types.items()):
+        raise ValueError(f"{folder / KIND} is damaged: {shown(values)}")
+    return SavedKind(**values)
+
+
+def _check_kind(folder: Path, kind: SavedKind, remedy: str) -> SavedKind:
+    """What the folder holds. Raises ValueError if this client's weights are of another kind."""
+    found = read_kind(folder)
+    names = ["model", "rank", "alpha", "targets"]
+    differ = [
+        f"{name} is {shown(getattr(found, name))} there and {shown(getattr(kind, name))} here"
+        for name in names
+        if getattr(found, name) != getattr(kind, name)
+    ]
+    if differ:
+        raise ValueError(f"{folder} holds other weights: {'; '.join(differ)}; {remedy}")
+    return found
