@@ -136,10 +136,8 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         max_prompt_length=generation.max_prompt_length,
         max_new_tokens=generation.max_new_tokens,
     )
-    name = settings.served_name or trainer.found.name
-    limits = TinkerLimits(
-        name, trainer.cfg.max_positions, settings.max_waiting, settings.max_models
-    )
+    name = settings.served_name or trainer.model_name
+    limits = TinkerLimits(name, trainer.max_length, settings.max_waiting, settings.max_models)
     server = TinkerServer(trainer, store, limits, how)
     lines = [f"sequences of up to {limits.max_length} tokens; state in {folder}"]
     if server.worker.num_waiting:

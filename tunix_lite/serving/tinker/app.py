@@ -30,10 +30,10 @@ from tunix_lite.serving.tinker.store import (
     DONE,
     WAITING,
     Model,
-    Request,
     Sampler,
-    Session,
     Store,
+    TinkerRequest,
+    TinkerSession,
     delete,
 )
 from tunix_lite.serving.tinker.work import Worker
@@ -273,16 +273,16 @@ class TinkerServer:
         }
 
     def _create_session(self, body: dict) -> dict:
-        session = Session(
+        session = TinkerSession(
             uuid.uuid4().hex,
-            metadata=bodies.mapping(body, "user_metadata"),
+            metadata=bodies.object_field(body, "user_metadata"),
             display_name=body.get("display_name"),
         )
         self.store.put(session)
         answer = {"type": "create_session", "session_id": session.id}
         return answer | {"info_message": OUTPUT_LAYER}
 
-    def _session(self, name: str) -> Session:
+    def _session(self, name: str) -> TinkerSession:
         """Raises NotFound, Gone if it has ended."""
         session = self.store.get("session", name)
         if session is None:
@@ -292,7 +292,7 @@ class TinkerServer:
         return session
 
     def _heartbeat(self, body: dict) -> dict:
-        self._session(bodies.text(body, "session_id"))
+        self._session(bodies.text_field(body, "session_id"))
         return {"type": "session_heartbeat"}
 
     def _finish(self, body: dict) -> dict:
@@ -309,16 +309,15 @@ class TinkerServer:
     # ---- samplers
 
     def _create_sampler(self, body: dict) -> dict:
-        session = self._session(bodies.text(body, "session_id"))
-        number = bodies.whole(body, "sampling_session_seq_id")
+        session = self._session(bodies.text_field(body, "session_id"))
+        number = bodies.whole_field(body, "sampling_session_seq_id")
         sampler = Sampler(f"{session.id}:sample:{number}", session.id)
         if body.get("model_path") is not None:
-            path = bodies.text(body, "model_path")
+            path = bodies.text_field(body, "model_path")
             checkpoint = self.store.get("checkpoint", path)
             if checkpoint is None:
                 raise NotFound(f"there is no checkpoint {shown(path)}")
             sampler.file = checkpoint.file
-            sampler.adapters = checkpoint.adapters
             sampler.model_path = path
         else:
             self._check_base(body)
@@ -326,13 +325,13 @@ class TinkerServer:
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def _check_base(self, body: dict) -> None:
-        name = bodies.text(body, "base_model")
+        name = bodies.text_field(body, "base_model")
         if name.removesuffix(":full") != self.limits.model_name:
             have = self.limits.model_name
             raise BadCall(f"base_model={shown(name)}: this server has {have!r}", "base_model")
 
     def _sampler(self, body: dict) -> Sampler:
-        name = bodies.text(body, "sampling_session_id")
+        name = bodies.text_field(body, "sampling_session_id")
         sampler = self.store.get("sampler", name)
         if sampler is None:
             raise NotFound(f"there is no sampling session {shown(name)}")
@@ -348,7 +347,7 @@ class TinkerServer:
     def _sample(self, body: dict) -> dict:
         bodies.check_sample(body)
         sampler = self._sampler(body)
-        number = bodies.whole(body, "seq_id")
+        number = bodies.whole_field(body, "seq_id")
         answer = self._accept(sampler.id, number, "sample", body)
         count = body.get("num_samples", 1)
         name = answer["request_id"]
@@ -357,16 +356,16 @@ class TinkerServer:
     # ---- models
 
     def _create_model(self, body: dict) -> dict:
-        session = self._session(bodies.text(body, "session_id"))
+        session = self._session(bodies.text_field(body, "session_id"))
         self._check_base(body)
-        kind = bodies.mapping(body, "optimizer_config").get("type", "adamw")
+        kind = bodies.object_field(body, "optimizer_config").get("type", "adamw")
         if kind != "adamw":
             raise BadCall(f"optimizer {shown(kind)} is not supported; adamw is", "optimizer_config")
-        name = f"{session.id}:train:{bodies.whole(body, 'model_seq_id')}"
+        name = f"{session.id}:train:{bodies.whole_field(body, 'model_seq_id')}"
         return self._accept(name, 0, "create_model", body)
 
     def _model(self, body: dict) -> Model:
-        return self._model_named(bodies.text(body, "model_id"))
+        return self._model_named(bodies.text_field(body, "model_id"))
 
     def _model_named(self, name: str) -> Model:
         """Raises NotFound, Gone if its session has ended."""
@@ -391,7 +390,7 @@ class TinkerServer:
     def _number(self, body: dict, model: Model) -> int:
         """The number of a request; without one it is the next."""
         given = body.get("seq_id")
-        return model.next_seq if given is None else bodies.whole(body, "seq_id", 1)
+        return model.next_seq if given is None else bodies.whole_field(body, "seq_id", 1)
 
     def _optim_step(self, body: dict) -> dict:
         bodies.adam(body)
@@ -405,19 +404,19 @@ class TinkerServer:
         if body.get("path") is not None:
             bodies.file_name(body, "path")
         else:
-            bodies.whole(body, "sampling_session_seq_id")
+            bodies.whole_field(body, "sampling_session_seq_id")
         if body.get("kind", "snapshot") != "snapshot":
             raise BadCall("kind='inflight' is not supported; 'snapshot' is", "kind")
         return self._of_model(body, "save_weights_for_sampler")
 
     def _load_weights(self, body: dict) -> dict:
-        path = bodies.text(body, "path")
+        path = bodies.text_field(body, "path")
         if self.store.get("checkpoint", path) is None:
             raise NotFound(f"there is no checkpoint {shown(path)}")
         if body.get("session_id") is None:
             return self._of_model(body, "load_weights")
-        session = self._session(bodies.text(body, "session_id"))
-        name = f"{session.id}:train:{bodies.whole(body, 'model_seq_id')}"
+        session = self._session(bodies.text_field(body, "session_id"))
+        name = f"{session.id}:train:{bodies.whole_field(body, 'model_seq_id')}"
         return self._accept(name, 0, "create_from", body)
 
     def _of_model(self, body: dict, kind: str) -> dict:
@@ -442,7 +441,7 @@ class TinkerServer:
         return self._accept(model.id, number, "forward_backward", raw)
 
     def _weights_info(self, body: dict) -> dict:
-        checkpoint = self.store.get("checkpoint", bodies.text(body, "tinker_path"))
+        checkpoint = self.store.get("checkpoint", bodies.text_field(body, "tinker_path"))
         if checkpoint is None:
             raise NotFound(f"there is no checkpoint {shown(body['tinker_path'])}")
         return lists.weights_info(checkpoint, self.limits)
@@ -475,12 +474,12 @@ class TinkerServer:
             raise BadCall(f"request {number} of {owner} was {request.kind}, not {kind}", "seq_id")
         return self._future(request)
 
-    def _future(self, request: Request) -> dict:
+    def _future(self, request: TinkerRequest) -> dict:
         model = None if request.kind == "sample" else request.owner
         return {"request_id": request.id, "model_id": model}
 
     def _cancel(self, body: dict) -> dict:
-        self.worker.cancel(bodies.text(body, "request_id"))
+        self.worker.cancel(bodies.text_field(body, "request_id"))
         return {}
 
     async def _retrieve(self, request: "web.Request") -> "web.Response":
@@ -488,7 +487,7 @@ class TinkerServer:
         from aiohttp import web
 
         body = await read_json(request)
-        name = bodies.text(body if isinstance(body, dict) else {}, "request_id")
+        name = bodies.text_field(body if isinstance(body, dict) else {}, "request_id")
         found = await self._result(name)
         if found is None:
             waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}

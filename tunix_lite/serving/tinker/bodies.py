@@ -32,7 +32,7 @@ ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_nor
 MOST_SAMPLES = 1024
 
 
-def text(body: Mapping[str, Any], name: str) -> str:
+def text_field(body: Mapping[str, Any], name: str) -> str:
     """A field that must be a text. Raises BadCall."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
@@ -40,7 +40,7 @@ def text(body: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def whole(body: Mapping[str, Any], name: str, least: int = 0, most: int = 2**62) -> int:
+def whole_field(body: Mapping[str, Any], name: str, least: int = 0, most: int = 2**62) -> int:
     """A field that must be a whole number. Raises BadCall."""
     value = body.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -48,7 +48,7 @@ def whole(body: Mapping[str, Any], name: str, least: int = 0, most: int = 2**62)
     return value
 
 
-def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+def object_field(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A field that must be an object, or absent. Raises BadCall."""
     value = body.get(name)
     if value is None:
@@ -60,7 +60,7 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def file_name(body: Mapping[str, Any], name: str) -> str:
     """The name of a checkpoint. Raises BadCall for one that could be a path."""
-    value = text(body, name)
+    value = text_field(body, name)
     if not NAME.fullmatch(value):
         raise BadCall(f"{name}={shown(value)}; letters, digits and ._- only, up to 128", name)
     return value
@@ -97,7 +97,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[int]:
 def check_sample(body: Mapping[str, Any]) -> None:
     """Raises BadCall for a sample request that no server could answer."""
     prompt_of(body)
-    whole(body | {"num_samples": body.get("num_samples", 1)}, "num_samples", 1, MOST_SAMPLES)
+    whole_field(body | {"num_samples": body.get("num_samples", 1)}, "num_samples", 1, MOST_SAMPLES)
     for name in NOT_SAMPLED:
         if body.get(name):
             raise BadCall(f"{name} is not supported", name)
@@ -109,7 +109,7 @@ def check_sample(body: Mapping[str, Any]) -> None:
 def sample_settings(body: Mapping[str, Any], request_id: str) -> SampleSettings:
     """How the tokens of this request are drawn. Without a seed, the name of the request is one, so
     that a server that was killed draws the same tokens again. Raises ValueError."""
-    given = mapping(body, "sampling_params")
+    given = object_field(body, "sampling_params")
     stop = given.get("stop")
     if stop is None:
         stop = ()
@@ -139,7 +139,7 @@ def adam(body: Mapping[str, Any]) -> dict[str, float]:
     """The settings of an optimizer step. Raises BadCall for another optimizer or no number."""
     if body.get("optimizer_params") is not None:
         raise BadCall("only AdamParams are supported", "optimizer_params")
-    given = mapping(body, "adam_params")
+    given = object_field(body, "adam_params")
     found = {}
     for name in ADAM:
         if name in given:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from tunix_lite.serving.tinker import bodies, wire
-from tunix_lite.serving.tinker.store import Checkpoint, Model, Request, Sampler, Store
+from tunix_lite.serving.tinker.store import Checkpoint, Model, Sampler, Store, TinkerRequest
 
 if TYPE_CHECKING:
     from tunix_lite.trainer.trainer import Trainer
@@ -88,20 +88,12 @@ class LiveModels:
         name = sampler.file or ""
         found = self._samplers.get(name)
         if found is None:
-            found = self._loaded(sampler)
+            found = self.trainer.sampler(self.store.path(sampler.file) if sampler.file else None)
             self._keep(self._samplers, name, found)
         self._samplers.move_to_end(name)
         return found
 
-    def _loaded(self, sampler: Sampler) -> Any:
-        if hasattr(self.trainer, "sampler"):
-            return self.trainer.sampler(self.store.path(sampler.file) if sampler.file else None)
-        client = self._made(sampler.adapters or dict(rank=1, seed=0, attention=True, mlp=True))
-        if sampler.file:
-            client.load(self.store.path(sampler.file), optimizer=False)
-        return client
-
-    def sample(self, count: int, asked: list[tuple[Request, dict]]) -> list[bytes]:
+    def sample(self, count: int, asked: list[tuple[TinkerRequest, dict]]) -> list[bytes]:
         """The results of sample requests of one sampler, each with `count` samples."""
         sampler = self.sampler(self.store.get("sampler", asked[0][0].owner))
         prompts = [bodies.prompt_of(body) for _, body in asked]

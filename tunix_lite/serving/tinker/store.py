@@ -38,10 +38,10 @@ CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
 
 
 @dataclass
-class Session:
+class TinkerSession:
     """A client's run.
 
-    Example: Session("4f2a", created=1700000000.0).
+    Example: TinkerSession("4f2a", created=1700000000.0).
     """
 
     id: str
@@ -85,8 +85,6 @@ class Sampler:
     session: str
     # a file below the folder; None: the base model
     file: str | None = None
-    # as of the model that wrote the file
-    adapters: dict[str, int] | None = None
     model_path: str | None = None
     clones: int = 0
 
@@ -112,10 +110,10 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Request:
+class TinkerRequest:
     """A request in the journal.
 
-    Example: Request(1, "4f2a:train:0:1", "4f2a:train:0", 1, "optim_step").
+    Example: TinkerRequest(1, "4f2a:train:0:1", "4f2a:train:0", 1, "optim_step").
     """
 
     arrival: int
@@ -125,14 +123,14 @@ class Request:
     kind: str
 
 
-RECORDS = {"session": Session, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
-Record = Session | Model | Sampler | Checkpoint
+RECORDS = {"session": TinkerSession, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
+Record = TinkerSession | Model | Sampler | Checkpoint
 
 
 class Store:
     """The folder. Any thread may call it.
 
-    Example: store = Store(Path("outputs/tinker")); store.put(Session("4f2a")).
+    Example: store = Store(Path("outputs/tinker")); store.put(TinkerSession("4f2a")).
     """
 
     def __init__(self, folder: Path):
@@ -201,7 +199,7 @@ class Store:
 
     # ---- requests
 
-    def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[Request, bool]:
+    def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[TinkerRequest, bool]:
         """Writes a request into the journal, and whether it is new. A client that sends one again,
         as it did not hear the answer, gets the first one."""
         name = f"{owner}:{seq}"
@@ -215,27 +213,27 @@ class Store:
             [found] = self._requests("id = ?", name)
         return found, is_new
 
-    def waiting(self) -> list[Request]:
+    def waiting(self) -> list[TinkerRequest]:
         """All that have no result, in the order in which they came."""
         return self._requests("state = ? ORDER BY arrival", WAITING)
 
-    def done_after(self, owner: str, seq: int, kind: str) -> list[Request]:
+    def done_after(self, owner: str, seq: int, kind: str) -> list[TinkerRequest]:
         """Requests of this kind after seq that have a result, in their order."""
         where = "owner = ? AND seq > ? AND kind = ? AND state = ? ORDER BY seq"
         return self._requests(where, owner, seq, kind, DONE)
 
-    def _requests(self, where: str, *values: Any) -> list[Request]:
+    def _requests(self, where: str, *values: Any) -> list[TinkerRequest]:
         columns = "arrival, id, owner, seq, kind"
         with self._lock:
             rows = self._db.execute(f"SELECT {columns} FROM requests WHERE {where}", values)
-            return [Request(*row) for row in rows]
+            return [TinkerRequest(*row) for row in rows]
 
-    def body(self, request: Request) -> bytes:
+    def body(self, request: TinkerRequest) -> bytes:
         with self._lock:
             query = "SELECT body FROM requests WHERE arrival = ?"
             return self._db.execute(query, (request.arrival,)).fetchone()[0]
 
-    def begin(self, request: Request) -> int:
+    def begin(self, request: TinkerRequest) -> int:
         """Counts an attempt; returns how many there are. A request that kills the server again
         and again is told apart by it."""
         with self._lock:
@@ -244,7 +242,7 @@ class Store:
             query = "SELECT attempts FROM requests WHERE arrival = ?"
             return self._db.execute(query, (request.arrival,)).fetchone()[0]
 
-    def end(self, request: Request, state: int, result: bytes) -> None:
+    def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
         """Writes the result."""
         with self._lock:
             self._db.execute(

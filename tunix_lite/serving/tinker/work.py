@@ -23,9 +23,9 @@ from tunix_lite.serving.tinker.store import (
     FAILED,
     Checkpoint,
     Model,
-    Request,
     Sampler,
     Store,
+    TinkerRequest,
     delete,
     size_of,
 )
@@ -45,15 +45,15 @@ class Waiting:
 
     def __init__(self) -> None:
         # session -> owner -> number of the request -> request; the first session is next
-        self.sessions: OrderedDict[str, dict[str, dict[int, Request]]] = OrderedDict()
+        self.sessions: OrderedDict[str, dict[str, dict[int, TinkerRequest]]] = OrderedDict()
         self.count = 0
 
-    def add(self, request: Request, session: str) -> None:
+    def add(self, request: TinkerRequest, session: str) -> None:
         owners = self.sessions.setdefault(session, {})
         owners.setdefault(request.owner, {})[request.seq] = request
         self.count += 1
 
-    def remove(self, name: str) -> Request | None:
+    def remove(self, name: str) -> TinkerRequest | None:
         """Takes out one request, wherever it stands; None if it does not wait."""
         for session, owners in self.sessions.items():
             for owner, requests in owners.items():
@@ -63,7 +63,7 @@ class Waiting:
                         return request
         return None
 
-    def take(self, next_seq: Callable[[str], int]) -> list[Request]:
+    def take(self, next_seq: Callable[[str], int]) -> list[TinkerRequest]:
         """The next turn: one request of a model, or sample requests of one sampler; [] if nothing
         can be done. next_seq: the number that a model's next request must have."""
         for session, owners in list(self.sessions.items()):
@@ -86,7 +86,7 @@ class Waiting:
                 return taken
         return []
 
-    def _take(self, session: str, owner: str, requests: list[Request]) -> None:
+    def _take(self, session: str, owner: str, requests: list[TinkerRequest]) -> None:
         owners = self.sessions[session]
         for request in requests:
             del owners[owner][request.seq]
@@ -126,7 +126,7 @@ class Worker:
     def num_waiting(self) -> int:
         return self._waiting.count
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: TinkerRequest) -> None:
         with self._lock:
             self._waiting.add(request, session_of(request.owner))
             self._lock.notify()
@@ -161,14 +161,14 @@ class Worker:
             self.failure = error
             traceback.print_exc()
 
-    def _next(self) -> list[Request]:
+    def _next(self) -> list[TinkerRequest]:
         return [] if self._is_closing else self._waiting.take(self._next_seq)
 
     def _next_seq(self, owner: str) -> int:
         model = self.store.get("model", owner)
         return 0 if model is None else model.next_seq
 
-    def _turn(self, requests: list[Request]) -> None:
+    def _turn(self, requests: list[TinkerRequest]) -> None:
         """Does these requests and writes their results."""
         tried = [one for one in requests if self.store.begin(one) <= MOST_ATTEMPTS]
         for request in requests:
@@ -182,7 +182,7 @@ class Worker:
         for request in requests:
             self.on_end(request.id)
 
-    def _train(self, request: Request) -> None:
+    def _train(self, request: TinkerRequest) -> None:
         try:
             OPERATIONS[request.kind](self, request, self.store.body(request))
         except ValueError as error:
@@ -193,7 +193,7 @@ class Worker:
             self.live.forget(request.owner)
             self._fail(request, f"{type(error).__name__}: {error}", "server")
 
-    def _fail(self, request: Request, message: str, category: str) -> None:
+    def _fail(self, request: TinkerRequest, message: str, category: str) -> None:
         with self.store.transaction():
             model = self.store.get("model", request.owner)
             if model is not None:
@@ -204,7 +204,7 @@ class Worker:
         line = f"{request.id} {request.kind}: {message}"
         print(visible(line), file=sys.stderr, flush=True)
 
-    def _end(self, request: Request, model: Model, result: bytes | dict) -> None:
+    def _end(self, request: TinkerRequest, model: Model, result: bytes | dict) -> None:
         """The result and how far the model is: both, or neither."""
         raw = result if isinstance(result, bytes) else json.dumps(result).encode()
         with self.store.transaction():
@@ -215,13 +215,13 @@ class Worker:
 
     # ---- operations: each ends its request, or raises
 
-    def _create(self, request: Request, body: bytes) -> None:
+    def _create(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         model = made_model(request.owner, given)
         self.live.create(model)
         self._end(request, model, {"model_id": model.id, "type": "create_model"})
 
-    def _create_from(self, request: Request, body: bytes) -> None:
+    def _create_from(self, request: TinkerRequest, body: bytes) -> None:
         """A new model that begins with the weights of a checkpoint."""
         given = json.loads(body)
         checkpoint = self.live.checkpoint(given["path"])
@@ -233,14 +233,14 @@ class Worker:
         )
         self._load_into(request, model, checkpoint, bool(given.get("optimizer")))
 
-    def _load(self, request: Request, body: bytes) -> None:
+    def _load(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         checkpoint = self.live.checkpoint(given["path"])
         model = self.store.get("model", request.owner)
         self._load_into(request, model, checkpoint, bool(given.get("optimizer")))
 
     def _load_into(
-        self, request: Request, model: Model, checkpoint: Checkpoint, optimizer: bool
+        self, request: TinkerRequest, model: Model, checkpoint: Checkpoint, optimizer: bool
     ) -> None:
         client = self.live.client(model)
         client.load(self.store.path(checkpoint.file), optimizer=optimizer)
@@ -249,14 +249,14 @@ class Worker:
         self._end(request, model, answer)
         self._delete(old)
 
-    def _forward_backward(self, request: Request, body: bytes) -> None:
+    def _forward_backward(self, request: TinkerRequest, body: bytes) -> None:
         asked = wire.read_forward_backward(body)
         model = self.store.get("model", request.owner)
         out = self.live.forward_backward(model, asked)
         logprobs = [np.asarray(row) for row in out.logprobs]
         self._end(request, model, wire.write_forward_backward(logprobs, {"loss:sum": out.loss}))
 
-    def _optim_step(self, request: Request, body: bytes) -> None:
+    def _optim_step(self, request: TinkerRequest, body: bytes) -> None:
         model = self.store.get("model", request.owner)
         if model.has_failed:
             # Half of the gradients would be another step than the one that was meant.
@@ -285,30 +285,30 @@ class Worker:
         if file is not None:
             delete(self.store.path(file))
 
-    def _save_weights(self, request: Request, body: bytes) -> None:
+    def _save_weights(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         model = self.store.get("model", request.owner)
         checkpoint = self._write_checkpoint(request, model, given, "training")
         self._end(request, model, {"path": checkpoint.id, "type": "save_weights"})
 
-    def _save_for_sampler(self, request: Request, body: bytes) -> None:
+    def _save_for_sampler(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         model = self.store.get("model", request.owner)
         if given.get("path") is not None:
             checkpoint = self._write_checkpoint(request, model, given, "sampler")
             answer = {"path": checkpoint.id}
         else:
-            number = bodies.whole(given, "sampling_session_seq_id")
+            number = bodies.whole_field(given, "sampling_session_seq_id")
             name = f"{model.session}:sample:{number}"
             draft, final = self.store.new_file("samplers", name)
             self.live.client(model).save(draft, optimizer=False)
             file = self.store.keep(draft, final)
-            self.store.put(Sampler(name, model.session, file, model.adapters))
+            self.store.put(Sampler(name, model.session, file))
             answer = {"sampling_session_id": name}
         self._end(request, model, answer | {"type": "save_weights_for_sampler"})
 
     def _write_checkpoint(
-        self, request: Request, model: Model, given: dict[str, Any], kind: str
+        self, request: TinkerRequest, model: Model, given: dict[str, Any], kind: str
     ) -> Checkpoint:
         folder = "weights" if kind == "training" else "sampler_weights"
         name = bodies.file_name(given, "path")
@@ -331,9 +331,9 @@ class Worker:
             self._delete(old.file)
         return checkpoint
 
-    def _sample(self, requests: list[Request]) -> None:
+    def _sample(self, requests: list[TinkerRequest]) -> None:
         """Sample requests of one sampler, those with as many samples together."""
-        by_count: dict[int, list[tuple[Request, dict]]] = {}
+        by_count: dict[int, list[tuple[TinkerRequest, dict]]] = {}
         for request in requests:
             body = json.loads(self.store.body(request))
             by_count.setdefault(body.get("num_samples", 1), []).append((request, body))
@@ -342,7 +342,7 @@ class Worker:
             for start in range(0, len(asked), most):
                 self._draw(count, asked[start : start + most])
 
-    def _draw(self, count: int, asked: list[tuple[Request, dict]]) -> None:
+    def _draw(self, count: int, asked: list[tuple[TinkerRequest, dict]]) -> None:
         try:
             results = self.live.sample(count, asked)
         except Exception as error:
@@ -387,12 +387,12 @@ def failure(message: str, category: str) -> bytes:
 
 def made_model(name: str, given: dict[str, Any]) -> Model:
     """The record of a new model. Raises BadCall."""
-    model = Model(name, session_of(name), metadata=bodies.mapping(given, "user_metadata"))
+    model = Model(name, session_of(name), metadata=bodies.object_field(given, "user_metadata"))
     lora = given.get("lora_config")
     if lora is not None and not given["base_model"].endswith(":full"):
-        seed = 0 if lora.get("seed") is None else bodies.whole(lora, "seed") % 2**32
+        seed = 0 if lora.get("seed") is None else bodies.whole_field(lora, "seed") % 2**32
         model.adapters = {
-            "rank": bodies.whole(lora, "rank", 1, MOST_RANK),
+            "rank": bodies.whole_field(lora, "rank", 1, MOST_RANK),
             "seed": seed,
             "attention": bool(lora.get("train_attn", True)),
             "mlp": bool(lora.get("train_mlp", True)),
