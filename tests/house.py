@@ -76,7 +76,7 @@ HONEST_PATH = (
     ("tunix_lite/runs/session.py", "open_run"),
     ("tunix_lite/runs/learner.py", "Learner"),
     ("tunix_lite/runs/learner.py", "build_learner"),
-    ("tunix_lite/runs/learner.py", "_generate_of"),
+    ("tunix_lite/runs/learner.py", "sampler_of_run"),
     ("tunix_lite/runs/experience.py", "Experience"),
     ("tunix_lite/planning/batch_size.py", "BatchPlan"),
     ("tunix_lite/planning/batch_size.py", "plan_batch"),

@@ -23,13 +23,17 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.parallel.mesh import put
+from tunix_lite.models import decoder
+from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
+from tunix_lite.models.weights import init_params
+from tunix_lite.parallel.mesh import make_mesh, put, split_devices
 from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, pieces_of, rollout_of
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
 from tunix_lite.runs.overlap import Carry, OneStep
 from tunix_lite.runs.overlap_rules import groups_to_take
+from tunix_lite.runs.sampling_apart import SamplingApart, shardings_on
 from tunix_lite.types import RowBatch, TokenScores, TrainState
 
 WIDE = pytest.mark.wide
@@ -182,15 +186,22 @@ def carry_of(cfg, staleness, start=None, sampler=None):
     return Carry(session, session.run, sampler or of_cfg(make_carry_sampler, cfg), start or InFlight([], 0))
 
 
-def one_step_of(cfg, staleness, start=None, sampler=None):
+def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStep(session, session.run, start or InFlight([], 0))
+    return OneStep(session, session.run, start or InFlight([], 0), apart)
 
 
-def drawn(overlap, step, cfg, generate=None):
-    """(rollout, numbers of its examples) of a step, in which the weights are those of seed `step`."""
+def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
+    """(rollout, numbers of its examples) of a step, in which the weights are those of seed `step`, or these, of which
+    the update takes `updated`."""
     policy = Policy(generate, None)
-    found, task, examples, _ = overlap.draw(step, policy, Numbers(), random_params(cfg, seed=step))
+    params = random_params(cfg, seed=step) if params is None else params
+    found, task, examples, _ = overlap.draw(step, policy, Numbers(), params)
+    # the update takes the weights away
+    jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
+    beside = overlap.beside_update()
+    assert (beside.get("rollout/decode_steps", 0) > 0) == isinstance(overlap, OneStep)
+    assert overlap.beside_update() == {}
     grader = task.grader(None) if isinstance(overlap, OneStep) else Grades(examples)
     rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit)
     for row, mask in enumerate(rollout.completion_mask):
@@ -278,6 +289,73 @@ def test_the_mesh_changes_nothing_of_what_is_carried(cfg):
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
+# ---- devices of their own for sampling
+
+AXES = ("fsdp", "tp")
+
+
+@pytest.mark.parametrize("learning, own", [((1, 1), (1, 1)), pytest.param((2, 1), (1, 2), marks=WIDE)], ids=str)
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=WIDE)], ids=["full", "lora"])
+def test_sampling_with_devices_of_its_own_draws_the_same(cfg, learning, own, rank):
+    set_mesh(*learning)
+    model = SimpleNamespace(cfg=cfg, lora=LoraConfig(rank=rank) if rank else None)
+    mesh = make_mesh((own, AXES), jax.devices()[2:])
+    generate = of_cfg(make_generate, cfg)
+    apart = SamplingApart(mesh, generate, shardings_on(mesh, model), has_frozen=bool(rank))
+    beside = of_cfg(make_generate, cfg)
+    base = random_params(cfg, seed=9)
+    found = []
+    for overlap in (one_step_of(cfg, 1, apart=apart), one_step_of(cfg, 1)):
+        rows = []
+        for step in range(3):
+            if rank:
+                adapters = random_adapters(cfg, model.lora, step)
+                params = acting_params(base, adapters, model.lora)
+            else:
+                adapters = params = random_params(cfg, seed=step)
+            rows.append(drawn(overlap, step, cfg, beside, params, adapters))
+        found.append(rows)
+    for (ours, examples), (theirs, others) in zip(*found):
+        assert examples == others
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.versions, theirs.versions)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+    # What never changes is copied once.
+    params = acting_params(base, random_adapters(cfg, model.lora, 5), model.lora) if rank else base
+    first, second = (jax.tree.leaves(apart.copied(params)) for _ in range(2))
+    assert all(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in first)
+    assert all((x is y) == bool(rank) for x, y in zip(first, second))
+
+
+def random_adapters(cfg, lora, seed):
+    key = jax.random.key(seed)
+    return jax.tree.map(
+        lambda x: jax.random.normal(jax.random.fold_in(key, x.size), x.shape),
+        init_params(adapter_weights(decoder.weights(cfg), lora), key),
+    )
+
+
+def test_the_devices_that_sample_come_after_those_that_learn():
+    devices = [SimpleNamespace(process_index=0, platform="cpu", id=i) for i in range(4)]
+
+    def ids(learning, own):
+        return [[device.id for device in part] for part in split_devices((learning, AXES), (own, AXES), devices)]
+
+    assert ids((-1, 1), (1, 1)) == [[0, 1, 2], [3]]
+    assert ids((-1, 2), (2, 1)) == [[0, 1], [2, 3]]
+    assert ids((1, 1), (1, 2)) == [[0], [1, 2]]
+    with pytest.raises(ValueError, match=r"takes 2, model.mesh_shape=\[\[4,1\],.* takes 4, and jax sees 4; .*count=6"):
+        ids((4, 1), (2, 1))
+    with pytest.raises(ValueError, match=r"takes a multiple of 2, and jax sees 4"):
+        ids((-1, 2), (1, 1))
+    with pytest.raises(ValueError, match="takes 4, model"):
+        ids((-1, 1), (4, 1))
+    devices[3].process_index = 1
+    with pytest.raises(ValueError, match="over several processes"):
+        ids((-1, 1), (1, 1))
+
+
 # ---- the gradient
 
 
@@ -355,6 +433,9 @@ def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
         ),
         (["rollout.overlap=one_step", "curriculum.drop_at=0.9"], "a curriculum asks the prompts of a step"),
         (["rollout.overlap=carry", "algorithm.updates_per_rollout=4"], "set rollout.max_staleness=4"),
+        (["rollout.overlap=carry", "rollout.mesh_shape=[[1,1],[fsdp,tp]]"], "is for rollout.overlap=one_step"),
+        (["rollout.overlap=one_step", "rollout.mesh_shape=[[-1,1],[fsdp,tp]]"], "write the number of devices"),
+        (["rollout.overlap=one_step", "rollout.mesh_shape=[[0,1],[fsdp,tp]]"], "'rollout.mesh_shape=[[4,1],[fsdp"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_in_one_line(settings, message):
@@ -422,16 +503,28 @@ def start(folder, *settings):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overlap", ["carry", "one_step"])
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, overlap):
-    setting = f"rollout.overlap={overlap}"
-    assert start(tmp_path / "whole", setting).wait() == 0
-    killed = start(tmp_path / "killed", setting)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.overlap=carry"],
+        ["rollout.overlap=one_step"],
+        [
+            "rollout.overlap=one_step",
+            "model.mesh_shape=[[2,1],[fsdp,tp]]",
+            "rollout.mesh_shape=[[1,2],[fsdp,tp]]",
+            "model.lora.rank=4",
+        ],
+    ],
+    ids=["carry", "one_step", "apart"],
+)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, settings):
+    assert start(tmp_path / "whole", *settings).wait() == 0
+    killed = start(tmp_path / "killed", *settings)
     while killed.poll() is None and not (tmp_path / "killed/checkpoints/2").is_dir():
         time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    assert start(tmp_path / "killed", setting).wait() == 0
+    assert start(tmp_path / "killed", *settings).wait() == 0
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
 
 

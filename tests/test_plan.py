@@ -232,6 +232,53 @@ def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
     assert estimate.gradient_bytes(case) == (2 + 4) * held
 
 
+# ---- rollouts that overlap with learning
+
+
+def added(found, name):
+    return next(phase.added_bytes for phase in found.phases if phase.name == name)
+
+
+def test_one_step_holds_what_sampling_and_the_update_need_at_once(cfg):
+    apart = plan.assemble_plan(machine(None), case_of(cfg), {})
+    both = plan.assemble_plan(machine(None), case_of(cfg, ["rollout.overlap=one_step"]), {})
+    assert added(both, "update") == added(apart, "update") + added(apart, "rollout")
+    assert added(both, "rollout") == added(apart, "rollout") and not both.apart
+
+
+def test_a_device_that_only_samples_has_the_weights_and_the_cache_and_no_optimizer(cfg):
+    # as above, whole: embedding, three layers, their norms; all 8 slots, both heads
+    own = ["rollout.overlap=one_step", "rollout.mesh_shape=[[1,1],[fsdp,tp]]", "evaluation.num_examples=0"]
+    found = plan.assemble_plan(machine(None), case_of(cfg, own), {})
+    assert [phase.name for phase in found.phases] == ["update"]
+    whole = 3 * (2 * 16 * 4 * 8 + 2 * 16 * 2 * 8 + 3 * 16 * 24) + 32 * 16 + SCALES
+    sizes = found.apart
+    assert sizes.keys() == {"parameters", "weights to sample", "cache", "prompts", "temporary"}
+    assert sizes["parameters"] == sizes["weights to sample"] == 4 * whole
+    assert sizes["cache"] == 2 * 8 * 2 * 8 * (5 + 22 + 5) * 4
+    small = replace(found, machine=machine(sum(sizes.values()) - 1))
+    with pytest.raises(ConfigError, match=r"^rollout.mesh_shape: sampling needs .* on a device of its own"):
+        at_start.check_fits(small, print)
+    assert "on one that only samples" in at_start.memory_line(small)
+    assert "| device that only samples | cache |" in report.as_markdown(small)
+    with pytest.raises(ConfigError, match="^rollout.mesh_shape: weight .* is not a multiple of the mesh's tp=3"):
+        case_of(cfg, [own[0], "rollout.mesh_shape=[[1,3],[fsdp,tp]]"])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
+def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
+    """Its temporaries by formula are within a factor of three of the compiler's, and count where they are the most."""
+    case = case_of(cfg, ["rollout.overlap=carry", "rollout.num_slots=16"], fsdp, tp)
+    found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
+    reread = found.programs["reread"]
+    assert 1 / 3 < estimate.reading_again(case) / reread.temp_bytes < 3
+    most = max(program.added_bytes - program.code_bytes for name, program in found.programs.items() if name != "update")
+    rollout = next(phase for phase in found.phases if phase.name == "rollout")
+    assert rollout.adds["temporary"] == most == reread.added_bytes - reread.code_bytes
+    assert estimate.reading_again(case_of(cfg)) == 0
+
+
 # ---- verdicts
 
 

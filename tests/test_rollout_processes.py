@@ -1,8 +1,11 @@
 """Several hosts draw what one host with the same devices draws."""
 
+import json
+
 import conversation_worker
 import jax
 import numpy as np
+import overlap_worker
 import pytest
 import rollout_worker
 from processes import run_together
@@ -39,3 +42,23 @@ def test_two_processes_hold_the_conversations_that_one_holds(tmp_path):
     np.testing.assert_allclose(first["logprobs"], alone["logprobs"], atol=1e-5)
     assert alone["tokens"] == conversation_worker.draw("hold")["tokens"]
     assert {"done", "turns"} == set(first["ended"])
+
+
+@pytest.mark.wide
+def test_two_processes_carry_over_updates_what_one_carries(tmp_path):
+    """Of rollouts that overlap with learning, an update stands between chunks, and all know which."""
+    first, second = run_together(overlap_worker.__file__, 2, 4, tmp_path)
+    assert first == second, "to the bit"
+    alone = json.loads(json.dumps(overlap_worker.draw(), default=np.ndarray.tolist))
+    for overlap in ("carry", "one_step"):
+        for what in ("tokens", "versions", "examples"):
+            assert first[overlap][what] == alone[overlap][what], (overlap, what)
+        np.testing.assert_allclose(first[overlap]["logprobs"], alone[overlap]["logprobs"], atol=1e-4)
+        ages = {
+            step - version
+            for step, rows in enumerate(alone[overlap]["versions"])
+            for row in rows
+            for version in row
+            if version >= 0
+        }
+        assert {0, 1} <= ages, "some tokens are of earlier weights"

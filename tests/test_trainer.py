@@ -230,6 +230,13 @@ def test_a_loaded_client_goes_on_as_if_nothing_had_happened(trainer, client, tmp
     with pytest.raises(ValueError, match="holds step 1 already"):
         other.load(tmp_path / "weights", optimizer=False)
         other.save(tmp_path / "all")
+
+    # a sampler needs no client
+    settings = {"max_tokens": 4, "seed": 2}
+    drawn = other.sample([[5, 6]], 1, settings)
+    assert trainer.sampler(tmp_path / "weights").sample([[5, 6]], 1, settings) == drawn
+    fresh = trainer.adapter(rank=2).sample([[5, 6]], 1, settings)
+    assert trainer.sampler().sample([[5, 6]], 1, settings)[0].tokens == fresh[0].tokens != drawn[0].tokens
     (tmp_path / "all" / "trainer.json").write_text(json.dumps({"rank": 2}))
     with pytest.raises(ValueError, match="trainer.json is damaged"):
         other.load(tmp_path / "all")

@@ -26,7 +26,7 @@ from tunix_lite.learner.rows import PACKING
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig
+from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.plain_text import shown
 from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -269,6 +269,9 @@ class RuntimeConfig:
 
     # true checks the settings, shows the run and its memory plan, and ends without training.
     dry_run: bool = False
+    # Folder in which compiled programs are kept for the next start. auto takes ~/.cache/tunix_lite,
+    # null keeps none. JAX_COMPILATION_CACHE_DIR comes first.
+    program_cache: str | None = "auto"
 
 
 @dataclass(frozen=True)
@@ -405,6 +408,13 @@ def check_reference(run: RunConfig) -> None:
 def check_overlap(run: RunConfig) -> None:
     """Raises ValueError for what does not go together with rollouts that overlap with learning."""
     overlap = run.rollout.overlap
+    apart = run.rollout.mesh_shape
+    if apart is not None and (overlap != "one_step" or not run.rollout.is_stale):
+        raise ValueError(
+            f"rollout.mesh_shape={as_text(apart)} is for rollout.overlap=one_step with "
+            "rollout.max_staleness above 0, which samples and learns at once; set these, or "
+            "rollout.mesh_shape=null"
+        )
     if overlap == "none":
         return
     algorithm = run.algorithm

@@ -59,6 +59,8 @@ def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int
             # Update: the old state is donated; where a number is not finite nothing moves.
             with watch.updating(experience, update):
                 state, metrics = update(state, learner.frozen, experience.rows)
+                # The devices are at it now. Sampling may go on beside it (rollout.overlap).
+                metrics |= source.beside_update()
                 jax.block_until_ready(state)
 
         # Everything that is not learning. A reason to stop is a signal, or time that is up.

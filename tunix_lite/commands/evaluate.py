@@ -40,6 +40,7 @@ from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.plain_text import visible
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
@@ -124,6 +125,7 @@ def evaluate_models(
     Raises ConfigError for tasks or an `out` that cannot be used, on all of them, before a model is
     loaded.
     """
+    keep_programs(run.runtime.program_cache)
     join_evaluation(run, settings)
     with exit_when_a_peer_is_lost():
         asked = settings.evaluate

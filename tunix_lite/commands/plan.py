@@ -12,7 +12,7 @@ from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.parallel.mesh import resolve_mesh_shape
+from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import compare_run, report, timed
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice
@@ -111,6 +111,11 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     words: the command line, which is repeated with what would fit, if no plan fits. Raises
     ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
     """
+    if run.rollout.mesh_shape is not None:
+        raise ConfigError(
+            f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "
+            "devices of one mesh; leave it out, or start the run, whose plan.md has both"
+        )
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
     meshes = _meshes(run, settings, machine)

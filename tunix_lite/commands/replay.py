@@ -26,6 +26,7 @@ from tunix_lite.files.imports import importing_only
 from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
+from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.plain_text import escaped, shown, visible
 from tunix_lite.planning.packing_choice import AUTO
 from tunix_lite.runs.batch_files import STREAM, arrays_of_batch, batch_of_arrays
@@ -132,6 +133,7 @@ def replay(run: RunConfig, settings: Replay) -> None:
     if settings.skipped is not None:
         look_at_skipped(run, settings)
         return
+    keep_programs(run.runtime.program_cache)
     folder = Path(settings.checkpoint).expanduser()
     is_exact = settings.replay.precision == "float64"
     with error_context(""):
@@ -164,7 +166,7 @@ def with_settings_of_run(
     if not file.is_file():
         return values
     # What is this machine's, or was decided for the model already; nothing is evaluated.
-    kept = {"model", "launch", "resume", "tracking", "evaluation", *OWN}
+    kept = {"model", "launch", "resume", "tracking", "evaluation", "runtime", *OWN}
     with error_context("checkpoint"):
         theirs = with_new_names(read_yaml(file))
         check_groups(theirs, values, file)

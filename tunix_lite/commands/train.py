@@ -31,6 +31,7 @@ from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.models.source import weights_digest
+from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
@@ -62,6 +63,8 @@ def check(run: RunConfig, folder: Path) -> None:
 
     What it finds is kept for `start`. Raises ConfigError, on all processes, and RunFailed.
     """
+    if not run.runtime.dry_run:
+        keep_programs(run.runtime.program_cache)
     join(run)
     seen: dict[str, str] = {}
     error = None

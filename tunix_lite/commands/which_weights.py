@@ -8,6 +8,7 @@ import jax
 
 from tunix_lite.config import RunConfig
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
+from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import devices_taken
 
 
@@ -36,6 +37,7 @@ def open_chosen_model(
     dtype: bf16 or fp32; None: as training.mixed_precision says. Raises ConfigError if there is no
     such run, checkpoint or model. Prints the devices if the mesh leaves some of them out.
     """
+    keep_programs(run.runtime.program_cache)
     # Weights that the run drew at random come back only from the run's own seed.
     folder = None
     seed = run.seed

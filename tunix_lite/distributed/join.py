@@ -159,7 +159,8 @@ def disable_compilation_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         # jax reads the setting only when it compiles its first program, unless the cache is reset.
         compilation_cache.reset_cache()
-        if _joined is None and jax.process_count() > 1 and jax.process_index() == 0:
+        is_asked = bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+        if is_asked and _joined is None and jax.process_count() > 1 and jax.process_index() == 0:
             text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
             print(text, file=sys.stderr)
 

@@ -1,10 +1,24 @@
 """Programs that are compiled before they run, so that their memory is known and the time of
-compiling does not count as time of running."""
+compiling does not count as time of running, and the folder in which they are kept for the next
+start."""
 
+import contextlib
+import hashlib
+import os
+import platform
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+
+# jax's own variable, which comes before our setting
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+# Programs that compile faster are not worth a file.
+LEAST_SECONDS = 0.1
+# The oldest programs are removed when the folder holds more bytes.
+MOST_BYTES = 4 << 30
 
 
 def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax.stages.Compiled]:
@@ -23,3 +37,60 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
         return executables[key]
 
     return compiled
+
+
+def keep_programs(where: str | None) -> Path | None:
+    """Lets jax keep compiled programs in a folder, and take them from there when it compiles the
+    same again. Call it before a program is compiled.
+
+    where: the folder; auto: one in the user's cache folder; None: programs are not kept. What the
+    user told jax itself stays. Returns our folder; None: there is none. A folder that cannot be
+    written is one line to stderr, and programs are not kept. On several CPU devices make_mesh turns
+    this off again.
+    """
+    if where is None or jax.config.jax_compilation_cache_dir:
+        return None
+    base = Path(where).expanduser() if where != "auto" else _user_cache() / "tunix_lite"
+    # XLA compiles for the instructions that this processor has.
+    folder = base / f"programs-{_processor()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+        _remove_oldest(folder, MOST_BYTES)
+    except OSError as error:
+        print(f"compiled programs are not kept: {error}", file=sys.stderr)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+    return folder
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def _processor() -> str:
+    """A name for the instructions of this machine's processor."""
+    about = [platform.system(), platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        of_one = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+        about += of_one[:2]
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+
+
+def _remove_oldest(folder: Path, most_bytes: int) -> None:
+    """Removes the programs that were written first, until the others have at most so many bytes."""
+    found = []
+    for file in folder.iterdir():
+        # another process may remove it, too
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            found.append((status.st_mtime, status.st_size, file))
+    total = 0
+    for _, size, file in sorted(found, reverse=True):
+        total += size
+        if total > most_bytes:
+            file.unlink(missing_ok=True)

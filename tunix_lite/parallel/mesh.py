@@ -259,6 +259,35 @@ def make_mesh(
     return Mesh(np.concatenate(arranged).reshape(-1, tp), AXES, axis_types=AUTO)
 
 
+def split_devices(
+    mesh_shape: MeshShape,
+    own_shape: MeshShape,
+    devices: Sequence[jax.Device],
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The devices that learn, the first ones, and those that sample (rollout.mesh_shape, with no
+    -1), which come after them. Raises ValueError if there are not enough, and over processes."""
+    if len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            f"{as_text(own_shape)}: over several processes sampling has no devices of its own yet; "
+            "set rollout.mesh_shape=null"
+        )
+    sampling = math.prod(own_shape[0])
+    known = math.prod(size for size in mesh_shape[0] if size != -1)
+    left = len(devices) - sampling
+    has_rest = -1 in mesh_shape[0]
+    if left < known or (has_rest and left % known):
+        learning = f"{'a multiple of ' if has_rest and known > 1 else ''}{known}"
+        pretend = ""
+        if devices[0].platform == "cpu":
+            pretend = f"; {PRETEND}={known + sampling} before the command pretends that many"
+        raise ValueError(
+            f"{as_text(own_shape)} takes {sampling}, model.mesh_shape={as_text(mesh_shape)} takes "
+            f"{learning}, and jax sees {len(devices)}{pretend}"
+        )
+    learning = left if has_rest else known
+    return list(devices[:learning]), list(devices[learning : learning + sampling])
+
+
 def _arranged(sizes: tuple[int, int], devices: list[jax.Device]) -> np.ndarray:
     """The devices of one node, as [fsdp, tp], neighbours on its own network side by side."""
     try:

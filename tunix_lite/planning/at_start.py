@@ -141,6 +141,8 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     def counted_bytes(phase: Phase) -> int:
         return 0 if is_packed and phase.name != "rollout" else phase.added_bytes
 
+    check_apart_fits(plan, say)
+
     # The phase at the peak.
     phase = max(plan.phases, key=counted_bytes)
     added = counted_bytes(phase)
@@ -156,6 +158,24 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
         f"much ({parts})"
     )
     problem = f"the run does not fit: {over}; {_remedy(plan)}"
+    if plan.resolved.run.training.memory_check == "warn":
+        say(f"{problem}; it starts all the same, as training.memory_check=warn says")
+        return
+    raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
+
+
+def check_apart_fits(plan: Plan, say: Callable[[str], None]) -> None:
+    """Raises ConfigError if a device that only samples (rollout.mesh_shape) cannot hold it;
+    training.memory_check=warn says it."""
+    capacity = plan.machine.capacity
+    needed = sum(plan.apart.values())
+    if capacity is None or needed <= capacity:
+        return
+    problem = (
+        f"rollout.mesh_shape: sampling needs {needed / GiB:.2f} GiB of {capacity / GiB:.2f} on a "
+        "device of its own, by formula; a larger tp there, rollout.weights=sharded or a smaller "
+        "rollout.num_slots takes less"
+    )
     if plan.resolved.run.training.memory_check == "warn":
         say(f"{problem}; it starts all the same, as training.memory_check=warn says")
         return
@@ -221,6 +241,8 @@ def memory_line(plan: Plan) -> str:
         fullest = " with rows at their fullest" if is_packed else ""
         fits = f": DOES NOT FIT{fullest}, see `tunix-lite plan`"
     peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device at most{fits}"
+    if plan.apart:
+        peak += f", {sum(plan.apart.values()) / GiB:.2f} on one that only samples"
     if plan.machine.capacity is not None and plan.peak_bytes < PLENTY * plan.machine.capacity:
         return f"{peak} (plan.md)"
     return (

@@ -9,6 +9,7 @@ L layers; n tokens of a micro-batch on a device; b bytes of an element as comput
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import table_bytes, tables
+from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
 
@@ -76,8 +78,8 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
 
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
     scaled and drawn from, 3 x 4 x slots x V; where weights stay sharded, the head and a layer
-    gathered, and the next one on its way. Or while reading prompts, whichever is more: see
-    `prefill_temporaries`.
+    gathered, and the next one on its way. Or while reading prompts, or reading carried completions
+    again, whichever is most: see `prefill_temporaries` and `reading_again`.
     """
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
@@ -91,7 +93,9 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
         "weights to sample": sampling_copy(resolved, is_gathered),
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
-        "temporary": max(decoding, prefill_temporaries(resolved, block, width)),
+        "temporary": max(
+            decoding, prefill_temporaries(resolved, block, width), reading_again(resolved)
+        ),
     }
 
 
@@ -121,6 +125,19 @@ def prefill_temporaries(resolved: ResolvedRun, block: int, width: int) -> int:
     return layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
 
 
+def reading_again(resolved: ResolvedRun) -> int:
+    """Temporaries of reading carried completions again: a copy of the cache of the slots that are
+    read together, unless these are all; one layer at work on a piece of each, and its scores."""
+    if not resolved.carries:
+        return 0
+    here = resolved.slots // resolved.mesh_shape["fsdp"]
+    rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here
+    piece = EXTEND_WIDTHS[-1]
+    copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
+    scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
+    return copy + layer_at_work(resolved, rows * piece) + scores
+
+
 def gathered_at_once(resolved: ResolvedRun) -> int:
     """The head, or two layers, whole over fsdp in the type of the computation."""
     cfg = resolved.cfg
@@ -147,6 +164,36 @@ def choose_sampling_weights(resolved: ResolvedRun, capacity: int | None) -> str:
         free_bytes=lambda: capacity - sum(resident(resolved).values()),
     )
     return chosen
+
+
+def apart(resolved: ResolvedRun, capacity: int | None) -> dict[str, int]:
+    """What a device holds on which only sampling is done (rollout.mesh_shape): the weights as they
+    were copied there, and what sampling adds; {} where there are no such devices."""
+    found = with_sampling_weights_apart(resolved, capacity)
+    if found is None:
+        return {}
+    return _weights_apart(found) | rollout(found)
+
+
+def with_sampling_weights_apart(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
+    """`resolved.apart` with the choice of its sampling weights. capacity: as in
+    `choose_sampling_weights`."""
+    found = resolved.apart
+    if found is None:
+        return None
+    if capacity is None and found.run.rollout.weights == "auto":
+        return replace(found, sampling_weights="gathered")
+    chosen, _ = weights_that_fit(
+        found.sampling_memory,
+        weight_bytes=lambda: sampling_copy(found, is_gathered=True),
+        free_bytes=lambda: capacity - sum(_weights_apart(found).values()),
+    )
+    return replace(found, sampling_weights=chosen)
+
+
+def _weights_apart(found: ResolvedRun) -> dict[str, int]:
+    held = resident(found)
+    return {name: held[name] for name in ("parameters", "frozen base") if name in held}
 
 
 # ---- scoring and updating
@@ -307,16 +354,15 @@ def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
     by a kernel."""
     if resolved.attention != "xla":
         return 0
+    return max(score_bytes(resolved, *part) for part in attended(resolved, rows, width))
 
-    def of(count: int, queries: int, keys: int) -> int:
-        heads = count * resolved.cfg.num_heads // resolved.mesh_shape["tp"]
-        per_query = max(1, heads * keys)
-        at_once = max(
-            attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1
-        )
-        return 2 * 4 * per_query * min(queries, at_once)
 
-    return max(of(*part) for part in attended(resolved, rows, width))
+def score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
+    """The scores of so many queries of each row with so many keys, as `scores_at_work` has them."""
+    heads = rows * resolved.cfg.num_heads // resolved.mesh_shape["tp"]
+    per_query = max(1, heads * keys)
+    at_once = max(attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1)
+    return 2 * 4 * per_query * min(queries, at_once)
 
 
 def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, int, int]]:

@@ -77,6 +77,8 @@ class Plan:
     phases: tuple[Phase, ...]
     programs: dict[str, Compiled] = field(default_factory=dict)
     refused: tuple[str, ...] = ()  # by the compiler: which program, and what it said
+    # bytes of a device that only samples (rollout.mesh_shape), by part; {}: there is none
+    apart: dict[str, int] = field(default_factory=dict)
     # how long a step will take; None: nothing is predicted
     forecast: Forecast | None = None
 
@@ -162,17 +164,22 @@ def assemble_plan(
         makers = {"rollout": _rollout} | makers
     bounds = speed.bounds(resolved, machine.hardware, done)
     phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]
+    if resolved.samples_beside_update:
+        rollout, *others, update = phases
+        beside = {"sampling beside it": rollout.added_bytes}
+        phases = [rollout, *others, replace(update, adds=update.adds | beside)]
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
 
     messages = tuple(f"{error.name}: {error.message}" for error in refused)
-    return Plan(machine, resolved, resident, tuple(phases), done, messages)
+    apart = estimate.apart(resolved, machine.capacity)
+    return Plan(machine, resolved, resident, tuple(phases), done, messages, apart)
 
 
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
     """The phase of a program that its compiler refuses: with the bytes that it would take, where
     the compiler names them."""
-    phase_of = {"prefill": "rollout", "decode": "rollout"}
+    phase_of = dict.fromkeys(("prefill", "decode", "reread"), "rollout")
     is_its_phase = phase_of.get(error.name, error.name) == phase.name
     if not is_its_phase or error.needed_bytes is None:
         return phase
@@ -237,11 +244,12 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     prefill = done["prefill"]
     decode = done["decode"]
     copy = adds["weights to sample"]
+    found = [done[name] for name in ("prefill", "decode", "reread") if name in done]
     return COMPILED, {
         "weights to sample": copy,
         "cache": decode.argument_bytes - copy,
         "prompts": prefill.argument_bytes - copy,
-        "temporary": max(program.added_bytes - program.code_bytes for program in (prefill, decode)),
+        "temporary": max(program.added_bytes - program.code_bytes for program in found),
     }
 
 

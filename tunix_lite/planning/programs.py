@@ -34,6 +34,7 @@ from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sh
 from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import tables
+from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
@@ -346,6 +347,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
     if resolved.has_rollouts:
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)
+    if resolved.carries:
+        found["reread"] = partial(_reread, resolved, shapes)
     return found
 
 
@@ -411,6 +414,16 @@ def _decode(resolved: ResolvedRun, shapes: Shapes) -> Any:
     slots = jax.eval_shape(lambda: programs.make_slots(resolved.slots))
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     return programs.decode.lower(_at_home(slots, "batch"), layered, temperature)
+
+
+def _reread(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What reads completions again that are carried over an update, for the widest piece."""
+    programs, layered = _sampling(resolved, shapes)
+    slots = jax.eval_shape(lambda: programs.make_slots(resolved.slots))
+    longest = [0] * EXTEND_WIDTHS[-1]
+    call = extend_calls({0: (longest, 1)}, resolved.slots)[0]
+    arrays = (call.rows, call.tokens, call.counts, call.limits)
+    return make_turn_programs(programs).extend.lower(_at_home(slots, "batch"), layered, *arrays)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

@@ -294,6 +294,10 @@ def _parts(plan: Plan) -> list[str]:
             f"| {phase.name} | {part} | {gib(size)} | {phase.source} |"
             for part, size in phase.adds.items()
         ]
+    lines += [
+        f"| device that only samples | {part} | {gib(size)} | by formula |"
+        for part, size in plan.apart.items()
+    ]
     lines.append(
         f"| resume | a checkpoint, read where it stays | {gib(plan.resume_bytes)} | by formula |"
     )
@@ -368,6 +372,7 @@ def _plan_dict(plan: Plan) -> dict:
     forecast = {} if plan.forecast is None else {"forecast": _forecast_dict(plan.forecast)}
     return {
         "mesh": plan.resolved.mesh_shape,
+        **({"device_that_only_samples": plan.apart} if plan.apart else {}),
         "batch": str(plan.resolved.batch),
         "packing": plan.resolved.rows.packing,
         "slots": plan.resolved.slots,

@@ -34,7 +34,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig
-from tunix_lite.parallel.mesh import elements_on_device
+from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.planning.batch_size import (
     BatchPlan,
     check_residual,
@@ -117,9 +117,10 @@ class ResolvedRun:
 
     @property
     def rollouts(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, completions of each) of what is sampled: to learn from, and to evaluate."""
+        """(prompts, completions of each) of what is sampled on the mesh: to learn from, unless that
+        has devices of its own, and to evaluate."""
         found = []
-        if not self.run.algorithm.needs_demonstrations:
+        if not self.run.algorithm.needs_demonstrations and self.run.rollout.mesh_shape is None:
             prompts = self.batch.prompts * num_mini_batches(self.run.algorithm)
             found.append((prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
@@ -132,6 +133,33 @@ class ResolvedRun:
     def has_rollouts(self) -> bool:
         """Whether anything is sampled: to learn from, or to evaluate."""
         return bool(self.rollouts)
+
+    @property
+    def carries(self) -> bool:
+        """Whether completions go on over an update, and are read again after it."""
+        rollout = self.run.rollout
+        return rollout.overlap == "carry" and rollout.is_stale
+
+    @property
+    def samples_beside_update(self) -> bool:
+        """Whether the devices hold what sampling needs and what the update needs at once."""
+        rollout = self.run.rollout
+        is_beside = rollout.overlap == "one_step" and rollout.is_stale
+        return is_beside and rollout.mesh_shape is None
+
+    @property
+    def apart(self) -> "ResolvedRun | None":
+        """The same run as the devices see it on which nothing but sampling is done
+        (rollout.mesh_shape); None: there are none."""
+        shape = self.run.rollout.mesh_shape
+        if shape is None:
+            return None
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+        rollout = replace(self.run.rollout, mesh_shape=None)
+        evaluation = replace(self.run.evaluation, num_examples=0)
+        run = replace(self.run, rollout=rollout, evaluation=evaluation)
+        slots = rollout.slots(self.batch.sequences, sizes["fsdp"])
+        return replace(self, run=run, mesh_shape=sizes, slots=slots)
 
     @property
     def sampling_memory(self) -> SamplingMemory:
@@ -265,6 +293,7 @@ def resolve_run(
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
         check_model_divides(run, cfg, lora, mesh_shape)
+    check_apart(run, cfg, lora, platform)
     with error_context("generation"):
         check_generation(run, cfg)
 
@@ -336,6 +365,22 @@ def check_model_divides(
         weights.check_divisible(
             part, SimpleNamespace(shape=mesh_shape), run.sharding.table("train")
         )
+
+
+def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str) -> None:
+    """Raises ConfigError if the mesh that only samples does not divide the model."""
+    shape = run.rollout.mesh_shape
+    if shape is None:
+        return
+    sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+    with error_context("rollout.mesh_shape"):
+        try:
+            check_model_divides(run, cfg, lora, sizes)
+        except ValueError as error:
+            text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+            raise ValueError(text) from error
+    with error_context("rollout"):
+        check_decode_attention(run, cfg, platform, sizes["tp"])
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:

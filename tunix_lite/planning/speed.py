@@ -48,7 +48,7 @@ def bounds(
     # a rollout is for as many updates' sequences as there are mini-batches
     share = num_mini_batches(algorithm) / algorithm.updates_per_rollout
     found = {}
-    if not algorithm.needs_demonstrations:
+    if not algorithm.needs_demonstrations and resolved.apart is None:
         works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
         found["rollout"] = _bound(works, hardware, mesh_shape, share)
     if resolved.scores:

@@ -41,6 +41,7 @@ def phases(run: Evidence) -> list[tuple[str, float, int]]:
 # time/ keys that are no scorer's pass, or lie in another one
 _OTHER_TIMES = {
     "time/rollout",
+    "time/rollout_beside_update",
     "time/rewards",
     "time/collect",
     "time/update",

@@ -8,6 +8,7 @@ programs.py holds what runs on the devices, scheduler.py what the host does mean
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,19 +158,20 @@ def make_generate(
     tp_reduce_dtype: DTypeLike = jnp.float32,
 ) -> Callable[..., Rollout]:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
-    on_finished=None, between_chunks=None)
+    on_finished=None, between_chunks=None, stepwise=False)
 
     -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
     called when the host reads the chunk in which a completion ended, while others still decode.
     between_chunks() is called after each chunk, of which all processes run the same; what it raises
-    ends the rollout. The rest is as in `make_sampler`.
+    ends the rollout. With stepwise it returns a generator that stops after each chunk, while the
+    next one is under way, and returns the Rollout. The rest is as in `make_sampler`.
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
     tokenizer.pad_id)`, called with prompts as lists of token numbers.
     """
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
 
-    def generate(
+    def in_steps(
         params: Params,
         prompts: Prompts,
         key: jax.Array,
@@ -178,13 +180,12 @@ def make_generate(
         limits: Sequence[int] | None = None,
         on_finished: Callable[[int, list[int]], None] | None = None,
         between_chunks: Callable[[], None] | None = None,
-    ) -> Rollout:
+    ) -> Generator[None, None, Rollout]:
         metrics: Metrics = {}
 
         def chunks():
-            options = {"limits": limits, "tokenizer": tokenizer}
-            steps = sample(params, prompts, key, num_generations, temperature, **options)
-            metrics.update((yield from steps))
+            given = (params, prompts, key, num_generations, temperature, None)
+            metrics.update((yield from sample(*given, limits=limits, tokenizer=tokenizer)))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
@@ -196,9 +197,25 @@ def make_generate(
                         on_finished(row, request.tokens)
             if between_chunks is not None:
                 between_chunks()
+            yield
         return arrays.rollout(prompts, num_generations, metrics)
 
+    def generate(
+        *given: Any, stepwise: bool = False, **options: Any
+    ) -> Rollout | Generator[None, None, Rollout]:
+        steps = in_steps(*given, **options)
+        return steps if stepwise else to_the_end(steps)
+
     return generate
+
+
+def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
+    """What a rollout that is sampled step by step comes to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
+
 
 @dataclass(frozen=True)
 class GenerationConfig:
@@ -130,11 +132,14 @@ class RolloutConfig:
     # is xla today.
     attention: str = "auto"
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
-    # go on after the update), or one_step (rewards of the next batch are computed meanwhile).
+    # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"
     # Updates that the oldest token may be behind when it is learned from. 0 is the same as
     # overlap=none.
     max_staleness: int = 2
+    # Devices of its own for the sampling of one_step, beside those of model.mesh_shape: [[sizes],
+    # [axes]]. null samples on the devices that learn.
+    mesh_shape: MeshShape | None = None
     # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
     # the host where others wait for a slot, auto parks if the host has memory for it.
     waiting: str = "auto"
@@ -154,6 +159,8 @@ class RolloutConfig:
             raise ValueError(f"overlap={self.overlap!r}; it is none, carry or one_step")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
+        if self.mesh_shape is not None:
+            _check_own_mesh(self.mesh_shape)
         if self.attention not in ("auto", "xla", "fused"):
             raise ValueError(f"attention={self.attention!r}; it is auto, xla or fused")
 
@@ -166,6 +173,19 @@ class RolloutConfig:
         """How many slots decode so many sequences: `num_slots`, else one for each sequence, up to
         MAX_SLOTS; rounded up to a multiple of fsdp."""
         return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
+
+
+def _check_own_mesh(mesh_shape: MeshShape) -> None:
+    try:
+        check_mesh_shape(mesh_shape)
+    except ValueError as error:
+        text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+        raise ValueError(f"mesh_shape: {text}") from error
+    if -1 in mesh_shape[0]:
+        raise ValueError(
+            f"mesh_shape={as_text(mesh_shape)}: write the number of devices that sample, "
+            "'rollout.mesh_shape=[[1,1],[fsdp,tp]]'; -1 in model.mesh_shape takes the rest"
+        )
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:

@@ -52,6 +52,11 @@ class ExperienceSource(Protocol):
         """
         ...
 
+    def beside_update(self) -> Metrics:
+        """Call it once the update has been started. What the host and the devices can do for later
+        updates meanwhile is done; metrics of it."""
+        ...
+
 
 # what an algorithm collects: the batch, metrics, and the graded completions if there are any
 Collected = tuple[Batch, Metrics, Graded | None]
@@ -94,6 +99,10 @@ class FreshExperience:
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
+
+    def beside_update(self) -> Metrics:
+        """See ExperienceSource."""
+        return {} if self._overlap is None else self._overlap.beside_update()
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)

@@ -97,7 +97,7 @@ def build_learner(session: Session) -> Learner:
     # The policy, which samples and scores, and the update.
     acting = acting_params(frozen, state.params, model.lora)
     resolved = _with_sampling_weights(resolved, acting, console.say)
-    generate = _generate_of(resolved, model.tokenizer)
+    generate = sampler_of_run(resolved, model.tokenizer)
     policy = policy_of(resolved, generate, reference, _load_frozen(parts))
     overlap = overlap_of(session, resolved, int(state.step))
     train_step = parts.train_step or train_step_of(resolved, policy)
@@ -127,7 +127,7 @@ def _load_frozen(parts: Parts) -> dict[str, Params]:
     return weights
 
 
-def _generate_of(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
+def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
     """How the run samples."""
     return make_generate_with_partner(
         resolved.cfg,

@@ -5,7 +5,8 @@ Which completions those are depends on seed, steps, chunks and tokens, never on 
 checkpoint holds them, so that a resumed run learns from what it would have learned from.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from tunix_lite.rollout.carry import (
     make_carry_sampler,
     rollout_of,
 )
+from tunix_lite.rollout.engine import to_the_end
 from tunix_lite.runs.in_flight import InFlight
 from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
+from tunix_lite.runs.sampling_apart import SamplingApart, sampling_apart
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.types import Metrics, Params, Prompts, Rollout
@@ -41,6 +44,11 @@ class Overlap(Protocol):
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """What update number `step` (from 0) learns from; `policy` and `params` sample what is
         missing, and more for later updates."""
+        ...
+
+    def beside_update(self) -> Metrics:
+        """While the devices compute the update: sampling that was begun goes on to its end. Metrics
+        of it."""
         ...
 
     def at(self, step: int) -> dict[str, np.ndarray]:
@@ -160,6 +168,10 @@ class Carry:
                 del metrics[name]
         return handed_out(policy, rollout.replace(metrics=metrics)), task, examples, found
 
+    def beside_update(self) -> Metrics:
+        """See Overlap: all was sampled before."""
+        return {}
+
     def _begun(self, step: int) -> list[OpenCompletion]:
         """The completions of a step, none of which has begun; those of a group side by side."""
         return [
@@ -249,12 +261,52 @@ class Sampled:
     grader: Any
 
 
-class OneStep:
-    """rollout.overlap=one_step: the batch of the next rollout is sampled before the updates of this
-    one, and graded while they are computed."""
+@dataclass
+class UnderWay:
+    """A rollout whose sampling has begun, and goes on beside the update.
 
-    def __init__(self, session: Session, run: RunConfig, start: InFlight):
+    Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1).
+    """
+
+    step: int
+    # updates made before its weights
+    version: int
+    # stops after each chunk; returns the rollout
+    steps: Generator[None, None, Rollout]
+    examples: list[dict]
+    grader: Any
+    # that sampling took until now
+    seconds: float
+
+    def sampled(self) -> Sampled:
+        """Samples the rest."""
+        began = time.perf_counter()
+        rollout = to_the_end(self.steps)
+        beside = time.perf_counter() - began
+        versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
+        seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
+        rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
+        return Sampled(self.step, self.version, rollout, self.examples, self.grader)
+
+
+class OneStep:
+    """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
+    the updates of this one, while the devices compute the first of them.
+
+    One thread starts all programs, in one order: the first chunks of sampling, the update, the
+    other chunks. Their results do not depend on that order: no array that changes is shared.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunConfig,
+        start: InFlight,
+        apart: SamplingApart | None = None,
+    ):
+        """apart: samples where sampling has devices of its own; None: the policy does."""
         self._task = session.task
+        self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
         self._generation = run.generation
@@ -263,6 +315,7 @@ class OneStep:
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start) if start.completions else None
         self._before = self._after
+        self._under_way: UnderWay | None = None
         self._began = -1
 
     def at(self, step: int) -> dict[str, np.ndarray]:
@@ -277,28 +330,39 @@ class OneStep:
         """See Overlap."""
         self._before = self._after
         self._began = step
-        held = self._before or self._sample(step, step, policy, params)
+        held = self._before or self._begun(step, step, policy, params).sampled()
         following = step + self._updates
-        self._after = self._sample(following, step, policy, params)
+        self._under_way = self._begun(following, step, policy, params)
         self._batches.forget({following})
-        metrics = self._after.rollout.metrics | staleness_metrics(held.rollout, step)
-        rollout = held.rollout.replace(metrics=metrics)
+        rollout = held.rollout.replace(metrics=staleness_metrics(held.rollout, step))
         task = TaskInHand(task, held.grader)
         found = self._batches.dropped([following])
         return handed_out(policy, rollout), task, held.examples, found
 
-    def _sample(self, step: int, version: int, policy: Policy, params: Params) -> Sampled:
-        """The rollout of a step, with the weights of now. Its completions are graded from the
-        moment they end."""
+    def beside_update(self) -> Metrics:
+        """See Overlap. The updates after the first one of a rollout have nothing beside them."""
+        if self._under_way is None:
+            return {}
+        self._after = self._under_way.sampled()
+        self._under_way = None
+        return self._after.rollout.metrics
+
+    def _begun(self, step: int, version: int, policy: Policy, params: Params) -> UnderWay:
+        """The rollout of a step, begun with the weights of now: its first chunk is read, and the
+        next ones are on the devices. Completions are graded from the moment they end."""
+        began = time.perf_counter()
         key = jax.random.fold_in(self._seed_key, step)
         prompts = self._batches.prompts(step)
         grader = self._grader(step)
-        rollout = policy.generate(
-            params, prompts, key, self._generations, on_finished=grader.submit
-        )
-        versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
-        rollout = rollout.replace(versions=versions)
-        return Sampled(step, version, rollout, self._batches.examples(step), grader)
+        arguments = (params, prompts, key, self._generations)
+        if self._apart is not None:
+            steps = self._apart.steps(*arguments, grader.submit)
+        else:
+            steps = policy.generate(*arguments, on_finished=grader.submit, stepwise=True)
+        # From here on it has weights of its own: the update donates `params`.
+        next(steps)
+        examples = self._batches.examples(step)
+        return UnderWay(step, version, steps, examples, grader, time.perf_counter() - began)
 
     def _grader(self, step: int) -> Any:
         """Grades completions with the weights that the rewards have in that step."""
@@ -329,7 +393,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         return None
     start = restored(run, session.parts, step)
     if run.rollout.overlap == "one_step":
-        return OneStep(session, run, start)
+        return OneStep(session, run, start, sampling_apart(session, resolved))
     tokenizer = session.task.tokenizer
     sampler = make_carry_sampler(
         resolved.cfg,

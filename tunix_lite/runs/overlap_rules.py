@@ -41,7 +41,7 @@ def overlap_words(run: RunConfig, num_prompts: int) -> str:
     """What rollout.overlap means for this run, for its panel."""
     rollout = run.rollout
     if rollout.overlap == "one_step":
-        return "one_step: a batch is sampled one rollout ahead, and graded during the update"
+        return "one_step: the next batch is sampled beside the update"
     in_flight = num_prompts * (rollouts_behind(run) + 1)
     return (
         f"carry: {in_flight} prompts in flight, {num_prompts} an update; tokens are up to "

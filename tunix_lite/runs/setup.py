@@ -26,7 +26,13 @@ from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
-from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules
+from tunix_lite.parallel.mesh import (
+    as_text,
+    devices_taken,
+    make_mesh,
+    set_rules,
+    split_devices,
+)
 from tunix_lite.plain_text import device_name
 from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
@@ -78,6 +84,8 @@ class Parts:
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
     # text: rewards that fail on made-up completions, where the settings let the run go on
     failing: str = ""
+    # where sampling has devices of its own (rollout.mesh_shape); None: it has not
+    rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
@@ -181,9 +189,8 @@ def find_parts(run: RunConfig) -> Parts:
     check_trackers(run)
     with error_context(""):
         model = source.locate(run.model)
-    with error_context("model.mesh_shape"):
-        mesh = mesh_of(run)
-        set_rules(run.sharding)
+    mesh, rollout_mesh = meshes_of(run)
+    set_rules(run.sharding)
     frozen_models = locate_frozen(run, model)
 
     resolve = resolver(model, mesh, frozen_models)
@@ -196,7 +203,9 @@ def find_parts(run: RunConfig) -> Parts:
         run.generation.long_prompts,
     )
     data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
-    return Parts(model, mesh, resolved, task, data, frozen_models=frozen_models)
+    return Parts(
+        model, mesh, resolved, task, data, frozen_models=frozen_models, rollout_mesh=rollout_mesh
+    )
 
 
 def resolver(
@@ -240,6 +249,18 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
         ) from error
     reason = f"auto: {before}, as in the run that goes on"
     return replace(parts, resolved=replace(resolved, packing_reason=reason))
+
+
+def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
+    """The mesh that learns, and the one that samples, if it has devices of its own. Raises
+    ConfigError."""
+    own_shape = run.rollout.mesh_shape
+    if own_shape is None:
+        with error_context("model.mesh_shape"):
+            return mesh_of(run), None
+    with error_context("rollout.mesh_shape"):
+        learning, sampling = split_devices(run.model.mesh_shape, own_shape, jax.devices())
+        return make_mesh(run.model.mesh_shape, learning), make_mesh(own_shape, sampling)
 
 
 def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
@@ -498,6 +519,11 @@ def startup_summary(
         ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
         ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
     ]
+
+    if parts.rollout_mesh is not None:
+        axes = ", ".join(f"{name}={size}" for name, size in parts.rollout_mesh.shape.items())
+        count = parts.rollout_mesh.size
+        rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
 
     # What trains, on what.
     precision = run.training.mixed_precision

@@ -19,9 +19,11 @@ from tunix_lite.learner.optim import (
     init_opt_state,
     learning_rate_at,
     num_updates,
+    scaled_for,
 )
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
+from tunix_lite.trainer.batches import gradient_of_batch
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.sampling import (
@@ -32,7 +34,7 @@ from tunix_lite.trainer.sampling import (
     with_seeds,
 )
 from tunix_lite.trainer.saved import kind_of, load_state, save_state
-from tunix_lite.types import Batch, Metrics, Params, TrainState
+from tunix_lite.types import Batch, Graded, Metrics, Params, TrainState
 
 if TYPE_CHECKING:
     from tunix_lite.trainer.trainer import Trainer
@@ -121,7 +123,10 @@ class Weights:
             raise ValueError("there are no prompts to continue")
         self._calls += 1
         engine = self.trainer.engine
-        engine.use(self._owner, self.frozen, self._params, self.lora)
+        if self.trainer.is_base(self._params):
+            engine.use(self._owner, self._params, None, None)
+        else:
+            engine.use(self._owner, self.frozen, self._params, self.lora)
         return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
 
     @locked
@@ -252,8 +257,19 @@ class TrainingClient(Weights):
         self._add(sums.pop(), output.loss)
         return output
 
+    @locked
+    def collect(self, step: int) -> tuple[Batch, Metrics, Graded | None]:
+        """What update number `step` (from 0) of a run with the trainer's settings would learn from:
+        (batch, metrics, graded completions), sampled with this client's weights now.
+
+        Prompts, sampling keys, rewards and advantages are those of run_training.py. Raises
+        ConfigError for settings that need a run, such as rollout.overlap; RunFailed, naming the
+        step, if data or a reward fails.
+        """
+        return self.trainer.collecting.collect(self, step)
+
     def _batch_gradient(self, batch: Batch, loss: str | Algorithm, settings: Mapping) -> LossOutput:
-        program, rows = self.trainer.programs.of_batch(loss, settings, self, batch)
+        program, rows = gradient_of_batch(self.trainer, self, loss, settings, batch)
         grads, metrics = program(self._params, self.frozen, self._step, rows)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self._add(grads, metrics["train/loss"])
@@ -289,6 +305,7 @@ class TrainingClient(Weights):
             numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
             optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **_finite(numbers))
         else:
+            optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
             steps = self.trainer.run.training.max_steps
             rate = learning_rate_at(optimizer, steps, num_updates(self._opt_state))
         if type(optimizer) is not type(self._optimizer):
@@ -357,6 +374,10 @@ class TrainingClient(Weights):
         self.trainer.forget(self)
 
     # ---- the same in the trainer's worker: each returns an asyncio.Future at once
+
+    def collect_async(self, step: int) -> asyncio.Future:
+        """`collect`, in the trainer's worker thread, in the order of the calls."""
+        return self.trainer.in_worker(self.collect, step)
 
     def forward_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
         """`forward`, in the trainer's worker thread, in the order of the calls."""

@@ -1,14 +1,14 @@
 """The compiled programs of a trainer, each kept for the next call with the same settings."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.learner.apart import gradient_program, loss_program, optimizer_program
 from tunix_lite.learner.optim import Optimizer
 from tunix_lite.learner.step import TrainStep
@@ -18,10 +18,7 @@ from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.models.weights import Table
 from tunix_lite.trainer.data import masked
 from tunix_lite.trainer.losses import TokenLoss
-from tunix_lite.types import Batch, Params, RowBatch, TokenScores, TrainState
-
-if TYPE_CHECKING:
-    from tunix_lite.trainer.client import TrainingClient
+from tunix_lite.types import Params, RowBatch, TokenScores, TrainState
 
 # Programs that are kept of each kind: clients of a server may send ever new settings.
 MOST_KEPT = 32
@@ -56,8 +53,6 @@ class TrainerPrograms:
     policy: Policy
     # of rounding
     seed: int
-    # (loss, its settings, client, batch) -> (program of its gradient, the batch in rows)
-    of_batch: Callable[[str | Algorithm, Mapping, "TrainingClient", Batch], tuple[Callable, Any]]
     kept: dict[str, OrderedDict] = field(default_factory=dict)
 
     def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Callable:

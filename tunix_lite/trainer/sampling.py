@@ -139,10 +139,14 @@ class SamplingEngine:
         self._holds: object | None = None
 
     def use(
-        self, owner: object, frozen: Params | None, params: Params, lora: LoraConfig | None
+        self,
+        owner: object,
+        frozen: Params | None,
+        params: Params | None,
+        lora: LoraConfig | None,
     ) -> None:
-        """Samples with these weights from now on. owner: stands for them; the same one is not
-        loaded again."""
+        """Samples with these weights from now on; params: None means the base alone. owner: stands
+        for them; the same one is not loaded again."""
         if self._holds is not None and self._holds is owner:
             return
         prepared = self._prepared(frozen, params, lora)
@@ -153,12 +157,16 @@ class SamplingEngine:
         self._engine.set_params(prepared)
         self._holds = owner
 
-    def _prepared(self, frozen: Params | None, params: Params, lora: LoraConfig | None) -> Params:
+    def _prepared(
+        self, frozen: Params | None, params: Params | None, lora: LoraConfig | None
+    ) -> Params:
         """The weights layer by layer; those of a base are made once."""
         if frozen is None:
             return self._prepare(params)
         if self._base is None:
             self._base = self._prepare(frozen)
+        if params is None:
+            return self._base
         adapters = self._prepare(params)
         layers = []
         for base, mine in zip(self._base["layers"], adapters["layers"]):

@@ -4,18 +4,21 @@ A checkpoint gets its name when all of it is on disk, so a process that is kille
 leaves the one before.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.lora import LoraConfig
+from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import shown
-from tunix_lite.types import TrainState
+from tunix_lite.types import Params, TrainState
 
 # The file beside the checkpoints.
 KIND = "trainer.json"
@@ -63,10 +66,8 @@ def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
     _write_kind(folder, kind)
     if not kind.optimizer:
         state = state.replace(opt_state={})
-    try:
+    with contextlib.closing(checkpoints):
         checkpoints.save(state)
-    finally:
-        checkpoints.close()
 
 
 def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
@@ -74,19 +75,24 @@ def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
 
     like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
     """
-    if not (folder / KIND).exists():
-        raise ValueError(f"{folder} holds nothing that a client of a Trainer has saved")
     found = _check_kind(folder, kind, "load it into a client that is made like that")
-    if kind.optimizer and not found.optimizer:
+    if not kind.optimizer:
+        step, params = load_trained(folder, jax.tree.map(_shape, like.params), kind)
+        return like.replace(step=put(np.int32(step)), params=params)
+    if not found.optimizer:
         raise ValueError(f"{folder} was saved without its optimizer; load it with optimizer=False")
-    checkpoints = Checkpoints(folder)
-    try:
-        if kind.optimizer:
-            return checkpoints.restore(like)
-        step, params = checkpoints.restore_params(jax.tree.map(_shape, like.params))
-        return like.replace(step=like.step * 0 + step, params=params)
-    finally:
-        checkpoints.close()
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        return checkpoints.restore(like)
+
+
+def load_trained(folder: Path, like: Params, kind: SavedKind) -> tuple[int, Params]:
+    """(step, the weights that train) of the newest checkpoint of the folder. like: their shapes.
+
+    Raises ValueError if it does not fit.
+    """
+    _check_kind(folder, kind, "load it into a client that is made like that")
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        return checkpoints.restore_params(like)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -101,6 +107,8 @@ def _write_kind(folder: Path, kind: SavedKind) -> None:
 
 def read_kind(folder: Path) -> SavedKind:
     """What a folder holds. Raises ValueError if its file is damaged."""
+    if not (folder / KIND).exists():
+        raise ValueError(f"{folder} holds nothing that a client of a Trainer has saved")
     values = read_object(folder / KIND)
     types = {"model": str, "rank": int, "alpha": float, "targets": str, "optimizer": bool}
     if set(values) != set(types) or any(type(values[k]) is not t for k, t in types.items()):

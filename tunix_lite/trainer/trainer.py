@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,15 +27,17 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.policy import DTYPES, STORED
-from tunix_lite.models import attention, decoder, source
+from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.quantize import STORAGE
+from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import make_mesh, set_rules
 from tunix_lite.seeds import check_seed
-from tunix_lite.trainer.client import TrainingClient
+from tunix_lite.trainer.batches import Collecting
+from tunix_lite.trainer.client import TrainingClient, Weights
 from tunix_lite.trainer.programs import TrainerPrograms, target_scores
 from tunix_lite.trainer.sampling import SamplingEngine
+from tunix_lite.trainer.saved import kind_of, load_trained, read_kind
 from tunix_lite.types import Params
 
 
@@ -76,25 +79,37 @@ class Trainer:
         self._full: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
         self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed, None)
+        self.programs = TrainerPrograms(self._policy(), self.run.seed)
 
     def _policy(self) -> Policy:
+        scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
+        return Policy(None, scores)
+
+    @cached_property
+    def forward_settings(self) -> dict[str, Any]:
+        """What decoder.forward takes beside weights, architecture and dtype."""
         training = self.run.training
         platform = self.mesh.devices.flat[0].platform
         with error_context("training"):
             name, _ = attention.choose(
                 training.attention, self.cfg, platform, self.dtype, self.cfg.max_positions, False
             )
-        scores = partial(
-            target_scores,
-            cfg=self.cfg,
-            dtype=self.dtype,
-            remat=training.remat,
-            attend=attention.IMPLEMENTATIONS[name],
-            reduce_dtype=jnp.dtype(training.reduce_dtype),
-            tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
-        )
-        return Policy(None, scores)
+        return {
+            "remat": training.remat,
+            "attend": attention.IMPLEMENTATIONS[name],
+            "reduce_dtype": jnp.dtype(training.reduce_dtype),
+            "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
+        }
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, prompt and completion together."""
+        return self.cfg.max_positions
+
+    @property
+    def model_name(self) -> str:
+        """model.weights in the settings."""
+        return self.run.model.weights
 
     # ---- clients
 
@@ -137,6 +152,29 @@ class Trainer:
             self._full = self._client(params, None, self.run.seed)
             return self._full
 
+    def sampler(self, path: str | Path | None = None) -> Weights:
+        """A sampler with the weights that a client has saved there: adapters, or all weights. None:
+        the base alone.
+
+        Raises ValueError if the folder is damaged, or of another model.
+        """
+        with self.on_mesh():
+            if path is None:
+                return Weights(self, self.base, None, self.run.seed)
+            folder = Path(path).absolute()
+            kind = read_kind(folder)
+            lora = None
+            if kind.rank:
+                adapters = {name: getattr(kind, name) for name in ("rank", "alpha", "targets")}
+                lora = replace(self.run.model.lora, **adapters)
+            storage = STORED[self.run.training.mixed_precision]
+            if lora is None:
+                shapes = weights.shapes(stored_table(decoder.weights(self.cfg), storage))
+            else:
+                shapes = weights.shapes(self.trained_table(lora), STORAGE[storage])
+            _, params = load_trained(folder, shapes, kind_of(self.model_name, lora, False))
+            return Weights(self, params, lora, self.run.seed)
+
     def _client(self, params: Params, lora: LoraConfig | None, seed: int) -> TrainingClient:
         return TrainingClient(self, params, lora, seed, self.run.optimizer)
 
@@ -151,6 +189,15 @@ class Trainer:
     def base(self) -> Params:
         """The frozen weights under adapters, stored as model.lora.base says."""
         return source.load_base(self.found, self.run.seed, self.run.model.lora.base)
+
+    def is_base(self, params: Params) -> bool:
+        """Whether these are the frozen weights themselves."""
+        return params is self.__dict__.get("base")
+
+    @cached_property
+    def collecting(self) -> Collecting:
+        """What samples and grades as run_training.py does."""
+        return Collecting(self)
 
     def trained_table(self, lora: LoraConfig | None) -> Table:
         """The declared weights that a client with these adapters trains."""
@@ -179,6 +226,9 @@ class Trainer:
             self._worker = None
         with self._lock:
             self.engine.close()
+            if "collecting" in self.__dict__:
+                self.collecting.close()
+                del self.collecting
 
     def __enter__(self) -> "Trainer":
         return self

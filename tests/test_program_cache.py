@@ -1,0 +1,93 @@
+"""Compiled programs are kept for the next start, where that is safe and nobody has said otherwise."""
+
+import contextlib
+import os
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tunix_lite.commands import replay
+from tunix_lite.commands.program import compose, compose_values
+from tunix_lite.parallel import compiling
+from tunix_lite.parallel.compiling import keep_programs
+from tunix_lite.parallel.mesh import make_mesh
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """As if the environment said nothing; jax's settings come back afterwards."""
+    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir",)}
+    before["jax_persistent_cache_min_compile_time_secs"] = jax.config.jax_persistent_cache_min_compile_time_secs
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def compile_something():
+    """A program that no other test compiles, and that takes longer than LEAST_SECONDS in no case."""
+    return jax.jit(lambda x: x * 3.25 + 17).lower(jax.ShapeDtypeStruct((3, 7), "float32")).compile()
+
+
+def test_programs_go_to_the_folder_and_come_from_there(nothing_kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "LEAST_SECONDS", 0.0)
+    folder = keep_programs(str(tmp_path))
+    assert folder.parent == tmp_path and jax.config.jax_compilation_cache_dir == str(folder)
+    compile_something()
+    [written] = folder.iterdir()
+    # what is read back is what was written: nothing is written again
+    at = written.stat().st_mtime_ns
+    jax.clear_caches()
+    found = compile_something()
+    assert [file.stat().st_mtime_ns for file in folder.iterdir()] == [at]
+    assert found.memory_analysis().argument_size_in_bytes == 3 * 7 * 4
+
+
+def test_auto_is_in_the_users_cache_folder_and_null_is_nowhere(nothing_kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compose([]).runtime.program_cache == "auto"
+    assert keep_programs(None) is None and not jax.config.jax_compilation_cache_dir
+    assert keep_programs("auto").parent == tmp_path / "tunix_lite"
+
+
+def test_what_jax_was_told_comes_first(nothing_kept, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    assert keep_programs(str(tmp_path / "ours")) is None
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs") and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(nothing_kept, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert keep_programs(str(tmp_path / "file")) is None and not jax.config.jax_compilation_cache_dir
+    said = capsys.readouterr().err
+    assert said.startswith("compiled programs are not kept: ") and said.count("\n") == 1
+
+
+def test_several_cpu_devices_compile_afresh(nothing_kept, tmp_path):
+    keep_programs(str(tmp_path))
+    make_mesh(((2, 1), ("fsdp", "tp")), jax.devices()[:2])
+    assert not jax.config.jax_enable_compilation_cache
+
+
+def test_the_oldest_programs_are_removed(tmp_path):
+    for age, name in enumerate(("newest", "middle", "oldest")):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    compiling._remove_oldest(tmp_path, 20)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["middle", "newest"]
+
+
+def test_the_folder_of_a_run_does_not_say_where_programs_come_from(monkeypatch, tmp_path):
+    """They are code: only the command line of this machine names their folder."""
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "config.yaml").write_text(f"runtime:\n  program_cache: {tmp_path}\nseed: 7\n")
+    values = {**compose_values([], None, ("+command=replay",)), "checkpoint": str(run), "step": 1}
+    monkeypatch.setattr(replay, "_on_this_mesh", lambda found, theirs: found)
+    with contextlib.ExitStack() as stack:
+        found = replay.with_settings_of_run(stack, values, [])
+    assert found["seed"] == 7 and found["runtime"]["program_cache"] == "auto"

@@ -1,0 +1,120 @@
+"""Sampling on devices of its own (rollout.mesh_shape): before each rollout the weights are copied
+from the mesh that learns."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.models import source, weights
+from tunix_lite.models.lora import acting_params
+from tunix_lite.models.source import FoundModel
+from tunix_lite.planning.estimate import with_sampling_weights_apart
+from tunix_lite.planning.machine import attached_machine
+from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.rollout.engine import make_generate
+from tunix_lite.runs.session import Session
+from tunix_lite.types import Params, Prompts, Rollout
+
+
+@dataclass
+class SamplingApart:
+    """Samples on a mesh of its own, whatever the current mesh is.
+
+    Example: `sampling_apart(session, resolved).steps(params, prompts, key, 8, grader.submit)`.
+    """
+
+    mesh: jax.sharding.Mesh
+    # of an engine.make_generate
+    generate: Callable
+    # of acting parameters, on the mesh
+    shardings: Params
+    # whether some of the weights never change: their copies stay
+    has_frozen: bool
+    between_chunks: Callable[[], None] | None = None
+    # what was copied last, and the copies; empty where nothing is frozen
+    _copied: tuple[list, list] = field(default=([], []), repr=False)
+
+    def steps(
+        self,
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int,
+        on_finished: Callable[[int, Any], None] | None = None,
+    ) -> Generator[None, None, Rollout]:
+        """As `generate` with stepwise=True. params: on the mesh that learns. They are copied when
+        the first step has been made."""
+        with jax.set_mesh(self.mesh):
+            inner = self.generate(
+                self.copied(params),
+                prompts,
+                key,
+                num_generations,
+                on_finished=on_finished,
+                between_chunks=self.between_chunks,
+                stepwise=True,
+            )
+        del params
+        while True:
+            # The programs of each step find the mesh; in between, the mesh that learns is current.
+            with jax.set_mesh(self.mesh):
+                try:
+                    next(inner)
+                except StopIteration as end:
+                    return end.value
+            yield
+
+    def copied(self, params: Params) -> Params:
+        """The weights on the mesh. Those that have not changed since the last time are there."""
+        leaves, treedef = jax.tree.flatten(params)
+        shardings = treedef.flatten_up_to(self.shardings)
+        before, copies = self._copied
+        before = before or [None] * len(leaves)
+        copies = [
+            copies[i] if leaf is before[i] else jax.device_put(leaf, shardings[i])
+            for i, leaf in enumerate(leaves)
+        ]
+        if self.has_frozen:
+            self._copied = leaves, copies
+        return treedef.unflatten(copies)
+
+
+def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
+    """Where the acting parameters of the model lie on this mesh."""
+    with jax.set_mesh(mesh):
+        frozen, trained = source.weight_tables(model)
+        base = None if frozen is None else weights.shardings(frozen)
+        return acting_params(base, weights.shardings(trained), model.lora)
+
+
+def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | None:
+    """How the run samples where rollout.mesh_shape gives sampling devices of its own; else None."""
+    mesh = session.parts.rollout_mesh
+    if mesh is None:
+        return None
+    model = session.parts.model
+    chosen = with_sampling_weights_apart(resolved, attached_machine().capacity)
+    session.console.say(
+        f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
+        f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
+    )
+    generate = make_generate(
+        resolved.cfg,
+        resolved.run.generation,
+        model.tokenizer.eos_ids,
+        model.tokenizer.pad_id,
+        resolved.dtype,
+        chosen.rollout,
+        model.tokenizer,
+        jnp.dtype(resolved.run.training.tp_reduce_dtype),
+    )
+    return SamplingApart(
+        mesh,
+        generate,
+        shardings_on(mesh, model),
+        model.lora is not None,
+        session.stopping.check_between_chunks,
+    )

@@ -1,0 +1,206 @@
+"""Batches of an algorithm, such as GRPO: collected as run_training.py collects them, and their
+gradient.
+
+Sampling, rewards, rows and the program of the gradient are those of a run, so that a loop written
+with them gives the same numbers.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import (
+    Algorithm,
+    Policy,
+    batch_fields,
+    comparison_of,
+    frozen_models,
+    max_rounds,
+    num_mini_batches,
+    reference_every,
+    stream_names,
+)
+from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.learner.apart import gradient_program
+from tunix_lite.learner.policy import STORED, make_policy
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.step import TrainStep
+from tunix_lite.models import decoder, source
+from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.planning.programs import policy_of
+from tunix_lite.runs.learner import sampler_of_run
+from tunix_lite.runs.setup import find_parts
+from tunix_lite.trainer.data import TOKENS_AT_ONCE
+from tunix_lite.trainer.programs import shardings_of
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
+
+if TYPE_CHECKING:
+    from tunix_lite.trainer.client import TrainingClient
+    from tunix_lite.trainer.trainer import Trainer
+
+
+class Collecting:
+    """What samples, grades and lays out batches as a run with the trainer's settings.
+
+    Example: batch, metrics, graded = trainer.collecting.collect(client, step=0).
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+        run = trainer.run
+        self.algorithm = run.algorithm
+        _check_collects(trainer)
+        parts = find_parts(run)
+        self.resolved = parts.resolved
+        self._closing = contextlib.ExitStack()
+        workers = parts.task.with_workers(run.rewards, _say_nothing, conversation=run.conversation)
+        self._task = self._closing.enter_context(workers)
+        self._generate = sampler_of_run(self.resolved, trainer.tokenizer)
+        self._policies: dict[LoraConfig | None, Policy] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the batches: sequences, tokens of each."""
+        return self.resolved.batch.sequences, sum(self.resolved.lengths)
+
+    def policy(self, client: "TrainingClient") -> Policy:
+        """The policy of clients with these adapters; its reference is where their training
+        starts."""
+        if client.lora not in self._policies:
+            reference = self._reference(client) if self.algorithm.needs_reference else None
+            resolved = replace(self.resolved, lora=client.lora)
+            self._policies[client.lora] = policy_of(resolved, self._generate, reference)
+        return self._policies[client.lora]
+
+    def _reference(self, client: "TrainingClient") -> Params:
+        if client.lora is not None:
+            return client.frozen
+        run = self.trainer.run
+        storage = STORED[run.training.mixed_precision]
+        params = source.load_base(self.trainer.found, run.seed, storage)
+        return decoder.copy_to_score(params, self.trainer.cfg, self.resolved.dtype)
+
+    def collect(self, client: "TrainingClient", step: int) -> tuple[Batch, Metrics, Graded | None]:
+        """See TrainingClient.collect."""
+        seed = self.trainer.run.seed
+        acting = acting_params(client.frozen, client.params, client.lora)
+        with error_context(f"step {step + 1}", RunFailed):
+            rollout = step // self.algorithm.updates_per_rollout
+            examples, _ = self._task.batch(self.resolved.batch.prompts, seed, rollout)
+            key = jax.random.fold_in(jax.random.key(seed), step)
+            return self.algorithm.collect(self.policy(client), self._task, acting, examples, key)
+
+    def close(self) -> None:
+        """Ends the reward workers."""
+        self._closing.close()
+
+
+def _say_nothing(text: str) -> None:
+    """A run would say it on the console."""
+
+
+def _check_collects(trainer: "Trainer") -> None:
+    """Raises ConfigError for settings that only a run can follow."""
+    run = trainer.run
+    algorithm = run.algorithm
+    needs_run = {
+        f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
+        "curriculum": run.curriculum.is_on,
+        "algorithm.mini_batches above 1": num_mini_batches(algorithm) > 1,
+        "algorithm.agreeing_groups=replace": max_rounds(algorithm) > 1,
+        "algorithm.reference_every above 0": reference_every(algorithm) > 0,
+        "an algorithm with a teacher": bool(frozen_models(algorithm)),
+    }
+    for name, is_on in needs_run.items():
+        if is_on:
+            raise ConfigError(f"{name} is for run_training.py: collect does not follow it")
+
+
+def gradient_of_batch(
+    trainer: "Trainer",
+    client: "TrainingClient",
+    loss: str | Algorithm,
+    settings: Mapping[str, Any],
+    batch: Batch,
+) -> tuple[Callable, RowBatch]:
+    """The program of the gradient of a batch, and the batch in rows. Raises ValueError for a batch
+    or a loss that do not go together."""
+    algorithm = algorithm_named(loss, tuple(sorted(settings.items())))
+    check_batch(batch, algorithm, trainer.cfg.vocab_size, trainer.max_length)
+    collecting = trainer.__dict__.get("collecting")
+    is_of_run = collecting is not None and np.shape(batch.tokens) == collecting.shape
+    shards = trainer.mesh.shape["fsdp"]
+    rows = collecting.resolved.rows if is_of_run else layout_of(*np.shape(batch.tokens), shards)
+    key = algorithm, is_of_run, rows, client.lora, shardings_of(client.params)
+
+    def make() -> Callable:
+        if is_of_run:
+            policy = policy_of(replace(collecting.resolved, lora=client.lora))
+        else:
+            temperature = trainer.run.learning_temperature
+            policy = make_policy(
+                trainer.cfg, None, temperature, trainer.dtype, **trainer.forward_settings
+            )
+        training = trainer.run.training
+        every = training.sync_gradients_every if is_of_run else 1
+        step = TrainStep(
+            policy, algorithm, None, rows.num_parts, client.lora, trainer.run.seed, every
+        )
+        return gradient_program(step, client.params)
+
+    return trainer.programs.once("batch", key, make), rows.lay_out(batch)[0]
+
+
+@cache
+def algorithm_named(loss: str | Algorithm, settings: tuple[tuple[str, Any], ...]) -> Algorithm:
+    """The algorithm of this name in conf/algorithm, with these settings; or the object itself.
+
+    Raises ConfigError for another name or setting.
+    """
+    if not isinstance(loss, str):
+        if settings:
+            raise ValueError("settings: an algorithm that is given as an object has its own")
+        return loss
+    return compose([f"algorithm={loss}", *(f"algorithm.{k}={v}" for k, v in settings)]).algorithm
+
+
+def layout_of(num_sequences: int, length: int, shards: int) -> RowLayout:
+    """A sequence a row, in as few micro-batches as TOKENS_AT_ONCE allows."""
+    per_shard = num_sequences // shards if num_sequences % shards == 0 else num_sequences
+    sizes = [n for n in range(1, per_shard + 1) if per_shard % n == 0]
+    fitting = [n for n in sizes if n * length <= TOKENS_AT_ONCE] or [1]
+    return RowLayout("none", per_shard // max(fitting))
+
+
+def check_batch(batch: Batch, algorithm: Algorithm, vocab_size: int, max_length: int) -> None:
+    """Raises ValueError for a batch that the model or the algorithm cannot take."""
+    if comparison_of(algorithm) is not None:
+        raise ValueError(
+            f"{type(algorithm).__name__} compares with a teacher, which only a run loads"
+        )
+    tokens = np.asarray(batch.tokens)
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(f"batch.tokens has shape {list(tokens.shape)}; it is [B, T], not empty")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"batch.tokens holds {tokens.min()} to {tokens.max()}; a token of this model is 0 to "
+            f"{vocab_size - 1}"
+        )
+    longest = int(np.asarray(batch.token_mask).sum(axis=1).max())
+    if longest > max_length:
+        raise ValueError(f"a sequence has {longest} tokens; the model takes up to {max_length}")
+    for name in stream_names(algorithm):
+        if name not in batch.streams:
+            raise ValueError(f"batch.streams[{name!r}] is missing; this loss needs it")
+    for name in ("loss_weight", *batch_fields(algorithm)):
+        values = getattr(batch, name)
+        if values is None:
+            raise ValueError(f"batch.{name} is missing; this loss needs it")
+        if not np.isfinite(np.asarray(values)).all():
+            raise ValueError(f"batch.{name} holds a number that is not finite")
