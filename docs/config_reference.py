@@ -38,7 +38,7 @@ from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import grid_world, guessing, tools
+from tunix_lite.environments import attempts, grid_world, guessing, open_env, text_arena, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -126,6 +126,11 @@ GROUPS = (
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Source: grid_world", "task.source.", grid_world.Worlds, None),
     Group("Environment: grid_world", "task.environment.", grid_world.GridWorld, None),
+    Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
+    Group("Source: textarena", "task.source.", text_arena.TextArenaGames, None),
+    Group("Environment: textarena", "task.environment.", text_arena.TextArena, None),
+    Group("Source: openenv", "task.source.", open_env.Episodes, None),
+    Group("Environment: openenv", "task.environment.", open_env.OpenEnv, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),

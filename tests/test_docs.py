@@ -36,6 +36,7 @@ from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
+from tunix_lite.environments import open_env, text_arena
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
@@ -91,6 +92,12 @@ LAUNCHERS = {  # what starts a program several times, and its options
 }
 SCRIPTS = ("sbatch", "bash", "kubectl apply -f")  # what runs a file of examples/launch
 MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
+# sources that make examples where their package is installed
+OF_PACKAGES = {
+    reasoning_gym.ReasoningGym: reasoning_gym.reasoning_gym,
+    text_arena.TextArenaGames: text_arena.textarena,
+    open_env.Episodes: open_env.GenericEnvClient,
+}
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
 ALLOWED = {
     "python3 -m venv .venv",
@@ -268,8 +275,10 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    is_made = not isinstance(run.task.source, reasoning_gym.ReasoningGym) or reasoning_gym.reasoning_gym is not None
-    if run.model.weights in ("bundled", "random") and is_made:
+    can_be_made = all(
+        package is not None for source, package in OF_PACKAGES.items() if isinstance(run.task.source, source)
+    )
+    if run.model.weights in ("bundled", "random") and can_be_made:
         task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)

@@ -5,7 +5,7 @@ import pytest
 from tunix_lite.commands.program import compose
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import try_environment
+from tunix_lite.environments.try_environment import Tried, try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def test_an_environment_that_fails_is_named_before_the_run(name, message):
 def test_what_takes_long_here_is_not_judged():
     task = task_of("Slow")
     settings = ConversationConfig(timeout=0.3)
-    assert try_environment(task.config.environment, {}, settings) == ("", None)
+    assert try_environment(task.config.environment, {}, settings) == Tried()
 
 
 def test_an_answer_that_the_chat_template_refuses_is_named(tmp_path):

@@ -45,3 +45,8 @@ def last_integer(text: str) -> int | None:
         if digits[sign:].isdecimal() and digits.isascii() and len(digits) <= 10:
             number = int(digits)
     return number
+
+
+def left_to_environment(completion: str, example: dict) -> float:
+    """0 for every completion: what is right, the environment alone can say."""
+    return 0.0

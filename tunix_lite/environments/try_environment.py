@@ -2,7 +2,7 @@
 second, not after the first rollout."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
@@ -14,17 +14,26 @@ SECONDS = 5.0
 FOR_GOOD = ("error", "not_a_turn", "crash")
 
 
-def try_environment(
-    environment: Any, example: dict, settings: ConversationConfig
-) -> tuple[str, str | list[dict] | None]:
-    """How the environment fails on an example, in words ("": it does not); and what it answers to
-    a made-up completion (None: nothing that is read).
+class Tried(NamedTuple):
+    """How an environment fails, in words ("": it does not); the prompt with which it begins (None:
+    that of the task); and what it answers to a made-up completion (None: nothing that is read).
+
+    Example: Tried("", "Guess a number.", "Higher.").
+    """
+
+    failing: str = ""
+    prompt: str | list[dict] | None = None
+    answer: str | list[dict] | None = None
+
+
+def try_environment(environment: Any, example: dict, settings: ConversationConfig) -> Tried:
+    """What an environment does with an example and a made-up completion.
 
     It is called in a process of its own, which ends with the call. Raises ValueError if that
     process cannot start.
 
-    Example: ("the environment failed with KeyError: 'secret' (my_game.py, line 3) for the example
-    {'question': '2 + 2'}", None).
+    Example: Tried("the environment failed with KeyError: 'secret' (my_game.py, line 3) for the
+    example {'question': '2 + 2'}").
     """
     own = replace(
         settings,
@@ -33,9 +42,9 @@ def try_environment(
         timeout=min(settings.timeout, SECONDS),
     )
     with EnvironmentPool(environment, own) as pool:
-        reply = pool.replay(0, example, [COMPLETION])[-1]
-        if reply.failure:
-            return (reply.message if reply.failure in FOR_GOOD else ""), None
-        if reply.turn is not None and not reply.turn.done:
-            return "", reply.turn.observation
-    return "", None
+        first, *others = pool.replay(0, example, [COMPLETION])
+        last = others[-1] if others else first
+        if last.failure:
+            return Tried(last.message if last.failure in FOR_GOOD else "")
+        prompt = None if first.turn is None else first.turn.observation
+        return Tried("", prompt, None if last.turn.done else last.turn.observation)

@@ -46,6 +46,7 @@ from tunix_lite.runs.fingerprint import (
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
+from tunix_lite.tasks.conversations import prompt_of
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Task
@@ -156,18 +157,27 @@ def with_rewards_tried(parts: Parts) -> Parts:
 
 def check_environment_answers(task: Task, settings: ConversationConfig, example: dict) -> None:
     """Raises ValueError if the environment of a task fails on an example and
-    conversation.on_error=raise, and if the chat template does not take what it answers."""
+    conversation.on_error=raise, if the chat template does not take what it says, or if the prompt
+    with which it begins is too long."""
     environment = task.config.environment
     if environment is None:
         return
-    failing, answer = try_environment(environment, example, settings)
-    if failing and settings.on_error == "raise":
+    tried = try_environment(environment, example, settings)
+    if tried.failing and settings.on_error == "raise":
         raise ValueError(
-            f"tried before the run: {failing}; conversation.on_error=zero or drop continues "
+            f"tried before the run: {tried.failing}; conversation.on_error=zero or drop continues "
             "without it"
         )
-    if answer is not None:
-        task.text.turn_tokens.between(answer, ended=True)
+    if tried.answer is not None:
+        task.text.turn_tokens.between(tried.answer, ended=True)
+    if tried.prompt is not None:
+        length = len(prompt_of(task.text, example, tried.prompt))
+        if length > task.max_prompt_length:
+            raise ValueError(
+                f"it begins with a prompt of {length} tokens, more than "
+                f"generation.max_prompt_length={task.max_prompt_length}; raise it to at least "
+                f"{length}"
+            )
 
 
 def check_trackers(run: RunConfig) -> None:

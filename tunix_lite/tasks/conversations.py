@@ -79,7 +79,7 @@ class EnvironmentPartner:
         return [
             self._text.prompt(example)
             if observation is None
-            else self._prompt_of(example, observation)
+            else prompt_of(self._text, example, observation)
             for example, observation in zip(self._examples, observations)
         ]
 
@@ -169,16 +169,18 @@ class EnvironmentPartner:
             completion=self._completions[row],
         )
 
-    def _prompt_of(self, example: dict, observation: str | list[dict]) -> list[int]:
-        """The prompt with which an environment begins, after the task's system message."""
-        if isinstance(observation, str):
-            observation = [{"role": "user", "content": observation}]
-        system = self._text.template.system
-        if system is not None and observation[0]["role"] != "system":
-            begins = self._text.template.with_system([], example)
-            observation = [{"role": "system", "content": begins[0].content}, *observation]
-        is_text = len(observation) == 1 and observation[0]["role"] == "user"
-        return self._turns.prompt(observation[0]["content"] if is_text else observation)
+
+def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) -> list[int]:
+    """The tokens of the prompt with which an environment begins, after the task's system
+    message."""
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    system = text.template.system
+    if system is not None and observation[0]["role"] != "system":
+        begins = text.template.with_system([], example)
+        observation = [{"role": "system", "content": begins[0].content}, *observation]
+    is_text = len(observation) == 1 and observation[0]["role"] == "user"
+    return text.turn_tokens.prompt(observation[0]["content"] if is_text else observation)
 
 
 def answer_from(reply: Reply) -> Answer:

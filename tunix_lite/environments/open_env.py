@@ -1,0 +1,199 @@
+"""A client of OpenEnv servers (extra `openenv`): the environment runs wherever its server does."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.environments.environment import Turn
+from tunix_lite.environments.examples import Draws
+
+# Imported with this module, which a run imports only for this task: the start of a worker may take
+# the seconds that it needs, a call may not.
+try:
+    from openenv.core import GenericEnvClient
+except ImportError as error:
+    GenericEnvClient = None
+    WHY_NOT = str(error)
+
+# of an observation, not meant for the model
+NOT_SHOWN = ("done", "reward", "metadata")
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Episodes of an OpenEnv server, each with a seed of its own. A task's source.
+
+    Example: {"seed": 1608637542}.
+    """
+
+    # Episodes in one pass of the training data.
+    num_train: int = 1_000_000
+    # Held-out episodes, for evaluation.
+    num_held_out: int = 64
+
+    def __post_init__(self):
+        if min(self.num_train, self.num_held_out) < 1:
+            raise ValueError(
+                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
+                "least 1"
+            )
+
+    @property
+    def train(self) -> Draws:
+        """The training stream."""
+        return Draws(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> Draws:
+        """The held-out set: other seeds."""
+        return Draws(self, held_out=True, count=self.num_held_out)
+
+    def make(self, rng: np.random.Generator) -> dict:
+        """One episode."""
+        check_openenv()
+        return {"seed": int(rng.integers(2**31))}
+
+
+@dataclass
+class OpenEnv:
+    """A session of an OpenEnv server for each conversation. What `reset` shows is the prompt.
+
+    Example: OpenEnv("http://127.0.0.1:8000", action_field="message") sends {"message": completion}
+    and shows the model the observation that comes back.
+    """
+
+    # Address of the server.
+    url: str = "http://127.0.0.1:8000"
+    # Field of an action that holds the completion.
+    action_field: str = "message"
+    # Other fields of every action.
+    action: dict = field(default_factory=dict)
+    # Function (completion) -> action, as a dict, instead of action_field.
+    make_action: Callable | None = None
+    # Field of an observation that the model reads. null shows all of them, as JSON.
+    observation_field: str | None = None
+    # Function (observation, as a dict) -> text, instead of observation_field.
+    show: Callable | None = None
+    # Fields of an example that `reset` gets.
+    reset_fields: tuple[str, ...] = ("seed",)
+    # Seconds that the server may take to open a session.
+    connect_timeout: float = 3.0
+    # Seconds that the server may take to answer. Below conversation.timeout, so that a server that
+    # hangs ends one conversation, and not the process with all of them.
+    answer_timeout: float = 8.0
+
+    def __post_init__(self):
+        if min(self.connect_timeout, self.answer_timeout) <= 0:
+            raise ValueError(
+                f"connect_timeout={self.connect_timeout}, answer_timeout={self.answer_timeout}: "
+                "both must be above 0"
+            )
+        if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ValueError(f"url={self.url!r} must begin with http://, https://, ws:// or wss://")
+        if self.action_field in self.action:
+            raise ValueError(
+                f"action has {self.action_field!r}, which is action_field and holds the completion"
+            )
+        self._client = None
+
+    def reset(self, example: dict) -> str | None:
+        """Opens a session, and begins an episode."""
+        check_openenv()
+        if missing := [name for name in self.reset_fields if name not in example]:
+            raise ValueError(f"reset_fields has {missing[0]!r}, which the example has not")
+        # It answers the server's pings in a thread of its own: the model may take minutes.
+        self._client = GenericEnvClient(
+            base_url=self.url,
+            connect_timeout_s=self.connect_timeout,
+            message_timeout_s=self.answer_timeout,
+        ).sync()
+        try:
+            self._client.connect()
+        except Exception as error:
+            self.close()
+            raise ConnectionError(
+                f"no OpenEnv server answers at task.environment.url={self.url} ({_line(error)})"
+            ) from error
+        result = self._asked("reset", **{name: example[name] for name in self.reset_fields})
+        self._session = self._connection()
+        return self._text(result.observation) or None
+
+    def step(self, completion: str) -> Turn:
+        """Sends an action, and shows what comes back."""
+        action = self.action | {self.action_field: completion}
+        if self.make_action is not None:
+            action = self.make_action(completion)
+        result = self._asked("step", action)
+        # The client connects again by itself: to a new session, in which this episode is not.
+        if self._connection() is not self._session:
+            self.close()
+            raise ConnectionError(f"the session at {self.url} was lost in the middle of an episode")
+        if result.done:
+            self.close()
+        turn = Turn(self._text(result.observation), result.reward or 0.0, bool(result.done))
+        return turn
+
+    def close(self) -> None:
+        """Ends the session, which makes room for another one."""
+        if self._client is not None:
+            with suppress(Exception):
+                self._client.close()
+        self._client = None
+
+    def _asked(self, method: str, *given: Any, **named: Any) -> Any:
+        """The answer of the server. A session that failed is closed."""
+        if self._client is None:
+            raise ValueError("the episode is over: call reset first")
+        try:
+            return getattr(self._client, method)(*given, **named)
+        except TimeoutError as error:
+            self.close()
+            raise TimeoutError(
+                f"the server at {self.url} did not answer {method} in {self.answer_timeout:g} "
+                "seconds (task.environment.answer_timeout)"
+            ) from error
+        except Exception as error:
+            self.close()
+            raise RuntimeError(
+                f"the server at {self.url} failed in {method}: {_line(error)}"
+            ) from error
+
+    def _connection(self) -> Any:
+        """What stands for the session: another object after the client has connected again."""
+        return getattr(self._client.async_client, "_ws", None)
+
+    def _text(self, observation: Any) -> str:
+        """What the model reads of an observation."""
+        if self.show is not None:
+            return str(self.show(observation))
+        if self.observation_field is None:
+            if not isinstance(observation, dict):
+                return str(observation)
+            shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+            return json.dumps(shown, ensure_ascii=False)
+        if not isinstance(observation, dict) or self.observation_field not in observation:
+            names = ", ".join(observation) if isinstance(observation, dict) else "no fields"
+            raise ValueError(
+                f"observation_field={self.observation_field!r}: the observations of {self.url} "
+                f"have {names}"
+            )
+        value = observation[self.observation_field]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def check_openenv() -> None:
+    """Raises ValueError if OpenEnv is not installed."""
+    if GenericEnvClient is None:
+        raise ValueError(
+            f"task=openenv needs OpenEnv ({WHY_NOT}): pip install 'tunix_lite[openenv]'"
+        )
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
