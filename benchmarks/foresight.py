@@ -1,11 +1,13 @@
 """Is a step's time known before it runs? Twenty settings of the bundled model, predicted and then measured.
 
-    python benchmarks/foresight.py [--steps 8] [--only 5] [--out FILE.json]
+    python benchmarks/foresight.py [--rounds 2] [--steps 10] [--only 5] [--out FILE.json]
 
 For each setting a process of its own predicts (as `tunix-lite plan` does: each program timed by itself, put together by
 the scheduler and the packing) and another one trains for some steps. Lengths come from one run of the default setting,
-which is made first; no setting sees its own lengths. Printed are both times, phase by phase, how far off the step was,
-and Kendall's tau between the two orders. The targets: every step within 20 %, and tau of at least 0.8.
+which is made first; no setting sees its own lengths. A machine is not equally fast all the time, so the settings are
+gone through in rounds, and both times of a setting are medians over the rounds; FILE.json keeps every round, and a
+later call with the same file adds its own. Printed are both times, phase by phase, how far off the step was, and
+Kendall's tau between the two orders. The targets: every step within 20 %, and tau of at least 0.8.
 """
 
 import argparse
@@ -99,6 +101,22 @@ def predict(overrides: list[str], recorded: str, run: str) -> list[dict]:
     return [{"name": row.name, "predicted": row.predicted, "measured": row.measured} for row in rows]
 
 
+def medians(rounds: list[list[dict]]) -> dict[str, dict]:
+    """One setting over its rounds: by phase, the median predicted and the median measured seconds."""
+    named = [{row["name"]: row for row in rows} for rows in rounds]
+    found = {}
+    for name in named[0]:
+        there = [rows[name] for rows in named if name in rows]
+        found[name] = {side: _median([row[side] for row in there]) for side in ("predicted", "measured")}
+    return found
+
+
+def _median(values: list[float | None]) -> float | None:
+    """Of the values that there are."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
 def shown(rows: dict[str, dict], name: str) -> str:
     """Predicted and measured seconds of a phase."""
     if name not in rows or rows[name]["measured"] is None:
@@ -106,38 +124,56 @@ def shown(rows: dict[str, dict], name: str) -> str:
     return f"{rows[name]['predicted']:7.3f} {rows[name]['measured']:7.3f}"
 
 
+def summary(settings: list[dict]) -> dict:
+    """How well the predictions of all settings agree with what was measured."""
+    steps = [setting["medians"]["step"] for setting in settings]
+    offs = [abs(step["predicted"] / step["measured"] - 1) for step in steps]
+    predicted = [step["predicted"] for step in steps]
+    measured = [step["measured"] for step in steps]
+    return {
+        "within_20_percent": sum(off <= 0.2 for off in offs),
+        "median_off": statistics.median(offs),
+        "most_off": max(offs),
+        "kendall_tau": kendall_tau(predicted, measured) if settings[1:] else None,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=8, help="steps of each run; the first two do not count")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run; the first two do not count")
+    parser.add_argument("--rounds", type=int, default=2, help="times that all settings are gone through")
     parser.add_argument("--only", type=int, default=len(SETTINGS), help="the first so many settings")
-    parser.add_argument("--out", type=Path, help="file for the figures, JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures, JSON; rounds that it holds count, too")
     args = parser.parse_args()
 
-    results = []
+    earlier = json.loads(args.out.read_text())["settings"] if args.out and args.out.exists() else []
+    rounds_of = {tuple(setting["overrides"]): setting["rounds"] for setting in earlier}
+    settings = [{"overrides": one, "rounds": rounds_of.get(tuple(one), [])} for one in SETTINGS[: args.only]]
     with tempfile.TemporaryDirectory() as folder:
         recorded = Path(folder) / "recorded"
-        trained([], recorded, 4)
+        # completions grow longer while a model learns, so the recorded run is as long as the others
+        trained([], recorded, args.steps)
         print(f"{'rollout s':>15} {'scoring s':>15} {'update s':>15} {'step s':>15}  off by  setting", flush=True)
-        for i, overrides in enumerate(SETTINGS[: args.only]):
+        for i in range(args.rounds * len(settings)):
+            setting = settings[i % len(settings)]
             run = Path(folder) / f"run{i}"
-            trained(overrides, run, args.steps)
-            rows = {row["name"]: row for row in compared(overrides, recorded, run)}
+            trained(setting["overrides"], run, args.steps)
+            setting["rounds"].append(compared(setting["overrides"], recorded, run))
+            setting["medians"] = rows = medians(setting["rounds"])
             off = rows["step"]["predicted"] / rows["step"]["measured"] - 1
-            results.append({"overrides": overrides, "rows": list(rows.values()), "off": off})
             cells = " ".join(shown(rows, name) for name in ("rollout", "scoring", "update", "step"))
-            print(f"{cells}  {off:+6.0%}  {' '.join(overrides) or '(default)'}", flush=True)
+            print(f"{cells}  {off:+6.0%}  {' '.join(setting['overrides']) or '(default)'}", flush=True)
+            if args.out and i % len(settings) == len(settings) - 1:
+                found = {"benchmark": "foresight"} | summary(settings) | {"settings": settings}
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
 
-    steps = [{row["name"]: row for row in result["rows"]}["step"] for result in results]
-    offs = [abs(result["off"]) for result in results]
-    tau = (
-        kendall_tau([step["predicted"] for step in steps], [step["measured"] for step in steps]) if steps[1:] else None
+    found = summary(settings)
+    print(
+        f"step within 20 %: {found['within_20_percent']} of {len(settings)}; "
+        f"median off {found['median_off']:.0%}, most {found['most_off']:.0%}"
     )
-    within = sum(off <= 0.2 for off in offs)
-    print(f"step within 20 %: {within} of {len(offs)}; median off {statistics.median(offs):.0%}, most {max(offs):.0%}")
-    if tau is not None:
-        print(f"Kendall's tau of the two orders: {tau:.2f}")
-    if args.out:
-        args.out.write_text(json.dumps({"benchmark": "foresight", "settings": results, "kendall_tau": tau}, indent=1))
+    if found["kendall_tau"] is not None:
+        print(f"Kendall's tau of the two orders: {found['kendall_tau']:.2f}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ ARMS = {
     "none": [],
     "carry": ["rollout.overlap=carry", "rollout.max_staleness=2"],
     "carry_1": ["rollout.overlap=carry", "rollout.max_staleness=1"],
+    "carry_3": ["rollout.overlap=carry", "rollout.max_staleness=3"],
     "carry_4": ["rollout.overlap=carry", "rollout.max_staleness=4"],
     "one_step": ["rollout.overlap=one_step"],
 }

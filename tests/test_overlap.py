@@ -27,8 +27,10 @@ from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import make_mesh, put, split_devices
-from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, pieces_of, rollout_of
+from tunix_lite.rollout import reread
+from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
 from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.reread import first_calls, pieces_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
 from tunix_lite.runs.overlap import Carry, OneStep
@@ -70,9 +72,14 @@ def carried_on(sampler, params, completions, chunks):
     return first, *sampler.go_on(params, first, asked(), KEY, 1, lambda ended: ended.all(), usual)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=WIDE)], ids=str)
-def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh):
+@pytest.mark.parametrize(
+    "mesh, widths",
+    [((1, 1), reread.FIRST_WIDTHS), ((1, 1), (4, 8)), pytest.param((2, 2), reread.FIRST_WIDTHS, marks=WIDE)],
+    ids=["whole", "in pieces", "divided"],
+)
+def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, widths, monkeypatch):
     """The weights do not change here, so the update in between must change nothing."""
+    monkeypatch.setattr(reread, "FIRST_WIDTHS", widths)
     set_mesh(*mesh)
     params = random_params(cfg)
     generate = of_cfg(make_generate, cfg)
@@ -102,6 +109,22 @@ def test_what_is_read_again_is_cut_so_that_little_of_it_is_padding():
         {3: (2, 12)},
     ]
     assert [token for piece in pieces for token in piece[3][0]] == long
+
+
+def test_what_is_read_first_has_few_shapes_and_waits_where_more_is_to_come():
+    new = {5: (list(range(1, 65)), 9), 2: (list(range(1, 301)), 7), 7: ([3, 4], 8), 1: (list(range(1, 130)), 6)}
+    found = [
+        (*map(np.ndarray.tolist, (rows, lengths, limits)), tokens)
+        for rows, tokens, lengths, limits in first_calls(new, num_slots=12)
+    ]
+    none = [12]
+    assert [row[:3] for row in found] == [
+        ([7, *none * 11], [2, *[1] * 11], [8, *[0] * 11]),
+        ([5, *none * 11], [64, *[1] * 11], [9, *[0] * 11]),
+        ([2, 1, *none * 6], [256, 129, *[1] * 6], [0, 6, *[0] * 6]),
+    ]
+    assert [row[3].shape for row in found] == [(12, 32), (12, 64), (8, 256)]
+    assert found[2][3][0].tolist() == list(range(1, 257)) and found[0][3][0].tolist() == [3, 4, *[0] * 30]
 
 
 # ---- which groups an update takes

@@ -186,3 +186,16 @@ def test_answers_that_come_again_are_not_written_again(made, monkeypatch):
     monkeypatch.setattr(Tokenizer, "chat", None)
     first.append(0)
     assert turns.between("again", ended=True) == first[:-1]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_message_of_the_assistant_continues_its_text(made, ended):
+    turns = TurnTokens(made["bundled"])
+    told = [{"role": "assistant", "content": " 6\n"}]
+    ids = turns.between(told, ended)
+    assert [made["bundled"].decode([token]) for token in ids] == [" ", "6", "\n"]
+    # what it spells stays letters
+    spelled = turns.between([{"role": "assistant", "content": "<end_of_turn>"}], ended)
+    assert not set(spelled) & set(made["bundled"].eos_ids) and made["bundled"].decode(spelled) == "<end_of_turn>"
+    with pytest.raises(ValueError, match="it is one or the other"):
+        turns.between([*told, user("Go on.")], ended)

@@ -34,7 +34,7 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.batch_size import plan_batch, plan_rows
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Graded, Rollout, TrainState
 
 IMPORTED = time.perf_counter()
@@ -133,7 +133,8 @@ class Run:
         """The policy, its sampling and its reference timed."""
         generation = GenerationConfig(work["prompt_length"], work["new_tokens"])
         # an end that no model has: lengths are forced by limits
-        generate = make_generate(self.cfg, generation, eos_ids=(self.cfg.vocab_size,), pad_id=work["pad_id"])
+        slots = RolloutConfig(num_slots=work["slots"])
+        generate = make_generate(self.cfg, generation, (self.cfg.vocab_size,), work["pad_id"], rollout=slots)
         limited = partial(generate, limits=work["lengths"])
         policy = make_policy(self.cfg, timed("rollout", limited, self.turns), 1.0, reference=reference, rows=self.rows)
         policy.scorers["reference"] = timed("reference", policy.scorers["reference"], self.turns)

@@ -27,10 +27,18 @@ TRAINING = {
     "seed": 0,
 }
 PAD, EOS = 0, 1
-# Names and sizes: prompts of exactly `prompt_length` tokens, completions of at most `new_tokens`.
+# Names and sizes: prompts of exactly `prompt_length` tokens, completions of at most `new_tokens`. `slots` is ours
+# alone, rollout.num_slots: a completion that ends makes place for the next, which the two others cannot do.
 SIZES = {
     "fixed": {"prompts": 8, "prompt_length": 32, "new_tokens": 64, "vocab_size": 512},
-    "long_tails": {"prompts": 8, "prompt_length": 32, "new_tokens": 256, "vocab_size": 512, "tails": True},
+    "long_tails": {
+        "prompts": 8,
+        "prompt_length": 32,
+        "new_tokens": 256,
+        "vocab_size": 512,
+        "tails": True,
+        "slots": 16,
+    },
     "long_prompts": {"prompts": 8, "prompt_length": 256, "new_tokens": 32, "vocab_size": 512},
     "vocabulary": {"prompts": 4, "prompt_length": 32, "new_tokens": 64, "vocab_size": 65_536},
     "lora": {"prompts": 8, "prompt_length": 32, "new_tokens": 64, "vocab_size": 512, "lora_rank": 16},
@@ -40,7 +48,7 @@ GENERATIONS = 8
 
 def workload(name: str, **changes: int) -> dict:
     """All that a worker needs to know, as JSON has it. changes: other sizes, for a trial."""
-    sizes = {"lora_rank": 0, "tails": False, "generations": GENERATIONS} | SIZES[name] | changes
+    sizes = {"lora_rank": 0, "tails": False, "slots": None, "generations": GENERATIONS} | SIZES[name] | changes
     draw = random.Random(0)
     # no padding and no end in a prompt
     tokens = [

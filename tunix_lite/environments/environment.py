@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from tunix_lite.rewards.worker import KEPT, short_repr
 
 # who speaks in what an environment answers
-ROLES = ("system", "user", "tool", "environment", "developer")
+# a message of the assistant continues the model's own text
+ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
 # names of the parts of a turn, in a dict or as attributes; the first that is there counts
 OBSERVATION = ("observation", "observations", "obs")
 DONE = ("done", "terminated")

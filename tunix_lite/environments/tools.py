@@ -8,7 +8,7 @@ from tunix_lite.environments.environment import Loop, Turn
 from tunix_lite.environments.schemas import misfit, schema_of, tool_name
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
 
-ROLES = ("tool", "user")
+ROLES = ("tool", "user", "assistant")
 NO_CALLS_LEFT = "There are no calls left. Give your answer."
 
 
@@ -30,8 +30,11 @@ class ToolEnvironment:
     reward: Callable | None = None
     # Calls in a conversation, at most. Parallel ones count each.
     max_calls: int = 8
-    # Role of the messages with results: tool, or user where the chat template knows no tools.
+    # Role of the messages with results: tool, user where the chat template knows no tools, or
+    # assistant, which puts results into the model's own text.
     role: str = "tool"
+    # How a result is written, where {result} stands for it.
+    result: str = "{result}"
     # Characters of a result that the model reads.
     max_result: int = 2000
     # Function (completion) -> calls, for a form of your own.
@@ -46,7 +49,11 @@ class ToolEnvironment:
         if self.max_result < 1:
             raise ValueError(f"max_result={self.max_result} must be at least 1")
         if self.role not in ROLES:
-            raise ValueError(f"role={self.role!r}; it is tool or user")
+            raise ValueError(f"role={self.role!r}; it is tool, user or assistant")
+        if "{result}" not in self.result:
+            raise ValueError(
+                f"result={self.result!r} has no {{result}}, where a result would stand"
+            )
         names = [tool_name(tool) for tool in self.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
@@ -69,6 +76,7 @@ class ToolEnvironment:
         if not calls or self.was_asked:
             return self._answered(completion, calls)
         left = max(0, self.max_calls - self.num_calls)
+        is_first = self.num_calls == 0
         self.num_calls += len(calls)
         made = [self._made(call) for call in calls[:left]]
         messages = [self._message(call, text) for call, (text, _) in zip(calls, made)]
@@ -76,16 +84,14 @@ class ToolEnvironment:
             self.was_asked = True
             messages.append(self._message(calls[left], NO_CALLS_LEFT))
         failed = sum(not is_right for _, is_right in made)
-        info = {"tool_calls": len(made), "tool_errors": failed}
+        # once in a conversation, whether or not it comes to an answer
+        info = {"tool_calls": len(made), "tool_errors": failed, "called_a_tool": is_first}
         return Turn(self._joined(messages), info=info)
 
     def _answered(self, completion: str, calls: list[ToolCall]) -> Turn:
         reward = 0.0 if self.reward is None else self.reward(completion, self.example)
-        return Turn("", reward, done=True, info={"tool_calls": 0, "called_a_tool": self._called})
-
-    @property
-    def _called(self) -> bool:
-        return self.num_calls > 0
+        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
+        return Turn("", reward, done=True, info=info)
 
     def _made(self, call: ToolCall) -> tuple[str, bool]:
         """What a call comes to, as the model reads it, and whether it went well."""
@@ -114,12 +120,14 @@ class ToolEnvironment:
         return text if more <= 0 else f"{text[: self.max_result]}... and {more} more characters"
 
     def _message(self, call: ToolCall, text: str) -> dict:
-        if self.role == "user":
-            return {"role": "user", "content": text}
+        text = self.result.replace("{result}", text)
+        if self.role != "tool":
+            return {"role": self.role, "content": text}
         return {"role": "tool", "name": call.name or "tool", "content": text}
 
     def _joined(self, messages: list[dict]) -> list[dict]:
         """Results in one message where templates want user and assistant in turns."""
         if self.role == "tool":
             return messages
-        return [{"role": "user", "content": "\n".join(m["content"] for m in messages)}]
+        between = "\n" if self.role == "user" else ""
+        return [{"role": self.role, "content": between.join(m["content"] for m in messages)}]

@@ -56,7 +56,8 @@ class TurnTokens:
 
         messages: what was answered, {role, content} each; a text is a user's message. ended:
         whether the turn's last token is one that ends it; else it was cut, and the token that ends
-        it comes first here. Without a chat template, what was answered stands there as it is.
+        it comes first here. Without a chat template, what was answered stands there as it is. So
+        do messages of the assistant: they continue the model's own text, with no turn in between.
 
         Raises ValueError where the chat template refuses these messages.
         """
@@ -77,7 +78,13 @@ class TurnTokens:
         tokenizer = self.tokenizer
         answered = self._quoted(messages)
         contents = [message["content"] for message in answered]
-        if not tokenizer.has_chat_template:
+        roles = [message["role"] for message in answered]
+        if "assistant" in roles and set(roles) != {"assistant"}:
+            raise ValueError(
+                "an answer has messages of the assistant, which continue the model's text, and "
+                f"others ({', '.join(roles)}); it is one or the other"
+            )
+        if not tokenizer.has_chat_template or "assistant" in roles:
             return tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
 
         def write(read: Callable) -> str:

@@ -5,7 +5,7 @@ Nothing of a cache is kept. A completion that goes on is read again, prompt and 
 the weights that draw its next token; so a run that is resumed from tokens alone draws the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,22 +18,12 @@ from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout.engine import RolloutArrays, make_prepare, sampler_spec
-from tunix_lite.rollout.extend import (
-    EXTEND_WIDTHS,
-    FEW_SLOTS,
-    TurnPrograms,
-    extend_calls,
-    make_turn_programs,
-)
 from tunix_lite.rollout.programs import (
     Programs,
-    Queue,
-    Slots,
-    at_home,
-    counting_jit,
     make_programs,
 )
 from tunix_lite.rollout.requests import Request, StopCriteria, check_prompts, stop_text_end
+from tunix_lite.rollout.reread import RereadPrograms, make_reread_programs, read_again
 from tunix_lite.rollout.scheduler import (
     RolloutScheduler,
     padded_width,
@@ -108,9 +98,7 @@ class CarrySampler:
     generation: GenerationConfig
     rollout: RolloutConfig
     programs: Programs
-    turns: TurnPrograms
-    # (slots, queue, drawn [B]) -> Slots, compiled: see place_requests
-    place: Callable
+    reread: RereadPrograms
     prepare: Callable
     criteria: StopCriteria
 
@@ -194,7 +182,7 @@ class CarrySampler:
         )
         weights = self.prepare(params)
         carried = every_prompt[:num_carried]
-        read = partial(read_again, self.place, self.turns, weights, carried, requests, num_slots)
+        read = partial(read_again, self.reread, weights, carried, requests, num_slots)
         temperature = np.float32(self.generation.temperature)
         return RolloutScheduler(
             self.programs, weights, temperature, requests, blocks, num_slots, key, carried, read
@@ -218,10 +206,9 @@ def make_carry_sampler(
     programs = make_programs(spec)
     criteria = StopCriteria(ends, generation.stop, tokenizer)
     criteria.check()
-    place = counting_jit(place_requests, programs.compiles, donate_argnums=0)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    turns = make_turn_programs(programs)
-    return CarrySampler(generation, rollout, programs, turns, place, prepare, criteria)
+    reread = make_reread_programs(programs)
+    return CarrySampler(generation, rollout, programs, reread, prepare, criteria)
 
 
 def order_of_requests(
@@ -248,75 +235,6 @@ def _keys(seed_key: jax.Array, steps: Sequence[int]) -> jax.Array:
         for step in set(steps)
     }
     return jax.random.wrap_key_data(np.stack([of_step[step] for step in steps]))
-
-
-def place_requests(
-    slots: Slots,
-    queue: Queue,
-    drawn_B: jax.Array,
-) -> Slots:
-    """The first requests of the queue take the first slots, which are empty; they run once `extend`
-    has read their tokens. drawn_B: tokens that each has; 0: nobody takes the slot."""
-    is_taken_B = drawn_B > 0
-    request_B = jnp.arange(len(drawn_B))
-    keys_B = queue.keys[jnp.minimum(request_B, len(queue.rows) - 1)]
-    placed = slots.replace(
-        requests=jnp.where(is_taken_B, request_B, slots.requests),
-        keys=jnp.where(is_taken_B, keys_B, slots.keys),
-        num_drawn=jnp.where(is_taken_B, drawn_B, slots.num_drawn),
-        num_taken=is_taken_B.sum(dtype=slots.num_taken.dtype),
-    )
-    return at_home(placed, "batch")
-
-
-def read_again(
-    place: Callable,
-    turns: TurnPrograms,
-    per_layer_params: Params,
-    prompts: Prompts,
-    requests: Sequence[Request],
-    num_slots: int,
-    slots: Slots,
-    queue: Queue,
-) -> Slots:
-    """The slots, all empty until now, with the first requests in them: each is read whole, prompt
-    and tokens so far, with these weights."""
-    drawn = np.zeros(num_slots, np.int32)
-    new = {}
-    for slot, (prompt, request) in enumerate(zip(prompts, requests)):
-        drawn[slot] = len(request.tokens)
-        new[slot] = ([*prompt, *request.tokens], request.limit)
-    slots = place(slots, queue, drawn)
-
-    # As many at once as extend takes without a row for every slot; those of one length together.
-    at_once = FEW_SLOTS if axis_size("fsdp") == 1 else num_slots
-    by_length = sorted(new, key=lambda slot: len(new[slot][0]))
-    for i in range(0, len(by_length), at_once):
-        together = {slot: new[slot] for slot in by_length[i : i + at_once]}
-        for piece in pieces_of(together):
-            for call in extend_calls(piece, num_slots):
-                arrays = (call.rows, call.tokens, call.counts, call.limits)
-                slots = turns.extend(slots, per_layer_params, *arrays)
-    return slots
-
-
-def pieces_of(
-    new: dict[int, tuple[list[int], int]],
-) -> Iterator[dict[int, tuple[list[int], int]]]:
-    """The tokens by slot in pieces, one after the other, so that little padding is read: what is
-    left is cut at 64 tokens, unless 256 are padded by fewer than 64. Only the last piece has the
-    limit: until then the slot waits."""
-    middle, widest = EXTEND_WIDTHS[1:]
-    while new:
-        following = {}
-        piece = {}
-        for slot, (tokens, limit) in new.items():
-            width = widest if len(tokens) > widest - middle else middle
-            piece[slot] = (tokens[:width], 0 if tokens[width:] else limit)
-            if tokens[width:]:
-                following[slot] = (tokens[width:], limit)
-        yield piece
-        new = following
 
 
 def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> Metrics:
