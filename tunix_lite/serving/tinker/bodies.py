@@ -78,7 +78,7 @@ def datum(given: WireDatum) -> Datum:
     return Datum(given.tokens, **{INPUTS[name]: given.inputs[name] for name in given.inputs})
 
 
-def prompt_of(body: Mapping[str, Any]) -> list[int]:
+def prompt_tokens(body: Mapping[str, Any]) -> list[int]:
     """The tokens of a ModelInput. Raises ValueError."""
     chunks = body.get("prompt", {}).get("chunks") if isinstance(body.get("prompt"), dict) else None
     if not isinstance(chunks, list):
@@ -96,7 +96,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[int]:
 
 def check_sample(body: Mapping[str, Any]) -> None:
     """Raises BadCall for a sample request that no server could answer."""
-    prompt_of(body)
+    prompt_tokens(body)
     whole_field(body | {"num_samples": body.get("num_samples", 1)}, "num_samples", 1, MOST_SAMPLES)
     for name in NOT_SAMPLED:
         if body.get(name):

@@ -96,7 +96,7 @@ class LiveModels:
     def sample(self, count: int, asked: list[tuple[TinkerRequest, dict]]) -> list[bytes]:
         """The results of sample requests of one sampler, each with `count` samples."""
         sampler = self.sampler(self.store.get("sampler", asked[0][0].owner))
-        prompts = [bodies.prompt_of(body) for _, body in asked]
+        prompts = [bodies.prompt_tokens(body) for _, body in asked]
         settings = [bodies.sample_settings(body, request.id) for request, body in asked]
         drawn = sampler.sample(prompts, count, settings)
         results = []
