@@ -189,6 +189,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tasks",
         "tracking.tracker",
         "train",
+        "trainer",
         "types",
     },
     "commands": {
