@@ -111,6 +111,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "plain_text",
         "rollout.live",
         "rollout.live_programs",
+        "trainer",
     },
     "runs": {
         "runs",
@@ -215,6 +216,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tasks",
         "tracking",
         "train",
+        "trainer",
         "types",
     },
     "__main__.py": {"commands", "hints"},
