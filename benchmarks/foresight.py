@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--only", type=int, default=len(SETTINGS), help="the first so many settings")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON; rounds that it holds count, too")
     args = parser.parse_args()
+    if args.only < 1 or args.rounds < 1 or args.steps < 3:
+        parser.error("--only and --rounds are at least 1, --steps at least 3, as the first two do not count")
 
     earlier = json.loads(args.out.read_text())["settings"] if args.out and args.out.exists() else []
     rounds_of = {tuple(setting["overrides"]): setting["rounds"] for setting in earlier}

@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware
@@ -173,6 +174,11 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="of the run, as on the command line of train")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step of two layers instead")
     args = parser.parse_args()
+    for target in args.targets:
+        try:
+            find_machine(target)
+        except ConfigError as error:
+            parser.error(str(error))
     for target in args.targets:
         found: dict[str, list[dict]] = {"decode": [], "update": []}
         for model in args.models:

@@ -239,6 +239,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs; needs --out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the JSON files")
     args = parser.parse_args()
+    for option, names, known in (
+        ("workloads", args.workloads, workloads.SIZES),
+        ("frameworks", args.frameworks, WORKERS),
+    ):
+        wrong = [name for name in names.split(",") if name not in known]
+        if wrong:
+            parser.error(f"--{option}: there is no {wrong[0]!r}; there are {','.join(known)}")
     if args.tiny and args.out == RESULTS:
         parser.error("--tiny gives no results worth keeping: name another folder with --out")
 

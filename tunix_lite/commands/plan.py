@@ -89,6 +89,9 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if settings.verify is not None:
         print("\n".join(verified(run, settings)))
         return
+    if settings.lengths_of is not None:
+        # A wrong folder is refused before minutes of compiling.
+        recorded_lengths(settings.lengths_of)
     found = make_plans(run, settings, sys.argv[1:])
     if settings.predict:
         found = predicted(found, settings)
