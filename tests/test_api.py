@@ -48,7 +48,7 @@ def test_the_task_of_that_page_is_one():
     assert task.rewards["correct"].fn(f"so {example['answer']}", example) == 1.0
 
 
-@pytest.mark.parametrize("file", ["rl_loop.py", "notebook.py"])
+@pytest.mark.parametrize("file", ["rl_loop.py", "notebook.py", "trainer_grpo.py"])
 def test_examples_are_written_with_these_names_alone(file):
     tree = ast.parse((ROOT / "examples" / file).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

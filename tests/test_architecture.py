@@ -111,6 +111,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "plain_text",
         "rollout.live",
         "rollout.live_programs",
+        "trainer",
     },
     "runs": {
         "runs",
@@ -188,6 +189,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tasks",
         "tracking.tracker",
         "train",
+        "trainer",
         "types",
     },
     "commands": {
@@ -214,6 +216,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "tasks",
         "tracking",
         "train",
+        "trainer",
         "types",
     },
     "__main__.py": {"commands", "hints"},

@@ -578,7 +578,8 @@ def test_the_metrics_page_names_every_metric_and_no_other():
     of_the_example = {f"reward/{name}" for name in names}
     of_the_example |= {"time/teacher", "time/first"}  # scorers, which are time/<name>
     # what environments count, which are conversation/<name>
-    of_the_example |= {f"conversation/{name}" for name in ("won", "tool_calls", "tool_errors", "called_a_tool")}
+    counted = ("won", "tool_calls", "tool_errors", "called_a_tool", "invalid_move", "attempts")
+    of_the_example |= {f"conversation/{name}" for name in counted}
     mentioned = {re.sub("<[a-z]+>|(?<=_at_)[0-9]+", "<name>", key) for key in mentioned}
     assert {key for key in mentioned if key.partition("/")[0] in parts} <= documented | of_the_example
 

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from tunix_lite.commands.program import compose
+from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.environments.tool_calls import expression_in
+from tunix_lite.environments.tools import ToolEnvironment
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -105,6 +108,20 @@ def test_answers_become_tokens_of_the_template_and_turns_texts(tokenizer):
     assert metrics["reward/environment"] == 1.0
     assert metrics["conversation/turns"] == 2 and metrics["conversation/ended_by_done"] == 0.5
     assert metrics["conversation/calls"] == 4
+
+
+def test_calls_of_tools_are_counted_and_how_many_went_well(tokenizer):
+    tools = ToolEnvironment((calculator,), role="user", calls=expression_in)
+    said = [["2 + 2 =", "4"], ["1 / 0 ="], ["7"], ["3 * 3 =", "5 + 5 ="]]
+    with open_task(tokenizer, tools) as task:
+        _, graded = hold(task, said)
+    found = {name: graded.metrics[f"conversation/{name}"] for name in ("tool_calls", "tool_errors", "called_a_tool")}
+    # four calls in four conversations, one of which failed; three conversations called
+    assert found == {"tool_calls": 1.0, "tool_errors": 0.25, "called_a_tool": 0.75}
+    assert graded.metrics["conversation/tool_success"] == 0.75
+    with open_task(tokenizer, tools) as task:
+        _, graded = hold(task, [["7"]])
+    assert "conversation/tool_success" not in graded.metrics
 
 
 def test_rewards_of_the_task_are_about_the_last_turn(tokenizer):

@@ -202,9 +202,14 @@ def test_a_conversation_with_tools_by_hand():
         {"role": "tool", "name": "weather", "content": "Ulm: 21 C"},
         {"role": "tool", "name": "calculator", "content": "7"},
     ]
-    assert (turn.reward, turn.done, turn.info) == (0.0, False, {"tool_calls": 2, "tool_errors": 0})
+    assert (turn.reward, turn.done, turn.info) == (
+        0.0,
+        False,
+        {"tool_calls": 2, "tool_errors": 0, "called_a_tool": True},
+    )
     turn = environment.step("It is 7.")
-    assert (turn.reward, turn.done, turn.info["called_a_tool"]) == (1.0, True, True)
+    # said once, with the first call
+    assert (turn.reward, turn.done, turn.info["called_a_tool"]) == (1.0, True, False)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +227,7 @@ def test_what_goes_wrong_in_a_call_is_what_the_model_reads(completion, observati
     environment.reset({})
     turn = environment.step(completion)
     assert turn.observation[0]["content"].startswith(observation)
-    assert not turn.done and turn.info == {"tool_calls": 1, "tool_errors": 1}
+    assert not turn.done and turn.info == {"tool_calls": 1, "tool_errors": 1, "called_a_tool": True}
 
 
 def test_a_budget_of_calls_ends_the_conversation():
@@ -265,7 +270,8 @@ def test_tools_are_called_in_a_worker_process():
         assert pool.reset(0, {}).result().turn is None
         reply = pool.step(0, call("weather", city="Ulm")).result()
         assert reply.turn.observation == [{"role": "tool", "name": "weather", "content": "Ulm: 21 C"}]
-        assert pool.step(0, "done").result().turn == Turn("", 0.0, True, {"tool_calls": 0, "called_a_tool": True})
+        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
+        assert pool.step(0, "done").result().turn == Turn("", 0.0, True, info)
 
 
 # ---- the bundled tools

@@ -2,19 +2,26 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import tunix_lite
+from tunix_lite.api import Reward, compose, train
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
+from tunix_lite.rewards.text import brevity
 from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import TOKEN_LOSSES, token_loss
 from tunix_lite.trainer.sampling import SampleSettings
-from tunix_lite.types import RowBatch, TokenScores
+from tunix_lite.types import Batch, RowBatch, TokenScores
 
 TINY = [
     "model=random",
@@ -164,7 +171,7 @@ def test_adapters_share_the_base_and_nothing_else(trainer, client):
 
 def test_an_update_that_is_not_finite_is_not_made(client):
     before = flat(client.params)
-    client.forward_backward([Datum([5], [6], advantages=[3e38], logprobs=[-3e38])], "importance_sampling")
+    client.forward_backward([Datum([5, 6], [6, 7], weights=[3e38, 3e38])])
     assert client.optim_step()["train/skipped"] == 1
     np.testing.assert_array_equal(flat(client.params), before)
     assert client.step == 1
@@ -345,3 +352,101 @@ def test_a_mesh_changes_no_number(trainer, client):
         settings = {"max_tokens": 6, "seed": 5}
         here, there = client.sample([[5, 6], [7]], 2, settings), other.sample([[5, 6], [7]], 2, settings)
         assert [one.tokens for one in there] == [one.tokens for one in here]
+
+
+# ---- batches of an algorithm
+
+RUN = [
+    *TINY,
+    ONE,
+    "generation.max_new_tokens=8",
+    "training.prompts_per_step=2",
+    "training.packing=none",
+    "training.gradient_accumulation_steps=2",
+    "training.max_steps=3",
+    "training.save_interval_steps=0",
+    "algorithm.num_generations=4",
+    "evaluation.num_examples=0",
+    "tracking.report=false",
+    "optimizer.learning_rate=1e-2",
+]
+
+
+def both_loops(run, folder):
+    """Of run_training and of the parts: metrics that are not of the clock, of each step, and the last state."""
+    state = jax.device_get(train(run, folder))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = []
+    with tunix_lite.Trainer(run) as trainer:
+        client = trainer.adapter() if run.model.lora.rank else trainer.full()
+        for step in range(len(rows)):
+            batch, metrics, _ = client.collect(step)
+            metrics |= client.forward_backward(batch, run.algorithm).metrics
+            metrics |= client.optim_step(optimizer=run.optimizer)
+            of_the_clock = ("time/", "perf/", "memory/")
+            found.append({k: float(v) for k, v in metrics.items() if not k.startswith(of_the_clock)})
+        ours = jax.device_get(client.state)
+    rows = [{name: row[name] for name in mine} for row, mine in zip(rows, found, strict=True)]
+    return (rows, jax.tree.leaves(state)), (found, jax.tree.leaves(ours))
+
+
+@pytest.mark.wide
+def test_grpo_by_these_parts_is_run_training(tmp_path):
+    """Two programs for one: with the flags of the tests the last digit of an update may differ."""
+    run = compose(RUN)
+    run = replace(run, task=replace(run.task, rewards={"short": Reward(partial(brevity, length=20))}))
+    (theirs, state), (found, ours) = both_loops(run, tmp_path / "run")
+    for step, row in enumerate(theirs):
+        assert len(row) > 30 and row["train/grad_norm"] > 0 and row["reward/mean"] > 0
+        assert found[step] == pytest.approx(row, rel=1e-4, abs=1e-6), step
+    for x, y in zip(ours, state, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 4])
+def test_grpo_by_these_parts_is_the_quickstart_bit_for_bit(rank, tmp_path):
+    """With XLA's own flags, so in a process of its own: every metric, and every bit of weights and moments."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parent)}
+    code = f"import test_trainer; test_trainer.compare_quickstart({rank}, {str(tmp_path / 'run')!r})"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parents[1])
+
+
+def compare_quickstart(rank: int, folder: str) -> None:
+    steps = ["training.max_steps=3", "training.save_interval_steps=0", "evaluation.num_examples=0", "seed=1"]
+    run = compose([*steps, "evaluation.interval_steps=0", "tracking.report=false", f"model.lora.rank={rank}"])
+    (theirs, state), (found, ours) = both_loops(run, Path(folder))
+    assert found == theirs and all(len(row) > 30 for row in theirs)
+    for x, y in zip(ours, state, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.wide
+def test_a_batch_by_hand_is_the_same_as_data(client):
+    tokens = np.array([[5, 6, 7, 8], [9, 10, 11, 0], [5, 5, 5, 5]], np.int32)
+    mask = tokens > 0
+    weight = np.array([[0, 0, 1, 2], [0, 1, 1, 0], [0, 0, 0, 3]], np.float32)
+    batch = Batch(tokens, mask, weight)
+    of_batch = client.forward_backward(batch, "sft").loss
+    together = flat(client._grads)
+    client._grads = None
+    data = [Datum(ids[m][:-1], ids[m][1:], w[m][1:]) for ids, m, w in zip(tokens, mask, weight)]
+    assert client.forward_backward(data).loss == pytest.approx(of_batch, rel=1e-5)
+    np.testing.assert_allclose(flat(client._grads), together, atol=1e-5)
+
+    for wrong, loss, words in [
+        (batch, "grpo", "batch.advantages is missing; this loss needs it"),
+        (batch.replace(advantages=weight, old_logprobs=weight * NAN), "dr_grpo", "old_logprobs holds a number that"),
+        (batch, "grpoo", "grpoo"),
+        (batch.replace(tokens=tokens + 512), "sft", "batch.tokens holds 512 to 523"),
+        (batch.replace(loss_weight=weight[:2]), "sft", "loss_weight has shape"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            client.forward_backward(wrong, loss)
+
+
+@pytest.mark.wide
+def test_collect_refuses_what_only_a_run_can_follow():
+    run = compose([*RUN, "model.lora.rank=2", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"])
+    with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
+        trainer.adapter().collect(0)

@@ -28,6 +28,10 @@ from tunix_lite.tasks.sources import Arithmetic, Jsonl
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
+from tunix_lite.trainer.client import TrainingClient
+from tunix_lite.trainer.data import Datum
+from tunix_lite.trainer.sampling import SampleSettings
+from tunix_lite.trainer.trainer import Trainer
 from tunix_lite.types import Batch, Graded, Rollout, TokenScores, TrainState
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "Batch",
     "Completion",
     "ConfigError",
+    "Datum",
     "Distill",
     "EvaluateTaskConfig",
     "GenerationConfig",
@@ -53,6 +58,7 @@ __all__ = [
     "RowLayout",
     "RunConfig",
     "RunFailed",
+    "SampleSettings",
     "StepDone",
     "Task",
     "TaskConfig",
@@ -60,6 +66,8 @@ __all__ = [
     "Tracker",
     "TrainState",
     "TrainStep",
+    "Trainer",
+    "TrainingClient",
     "compose",
     "correct",
     "evaluate_model",

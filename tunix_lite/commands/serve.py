@@ -1,9 +1,12 @@
-"""`tunix-lite serve checkpoint=outputs/latest`: a model behind the OpenAI API."""
+"""`tunix-lite serve checkpoint=outputs/latest`: a model behind the OpenAI API or the Tinker API."""
 
 import asyncio
 import os
+import sqlite3
 import sys
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import jax
 
@@ -14,14 +17,21 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.plain_text import visible
-from tunix_lite.serving.app import EngineFailed, Server, ServerSettings
+from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
+from tunix_lite.serving.listen import ServerSettings
+from tunix_lite.serving.tinker.app import TinkerLimits, TinkerServer
+from tunix_lite.serving.tinker.store import Store
+
+APIS = ("openai", "tinker")
 
 
 @dataclass(frozen=True)
 class ServeConfig(WhichWeights):
     """Where the server listens, and what it lets clients do."""
 
+    # Protocol: openai samples from a model, tinker also trains adapters on it for its clients.
+    api: str = "openai"
     # Address to listen on. 127.0.0.1 answers this machine only, 0.0.0.0 every network.
     host: str = "127.0.0.1"
     # Port to listen on. 0 takes a free one.
@@ -30,7 +40,7 @@ class ServeConfig(WhichWeights):
     served_name: str | None = None
     # Environment variable that holds the API key. null asks clients for none.
     api_key_variable: str | None = None
-    # Sequences that may wait for a slot. A request beyond them is answered with 429.
+    # Sequences that may wait for a slot; of tinker, requests that may wait. One more gets 429.
     max_waiting: int = 256
     # Bytes of a request, at most.
     max_body: int = 1048576
@@ -38,11 +48,19 @@ class ServeConfig(WhichWeights):
     request_seconds: float = 600.0
     # Seconds that requests under way may take after SIGTERM or Ctrl-C.
     stop_seconds: float = 30.0
+    # Of tinker: folder for models, checkpoints and requests. The next server on it goes on.
+    state_folder: str = "outputs/tinker"
+    # Of tinker: models, and samplers, that stay on the devices. Others wait in the folder.
+    max_models: int = 16
 
     def __post_init__(self):
+        if self.api not in APIS:
+            raise ValueError(f"api={self.api}; there is {' and '.join(APIS)}")
+        if self.api == "tinker" and self.checkpoint is not None:
+            raise ValueError("checkpoint= is for api=openai; api=tinker starts from model.weights")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port}; it is 0 to 65535")
-        for name in ("max_waiting", "max_body", "request_seconds", "stop_seconds"):
+        for name in ("max_waiting", "max_body", "request_seconds", "stop_seconds", "max_models"):
             if getattr(self, name) < (0 if name in ("max_waiting", "stop_seconds") else 1):
                 raise ValueError(f"{name}={getattr(self, name)} is too small")
         super().__post_init__()
@@ -61,6 +79,26 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
     key = _api_key(settings)
     if jax.process_count() > 1:
         raise ConfigError("serve runs in one process; start one server on each machine")
+    how = ServerSettings(
+        host=settings.host,
+        port=settings.port,
+        api_key=key,
+        max_body=settings.max_body,
+        request_seconds=settings.request_seconds,
+        stop_seconds=settings.stop_seconds,
+    )
+    try:
+        if settings.api == "tinker":
+            _serve_tinker(run, settings, how)
+        else:
+            _serve_openai(run, settings, how)
+    except OSError as error:
+        raise ConfigError(f"host={settings.host} port={settings.port}: {error}") from error
+    except EngineFailed as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
     model = open_chosen_model(run, settings)
     with error_context("serve"):
         engine = live_engine(model, run.generation, run.rollout, settings.max_waiting)
@@ -71,23 +109,44 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
         generation.max_new_tokens,
         min(engine.spec.max_length, model.cfg.max_positions),
     )
-    how = ServerSettings(
-        host=settings.host,
-        port=settings.port,
-        api_key=key,
-        max_body=settings.max_body,
-        request_seconds=settings.request_seconds,
-        stop_seconds=settings.stop_seconds,
-    )
     server = Server(engine, model.tokenizer, limits, how)
+    lines = [
+        f"{engine.num_slots} slots, prompts of up to {limits.max_prompt_length} tokens, "
+        f"completions of up to {limits.max_new_tokens}"
+    ]
     try:
-        asyncio.run(server.run(lambda address: _say(server, address)))
-    except OSError as error:
-        raise ConfigError(f"host={settings.host} port={settings.port}: {error}") from error
-    except EngineFailed as error:
-        raise SystemExit(f"error: {error}") from error
+        asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()
+
+
+def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
+    # The trainer composes settings by a room of commands, which this module is part of.
+    from tunix_lite.trainer.trainer import Trainer
+
+    generation = run.generation
+    folder = Path(settings.state_folder).expanduser()
+    try:
+        store = Store(folder)
+    except (OSError, sqlite3.Error) as error:
+        message = f"{error}; it cannot be written, or another server uses it"
+        raise ConfigError(f"state_folder={folder}: {message}") from error
+    trainer = Trainer(
+        run,
+        max_prompt_length=generation.max_prompt_length,
+        max_new_tokens=generation.max_new_tokens,
+    )
+    name = settings.served_name or trainer.model_name
+    limits = TinkerLimits(name, trainer.max_length, settings.max_waiting, settings.max_models)
+    server = TinkerServer(trainer, store, limits, how)
+    lines = [f"sequences of up to {limits.max_length} tokens; state in {folder}"]
+    if server.worker.num_waiting:
+        lines.append(f"{server.worker.num_waiting} requests of the server before are done first")
+    try:
+        asyncio.run(server.run(partial(_say, name, how, lines, "")))
+    finally:
+        trainer.close()
+        store.close()
 
 
 def _check_aiohttp() -> None:
@@ -111,19 +170,10 @@ def _name_of(model: LanguageModel) -> str:
     return model.run.resolve().name if model.run is not None else model.source.name
 
 
-def _say(server: Server, address: str) -> None:
+def _say(name: str, how: ServerSettings, lines: list[str], path: str, address: str) -> None:
     """What the terminal shows once the server listens."""
-    limits = server.limits
-    lines = [
-        f"model {limits.model_name}: {address}/v1",
-        f"{server.engine.num_slots} slots, prompts of up to {limits.max_prompt_length} tokens, "
-        f"completions of up to {limits.max_new_tokens}",
-    ]
-    if server.settings.api_key is None and server.settings.host not in (
-        "127.0.0.1",
-        "localhost",
-        "::1",
-    ):
-        lines.append("no API key: everybody who reaches this address can use it")
-    for line in lines:
+    shown = [f"model {name}: {address}{path}", *lines]
+    if how.api_key is None and how.host not in ("127.0.0.1", "localhost", "::1"):
+        shown.append("no API key: everybody who reaches this address can use it")
+    for line in shown:
         print(visible(line), file=sys.stderr, flush=True)

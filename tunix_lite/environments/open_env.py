@@ -134,8 +134,7 @@ class OpenEnv:
             raise ConnectionError(f"the session at {self.url} was lost in the middle of an episode")
         if result.done:
             self.close()
-        turn = Turn(self._text(result.observation), result.reward or 0.0, bool(result.done))
-        return turn
+        return Turn(self._text(result.observation), result.reward or 0.0, bool(result.done))
 
     def close(self) -> None:
         """Ends the session, which makes room for another one."""
@@ -170,18 +169,17 @@ class OpenEnv:
         """What the model reads of an observation."""
         if self.show is not None:
             return str(self.show(observation))
-        if self.observation_field is None:
-            if not isinstance(observation, dict):
-                return str(observation)
-            shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
-            return json.dumps(shown, ensure_ascii=False)
-        if not isinstance(observation, dict) or self.observation_field not in observation:
-            names = ", ".join(observation) if isinstance(observation, dict) else "no fields"
-            raise ValueError(
-                f"observation_field={self.observation_field!r}: the observations of {self.url} "
-                f"have {names}"
-            )
-        value = observation[self.observation_field]
+        if not isinstance(observation, dict):
+            return str(observation)
+        shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+        value = shown
+        if self.observation_field is not None:
+            if self.observation_field not in observation:
+                raise ValueError(
+                    f"observation_field={self.observation_field!r}: the observations of {self.url} "
+                    f"have {', '.join(shown) or 'no fields'}"
+                )
+            value = observation[self.observation_field]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -76,6 +76,7 @@ class ToolEnvironment:
         if not calls or self.was_asked:
             return self._answered(completion, calls)
         left = max(0, self.max_calls - self.num_calls)
+        is_first = self.num_calls == 0
         self.num_calls += len(calls)
         made = [self._made(call) for call in calls[:left]]
         messages = [self._message(call, text) for call, (text, _) in zip(calls, made)]
@@ -83,16 +84,14 @@ class ToolEnvironment:
             self.was_asked = True
             messages.append(self._message(calls[left], NO_CALLS_LEFT))
         failed = sum(not is_right for _, is_right in made)
-        info = {"tool_calls": len(made), "tool_errors": failed}
+        # once in a conversation, whether or not it comes to an answer
+        info = {"tool_calls": len(made), "tool_errors": failed, "called_a_tool": is_first}
         return Turn(self._joined(messages), info=info)
 
     def _answered(self, completion: str, calls: list[ToolCall]) -> Turn:
         reward = 0.0 if self.reward is None else self.reward(completion, self.example)
-        return Turn("", reward, done=True, info={"tool_calls": 0, "called_a_tool": self._called})
-
-    @property
-    def _called(self) -> bool:
-        return self.num_calls > 0
+        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
+        return Turn("", reward, done=True, info=info)
 
     def _made(self, call: ToolCall) -> tuple[str, bool]:
         """What a call comes to, as the model reads it, and whether it went well."""

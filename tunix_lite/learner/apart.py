@@ -66,31 +66,35 @@ def add_gradients(grads: Params, more: Params) -> Params:
     return jax.tree.map(jnp.add, grads, more)
 
 
-def optimizer_with_rate(
-    cfg: Optimizer, table: Table | None, rate: Any
+def optimizer_of_client(
+    cfg: Optimizer, table: Table | None, rate: Any = None, max_steps: int = 1
 ) -> optax.GradientTransformation:
-    """The chain of these settings with this learning rate, a number or a traced one. Its state has
-    the same form whether gradients are clipped or not."""
+    """The chain of these settings, with this learning rate, a number or a traced one; None: with
+    their schedule over max_steps. Its state has the same form whether gradients are clipped or
+    not."""
     clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
-    return make_optimizer(clipped, 1, table, rate=lambda count: rate)
+    schedule = None if rate is None else lambda count: rate
+    return make_optimizer(clipped, max_steps, table, schedule)
 
 
 def optimizer_program(
-    cfg: Optimizer, table: Table | None, seed: int, state: TrainState
+    cfg: Optimizer, table: Table | None, seed: int, state: TrainState, max_steps: int
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """(state, gradients, loss, learning rate) -> (state, metrics), compiled; it donates the state.
 
-    As in TrainStep, nothing moves where the loss or a gradient is not finite. state: such as it
-    will get.
+    A learning rate of None is that of the schedule. It is computed inside, as in a run: outside,
+    its last digit could differ. As in TrainStep, nothing moves where the loss or a gradient is not
+    finite. state: such as it will get.
     """
     places = jax.tree.map(lambda x: x.sharding, state)
 
     def applied(
-        state: TrainState, grads: Params, loss: jax.Array, rate: jax.Array
+        state: TrainState, grads: Params, loss: jax.Array, rate: jax.Array | None
     ) -> tuple[TrainState, Metrics]:
         norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        new, size = apply_update(optimizer_with_rate(cfg, table, rate), grads, state, seed)
+        optimizer = optimizer_of_client(cfg, table, rate, max_steps)
+        new, size = apply_update(optimizer, grads, state, seed)
         old = state.params, state.opt_state
         params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
         metrics = {

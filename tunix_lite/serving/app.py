@@ -8,12 +8,9 @@ aiohttp is imported where the server starts, as it is an extra: `pip install 'tu
 
 import asyncio
 import contextlib
-import hmac
-import json
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tunix_lite.models.tokenizer import Tokenizer
@@ -26,6 +23,7 @@ from tunix_lite.rollout.live import (
 )
 from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
 from tunix_lite.serving.calls import BadCall, Call, Limits, read_call
+from tunix_lite.serving.listen import ServerSettings, TimedOut, is_key, listen, read_json
 from tunix_lite.serving.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -33,33 +31,8 @@ if TYPE_CHECKING:
 
 # Paths that need no key.
 OPEN = ("/healthz",)
-# Seconds within which a client must have sent its body.
-BODY_SECONDS = 30.0
 # Seconds after which a client that was refused may ask again.
 RETRY_AFTER = 1
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """How the server listens, and what it lets clients do.
-
-    Example: ServerSettings(port=8000, api_key="secret").
-    """
-
-    host: str = "127.0.0.1"
-    # 0 takes a free one
-    port: int = 8000
-    api_key: str | None = None
-    # bytes
-    max_body: int = 2**20
-    # seconds from a request to its last token
-    request_seconds: float = 600.0
-    # seconds that requests under way may take after SIGTERM
-    stop_seconds: float = 30.0
-
-
-class _TimedOut(Exception):
-    """A request took too long."""
 
 
 class Server:
@@ -109,45 +82,15 @@ class Server:
         return app
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Serves until SIGTERM or SIGINT; ready(address) is called once it listens.
+        """Serves until SIGTERM or SIGINT, as `listen`. Raises EngineFailed."""
+        await listen(self.application(), self.settings, ready, self._check, self._stopping)
 
-        Then it takes no more requests, and those under way have stop_seconds to end.
-        """
-        from aiohttp import web
+    def _check(self) -> None:
+        if not self.engine.is_alive:
+            raise EngineFailed(f"the engine failed: {self.engine.failure}")
 
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, stop.set)
-        # The request of a client that goes away is cancelled.
-        runner = web.AppRunner(
-            self.application(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=self.settings.stop_seconds,
-        )
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, self.settings.host, self.settings.port)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            ready(f"http://{host}:{port}")
-            await self._until_stopped(stop)
-            self.is_stopping = True
-            await site.stop()
-        finally:
-            # waits for the requests under way
-            await runner.cleanup()
-
-    async def _until_stopped(self, stop: asyncio.Event) -> None:
-        """Returns when a signal came; raises EngineFailed if the engine ends by itself."""
-        while not stop.is_set():
-            if not self.engine.is_alive:
-                raise EngineFailed(f"the engine failed: {self.engine.failure}")
-            try:
-                await asyncio.wait_for(stop.wait(), timeout=0.5)
-            except TimeoutError:
-                continue
+    def _stopping(self) -> None:
+        self.is_stopping = True
 
     # ---- what stands around every request
 
@@ -172,7 +115,7 @@ class Server:
         except EngineFailed as error:
             status = 503
             body = error_body(str(error), "server_error")
-        except _TimedOut as error:
+        except TimedOut as error:
             status = 504
             body = error_body(str(error), "timeout")
         except web.HTTPException as error:
@@ -190,13 +133,10 @@ class Server:
     async def _check_key(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
         from aiohttp import web
 
-        key = self.settings.api_key
-        if key is not None and request.path not in OPEN:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            # in constant time, so that the time tells nothing of the key
-            if not hmac.compare_digest(given.encode(), key.encode()):
-                body = error_body("the API key is wrong or missing", "authentication_error")
-                return web.json_response(body, status=401)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if request.path not in OPEN and not is_key(given, self.settings.api_key):
+            body = error_body("the API key is wrong or missing", "authentication_error")
+            return web.json_response(body, status=401)
         return await handler(request)
 
     # ---- endpoints
@@ -255,7 +195,7 @@ class Server:
     async def _answer(self, request: "web.Request", is_chat: bool) -> "web.StreamResponse":
         from aiohttp import web
 
-        body = await _read_json(request)
+        body = await read_json(request)
         # Templates and tokenizers take their time, and other clients do not wait for it.
         call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
         answer = ApiAnswer(call, self.tokenizer)
@@ -290,7 +230,7 @@ class Server:
                 is_first = index not in seen
                 seen.add(index)
                 await response.write(event(answer.piece(index, piece, is_first)))
-        except (EngineFailed, _TimedOut) as error:
+        except (EngineFailed, TimedOut) as error:
             if response is None:
                 raise
             await response.write(event(error_body(str(error), "server_error")))
@@ -335,7 +275,7 @@ class Server:
                     index, new = await asyncio.wait_for(arrived.get(), timeout=max(0.0, seconds))
                 except TimeoutError:
                     most = self.settings.request_seconds
-                    raise _TimedOut(f"the request took more than {most:g} s") from None
+                    raise TimedOut(f"the request took more than {most:g} s") from None
                 if choices[index].finish_reason is not None:
                     continue
                 if new.reason == "error":
@@ -349,16 +289,3 @@ class Server:
         finally:
             for sequence in sequences:
                 self.engine.cancel(sequence)
-
-
-async def _read_json(request: "web.Request") -> object:
-    """The body of a request. Raises BadCall if it is no JSON."""
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            raw = await request.read()
-    except TimeoutError:
-        raise _TimedOut(f"the body did not come within {BODY_SECONDS:g} s") from None
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadCall(f"the body is no JSON: {error}") from error

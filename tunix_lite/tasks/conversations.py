@@ -277,7 +277,9 @@ def conversation_metrics(rollout: Rollout) -> Metrics:
 
     # What environments count, such as calls of tools: means over conversations.
     names = sorted({name for turn in turns for name in turn.reply.info})
+    totals = {name: sum(float(turn.reply.info.get(name, 0)) for turn in turns) for name in names}
     for name in names:
-        total = sum(float(turn.reply.info.get(name, 0)) for turn in turns)
-        metrics[f"conversation/{name}"] = total / len(conversations)
+        metrics[f"conversation/{name}"] = totals[name] / len(conversations)
+    if totals.get("tool_calls") and "tool_errors" in totals:
+        metrics["conversation/tool_success"] = 1 - totals["tool_errors"] / totals["tool_calls"]
     return metrics

@@ -115,6 +115,7 @@ def _check_collects(trainer: "Trainer") -> None:
         "algorithm.mini_batches above 1": num_mini_batches(algorithm) > 1,
         "algorithm.agreeing_groups=replace": max_rounds(algorithm) > 1,
         "algorithm.reference_every above 0": reference_every(algorithm) > 0,
+        "training.micro_batch_size=auto": run.training.micro_batch_size == "auto",
         "an algorithm with a teacher": bool(frozen_models(algorithm)),
     }
     for name, is_on in needs_run.items():

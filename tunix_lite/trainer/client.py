@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,11 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Algorithm
-from tunix_lite.learner.apart import add_gradients, optimizer_with_rate
+from tunix_lite.learner.apart import add_gradients, optimizer_of_client
 from tunix_lite.learner.optim import (
     Optimizer,
     OptimizerConfig,
     init_opt_state,
-    learning_rate_at,
-    num_updates,
     scaled_for,
 )
 from tunix_lite.models.lora import LoraConfig
@@ -197,7 +195,7 @@ class TrainingClient(Weights):
         super().__init__(trainer, params, lora, seed)
         self._optimizer = optimizer
         self._table = trainer.trained_table(lora)
-        opt_state = init_opt_state(optimizer_with_rate(optimizer, self._table, 0.0), params)
+        opt_state = init_opt_state(optimizer_of_client(optimizer, self._table), params)
         self._step = put(np.int32(0))
         self._opt_state = opt_state
         self._grads: Params | None = None
@@ -301,25 +299,24 @@ class TrainingClient(Weights):
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
         if optimizer is None:
-            rate = _checked_rate(learning_rate)
+            rate = put(_checked_rate(learning_rate))
             numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
             optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **_finite(numbers))
         else:
             optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
-            steps = self.trainer.run.training.max_steps
-            rate = learning_rate_at(optimizer, steps, num_updates(self._opt_state))
+            # its schedule says the rate
+            rate = None
         if type(optimizer) is not type(self._optimizer):
             raise ValueError(
                 f"this client's optimizer is {type(self._optimizer).__name__}, and these are "
                 f"settings of {type(optimizer).__name__}"
             )
-        optimizer = replace(optimizer, learning_rate=0.0, schedule="constant", warmup_steps=0)
         program = self.trainer.programs.optimizer(optimizer, self._table, self.state)
         loss = put(np.float32(self._loss))
         grads = self._grads
         self._grads = None
         self._loss = 0.0
-        state, metrics = program(self.state, grads, loss, put(np.float32(rate)))
+        state, metrics = program(self.state, grads, loss, rate)
         self._take(state)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
@@ -359,7 +356,7 @@ class TrainingClient(Weights):
         kind = kind_of(self.trainer.run.model.weights, self.lora, optimizer)
         state = load_state(Path(path).absolute(), self.state, kind)
         if not optimizer:
-            fresh = optimizer_with_rate(self._optimizer, self._table, 0.0)
+            fresh = optimizer_of_client(self._optimizer, self._table)
             state = state.replace(opt_state=init_opt_state(fresh, state.params))
         self._grads = None
         self._loss = 0.0
@@ -404,10 +401,10 @@ class TrainingClient(Weights):
         return self.trainer.in_worker(self.load, *arguments, **settings)
 
 
-def _checked_rate(rate: float) -> float:
+def _checked_rate(rate: float) -> np.float32:
     if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
         raise ValueError(f"learning_rate={rate}; it is 0 or more, and finite")
-    return float(rate)
+    return np.float32(rate)
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float]:

@@ -53,6 +53,8 @@ class TrainerPrograms:
     policy: Policy
     # of rounding
     seed: int
+    # of the schedule of a run
+    max_steps: int = 1
     kept: dict[str, OrderedDict] = field(default_factory=dict)
 
     def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Callable:
@@ -68,7 +70,7 @@ class TrainerPrograms:
 
     def optimizer(self, cfg: Optimizer, table: Table | None, state: TrainState) -> Callable:
         """As learner.apart.optimizer_program."""
-        make = partial(optimizer_program, cfg, table, self.seed, state)
+        make = partial(optimizer_program, cfg, table, self.seed, state, self.max_steps)
         return self.once("optimizer", (cfg, shardings_of(state)), make)
 
     def once(self, kind: str, key: Any, make: Callable[[], Callable]) -> Callable:

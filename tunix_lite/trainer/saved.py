@@ -22,6 +22,8 @@ from tunix_lite.types import Params, TrainState
 
 # The file beside the checkpoints.
 KIND = "trainer.json"
+# And what a process that was killed may leave of it.
+HALF = f"{KIND}.tmp"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / KIND).exists():
         _check_kind(folder, kind, "save to another folder")
-    elif any(folder.iterdir()):
+    elif any(file.name != HALF for file in folder.iterdir()):
         raise ValueError(
             f"{folder} is not empty, and nothing in it says what it is: save elsewhere"
         )
@@ -100,7 +102,7 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _write_kind(folder: Path, kind: SavedKind) -> None:
-    half = folder / f"{KIND}.tmp"
+    half = folder / HALF
     half.write_text(json.dumps(asdict(kind)) + "\n")
     os.replace(half, folder / KIND)
 

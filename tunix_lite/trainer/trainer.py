@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.commands.program import compose
 from tunix_lite.config import RunConfig
-from tunix_lite.errors import error_context
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.models import attention, decoder, source, weights
@@ -65,6 +65,8 @@ class Trainer:
             self.run = settings[0]
         else:
             self.run = compose(list(settings))
+        if jax.process_count() > 1:
+            raise ConfigError("Trainer runs in one process; run_training.py spans several")
         with error_context(""):
             self.found = source.download(source.locate(self.run.model))
         with error_context("model.mesh_shape"):
@@ -79,7 +81,7 @@ class Trainer:
         self._full: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
         self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed)
+        self.programs = TrainerPrograms(self._policy(), self.run.seed, self.run.training.max_steps)
 
     def _policy(self) -> Policy:
         scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)

@@ -1,0 +1,417 @@
+"""The Tinker face: bytes as the SDK writes and reads them, fair turns, and nothing lost that was acknowledged."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tunix_lite.commands.serve import ServeConfig
+from tunix_lite.serving.calls import BadCall
+from tunix_lite.serving.listen import ServerSettings
+from tunix_lite.serving.tinker import bodies, wire
+from tunix_lite.serving.tinker.app import TinkerLimits, TinkerServer
+from tunix_lite.serving.tinker.live_models import LiveModels
+from tunix_lite.serving.tinker.store import DONE, FAILED, Store, TinkerRequest
+from tunix_lite.serving.tinker.work import MOST_ATTEMPTS, Waiting, Worker
+
+# What the SDK 0.38.0 sends for forward(one datum, "ppo", {"clip_low_threshold": 0.8, "x": "t"}).
+FORWARD = bytes.fromhex(
+    "0a03613a6210071a640a100a0e0a0c01000000020000002c01000012300a0d7461726765745f746f6b656e73121f0a180200000000000000"
+    "2c0100000000000070110100000000001802220103121e0a077765696768747312130a0c000000000000003f0000803f1801220103220370"
+    "706f2a1d0a12636c69705f6c6f775f7468726573686f6c64119a9999999999e93f30013a080a017812031201743a1f0a12636c69705f6c6f"
+    "775f7468726573686f6c641209099a9999999999e93f"
+)
+# What protobuf writes for two results; the SDK reads them.
+LOGPROBS = (
+    "0a0b41727261795265636f726412470a0b41727261795265636f726412360a086c6f6770726f6273122a0a0c000080bf000000c0000040c0"
+    "1218000000000000000008000000000000000c00000000000000180118021a130a086c6f73733a73756d110000000000000440"
+)
+SAMPLES = "0a1608011208050000002c0100001a08000000bf000080be12080000c07f000080bf"
+
+
+# ---- bytes
+
+
+def test_a_request_is_read_as_the_sdk_wrote_it():
+    asked = wire.read_forward_backward(FORWARD)
+    assert (asked.model_id, asked.seq_id, asked.loss, asked.forward_only) == ("a:b", 7, "ppo", True)
+    assert asked.settings == {"clip_low_threshold": 0.8, "x": "t"}
+    [datum] = asked.data
+    assert datum.tokens == [1, 2, 300]
+    assert datum.inputs["target_tokens"].tolist() == [2, 300, 70000]
+    assert datum.inputs["weights"].tolist() == [0.0, 0.5, 1.0]
+
+
+def test_results_are_the_bytes_that_protobuf_writes():
+    rows = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    assert wire.write_forward_backward(rows, {"loss:sum": 2.5}).hex() == LOGPROBS
+    assert wire.write_samples([([5, 300], [-0.5, -0.25], "length")], [None, -1.0]).hex() == SAMPLES
+
+
+def test_garbage_is_refused_and_nothing_else():
+    draw = random.Random(0)
+    for length in range(len(FORWARD)):
+        broken = bytearray(FORWARD[:length] if length % 2 else FORWARD)
+        for _ in range(length % 5):
+            broken[draw.randrange(len(broken))] = draw.randrange(256)
+        try:
+            wire.read_forward_backward(bytes(broken))
+        except wire.WireError:
+            continue
+    with pytest.raises(wire.WireError, match="ends inside"):
+        wire.read_forward_backward(b"\x1a\xff\xff\xff\xff\x0f")
+    with pytest.raises(wire.WireError, match="sparse"):
+        wire.read_forward_backward(bytes.fromhex("1a0a12080a01611203120100"))
+
+
+@pytest.mark.parametrize(
+    "sampling, message",
+    [
+        ({"stop": []}, "not supported"),
+        ({"stop": [None]}, "texts or tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_a_sample_request_that_cannot_be_answered_is_refused_at_once(sampling, message):
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}, "sampling_params": {}}
+    bodies.check_sample(body)
+    with pytest.raises(ValueError, match=message):
+        bodies.check_sample(body | {"sampling_params": sampling})
+    with pytest.raises(BadCall, match="topk_prompt_logprobs is not supported"):
+        bodies.check_sample(body | {"topk_prompt_logprobs": 3})
+
+
+def test_without_a_seed_the_name_of_the_request_is_one():
+    body = {"sampling_params": {"max_tokens": 4, "stop": ["\n"]}}
+    first = bodies.sample_settings(body, "a:sample:0:1")
+    assert first == bodies.sample_settings(body, "a:sample:0:1")
+    assert first.seed != bodies.sample_settings(body, "a:sample:0:2").seed
+    assert (first.stop, first.top_k) == (("\n",), -1)
+    assert bodies.sample_settings({"sampling_params": {"seed": 5, "stop": [7]}}, "").stop_token_ids == (7,)
+
+
+# ---- turns
+
+
+def test_sessions_take_turns_and_a_models_requests_keep_their_order():
+    waiting = Waiting()
+    numbers = {"a:train:0": 1, "b:train:0": 1}
+    # The client a is there first, with many requests, the first of them last.
+    for arrival, (owner, seq) in enumerate([("a:train:0", n) for n in (3, 2, 4, 1)] + [("b:train:0", 1)]):
+        waiting.add(TinkerRequest(arrival, f"{owner}:{seq}", owner, seq, "optim_step"), owner[0])
+    done = []
+    while taken := waiting.take(numbers.get):
+        [request] = taken
+        numbers[request.owner] += 1
+        done.append(request.id)
+    assert done == ["a:train:0:1", "b:train:0:1", "a:train:0:2", "a:train:0:3", "a:train:0:4"]
+    assert waiting.count == 0
+    waiting.add(TinkerRequest(9, "a:train:0:9", "a:train:0", 9, "optim_step"), "a")
+    assert waiting.take(numbers.get) == [], "the requests before it have not come"
+
+
+def test_samples_of_one_sampler_are_drawn_together():
+    waiting = Waiting()
+    for n in range(3):
+        waiting.add(TinkerRequest(n, f"a:sample:0:{n}", "a:sample:0", n, "sample"), "a")
+    assert waiting.remove("a:sample:0:1").seq == 1
+    assert [request.seq for request in waiting.take(lambda owner: 0)] == [0, 2]
+
+
+# ---- the server, over a trainer that only counts: a model is one number, and its loss is their product
+
+
+class Counting:
+    """Stands for tunix_lite.Trainer. A gradient is the sum of the tokens, so an order or a loss of requests shows."""
+
+    def __init__(self):
+        # closed, it stops a step in its middle
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def adapter(self, rank, seed, targets):
+        return CountingClient(self, float(rank))
+
+    def sampler(self, path):
+        client = CountingClient(self, 0.0)
+        if path is not None:
+            client.load(path)
+        return client
+
+    def close(self):
+        pass
+
+
+class CountingClient:
+    def __init__(self, trainer, weight):
+        self.trainer = trainer
+        self.weight = weight
+        self.grads = 0.0
+
+    def forward_backward(self, data, loss, settings):
+        if loss != "cross_entropy":
+            raise ValueError(f"loss={loss}: there is none")
+        self.grads = 10 * self.grads + sum(sum(one.tokens) for one in data)
+        return SimpleNamespace(loss=self.weight, logprobs=[[self.weight] * len(one.tokens) for one in data])
+
+    def optim_step(self, learning_rate):
+        assert self.trainer.gate.wait(60)
+        self.weight += learning_rate * self.grads
+        self.grads = 0.0
+        return {"weight": self.weight}
+
+    def save(self, path, optimizer):
+        path.write_text(repr(self.weight))
+
+    def load(self, path, optimizer=True):
+        self.weight = float(path.read_text())
+
+    def sample(self, prompts, count, settings):
+        return [
+            SimpleNamespace(tokens=[how.seed % 100], logprobs=[self.weight], stop_reason="eos")
+            for how in settings
+            for _ in range(count)
+        ]
+
+    def logprobs(self, prompts):
+        return [[None, *[self.weight] * (len(prompt) - 1)] for prompt in prompts]
+
+    def close(self):
+        pass
+
+
+LIMITS = TinkerLimits("bundled", max_length=64, max_waiting=8)
+
+
+class Client:
+    """What the SDK does, with as little code as possible."""
+
+    def __init__(self, address, key="none"):
+        self.address = address
+        self.key = key
+
+    def call(self, path, body, kind="application/json", method="POST"):
+        """Status and body of the answer."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"Content-Type": kind, "X-API-Key": self.key}
+        request = urllib.request.Request(f"{self.address}/api/v1/{path}", raw, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def post(self, path, body, **how):
+        status, raw = self.call(path, body, **how)
+        assert status == 200, raw
+        return json.loads(raw)
+
+    def get(self, path):
+        return self.call(path, None, method="GET")
+
+    def result(self, future):
+        status, raw = self.call("retrieve_future", {"request_id": future["request_id"]})
+        assert status == 200, raw
+        return raw
+
+    def model(self, rank=2):
+        """The name of a new model in a new session."""
+        session = self.post("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "bundled", "lora_config": {"rank": rank}}
+        return json.loads(self.result(self.post("create_model", body)))["model_id"]
+
+    def forward_backward(self, model, number, token, loss=b"cross_entropy"):
+        chunk = wire._field(1, wire._field(1, np.array([token], "<i4").tobytes()))
+        target = wire._field(1, np.array([1], "<i8").tobytes()) + wire._number(3, 2)
+        entry = wire._field(1, b"target_tokens") + wire._field(2, target)
+        datum = wire._field(1, chunk) + wire._field(2, entry)
+        raw = wire._field(1, model.encode()) + wire._number(2, number) + wire._field(3, datum) + wire._field(4, loss)
+        return self.post("forward_backward", raw, kind="application/x-protobuf")
+
+    def optim_step(self, model, number, rate=1.0):
+        return self.post("optim_step", {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": rate}})
+
+
+@contextmanager
+def listening(folder, trainer=None, **settings):
+    """A server on this folder in a thread of its own, and a client of it."""
+    from aiohttp import web
+
+    store = Store(folder)
+    server = TinkerServer(trainer or Counting(), store, LIMITS, ServerSettings(port=0, **settings))
+    loop = asyncio.new_event_loop()
+    address = []
+    ready = threading.Event()
+    stop = asyncio.Event()
+
+    async def main():
+        runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield Client(address[0], settings.get("api_key") or "none"), server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+        server.worker.close()
+        store.close()
+
+
+def test_a_model_trains_in_the_order_of_its_numbers(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, _):
+        model = client.model(rank=2)
+        # The SDK sends the chunks of a call side by side, so they may come in any order.
+        step = client.optim_step(model, 3)
+        second = client.forward_backward(model, 2, 7)
+        first = client.forward_backward(model, 1, 5)
+        assert json.loads(client.result(step)) == {"metrics": {"weight": 2 + 10 * 5 + 7}}
+        assert client.result(first) == client.result(second) == wire.write_forward_backward([[2.0]], {"loss:sum": 2.0})
+        # A client that heard no answer sends the same request again.
+        assert client.optim_step(model, 3) == step
+        assert json.loads(client.result(client.optim_step(model, 4, 0.0))) == {"metrics": {"weight": 59.0}}
+        info = client.post("get_info", {"model_id": model})
+        assert (info["is_lora"], info["lora_rank"], info["model_data"]["model_name"]) == (True, 2, "bundled")
+
+
+def test_what_was_acknowledged_outlives_the_server(tmp_path):
+    """The folder as it is at any moment, taken by another server: all goes on as if the first had not ended."""
+    pytest.importorskip("aiohttp")
+    trainer = Counting()
+    with listening(tmp_path / "first", trainer) as (client, server):
+        model = client.model()
+        client.result(client.forward_backward(model, 1, 5))
+        client.result(client.optim_step(model, 2))
+        saved = client.post("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})
+        path = json.loads(client.result(saved))["path"]
+        body = {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 0}
+        sampler = json.loads(client.result(client.post("save_weights_for_sampler", body)))["sampling_session_id"]
+        client.result(client.forward_backward(model, 5, 7))
+        # The server ends in the middle of this one.
+        trainer.gate.clear()
+        last = client.optim_step(model, 6)
+        assert server.store.result(last["request_id"])[0] not in (DONE, FAILED)
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+        trainer.gate.set()
+        expected = client.result(last)
+    assert json.loads(expected) == {"metrics": {"weight": 2.0 + 5 + 7}}
+    with listening(tmp_path / "second") as (client, _):
+        assert client.result(last) == expected, "done again, with the gradients of before"
+        chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
+        body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": {"chunks": chunks}}
+        asked = client.post("asample", body | {"sampling_params": {"seed": 42}, "prompt_logprobs": True})
+        assert len(asked["sample_sequence_ids"]) == 2
+        assert client.result(asked) == wire.write_samples([([42], [7.0], "stop")] * 2, [None, 7.0])
+        new = {"session_id": model.split(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+        copy = json.loads(client.result(client.post("load_weights", new)))["model_id"]
+        assert json.loads(client.result(client.optim_step(copy, 1, 0.0))) == {"metrics": {"weight": 7.0}}
+        _, runs = client.get("training_runs")
+        assert [run["training_run_id"] for run in json.loads(runs)["training_runs"]] == [copy, model]
+
+
+def test_a_failed_gradient_makes_no_step(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, _):
+        model = client.model()
+        client.forward_backward(model, 1, 5)
+        failed = json.loads(client.result(client.forward_backward(model, 2, 5, b"gspo")))
+        assert failed == {"error": "loss=gspo: there is none", "category": "user"}
+        refused = json.loads(client.result(client.optim_step(model, 3)))
+        assert refused["category"] == "user" and "gradients since then are dropped" in refused["error"]
+        client.forward_backward(model, 4, 3)
+        assert json.loads(client.result(client.optim_step(model, 5))) == {"metrics": {"weight": 5.0}}
+
+
+def test_a_request_that_ends_the_server_again_and_again_is_given_up(tmp_path):
+    store = Store(tmp_path)
+    request, _ = store.accept("a:train:0", 0, "create_model", b"{}")
+    for _ in range(MOST_ATTEMPTS):
+        store.begin(request)
+    ended = threading.Event()
+    worker = Worker(LiveModels(Counting(), store), store, lambda name: ended.set())
+    assert ended.wait(30)
+    worker.close()
+    state, _, result = store.result(request.id)
+    assert state == FAILED and "ended each time" in json.loads(result)["error"]
+    store.close()
+
+
+def test_hostile_requests_harm_nobody(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path, api_key="tml-secret", max_body=100_000) as (client, server):
+        model = client.model()
+        assert client.call("create_session", b"x" * 10_000_000)[0] == 413
+        assert Client(client.address, "tml-wrong").call("create_session", {})[0] == 401
+        assert Client(client.address, "tml-wrong").get("healthz")[0] == 200
+        for path, body, kind, status in [
+            ("create_session", b"{", "application/json", 400),
+            ("create_session", b"[" * 50_000, "application/json", 400),
+            ("optim_step", [], "application/json", 400),
+            ("optim_step", {"model_id": "other", "adam_params": {}}, "application/json", 404),
+            ("optim_step", {"model_id": model, "seq_id": -1}, "application/json", 400),
+            ("optim_step", {"model_id": model, "adam_params": {"beta1": "x"}}, "application/json", 400),
+            ("forward_backward", b"\xff" * 100, "application/x-protobuf", 400),
+            ("forward_backward", {}, "application/json", 400),
+            ("save_weights", {"model_id": model, "path": "../../other"}, "application/json", 400),
+            ("retrieve_future", {"request_id": "nobody"}, "application/json", 404),
+            ("create_model", {"session_id": model, "base_model": "gpt"}, "application/json", 404),
+            ("nothing", {}, "application/json", 404),
+        ]:
+            found, raw = client.call(path, body, kind=kind)
+            assert found == status and json.loads(raw)["detail"], (path, body, raw)
+        assert json.loads(client.result(client.optim_step(model, 1, 0.0))) == {"metrics": {"weight": 2.0}}
+        # Numbers that never come are not done, and there is room for a few of them only.
+        statuses = {
+            client.call("optim_step", {"model_id": model, "seq_id": 100 + n, "adam_params": {}})[0] for n in range(9)
+        }
+        assert statuses == {200, 429}
+        assert server.worker.num_waiting == LIMITS.max_waiting
+
+
+def test_a_finished_session_is_gone(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, _):
+        model = client.model()
+        session = model.split(":")[0]
+        assert client.post("session_heartbeat", {"session_id": session})
+        client.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        assert client.call("session_heartbeat", {"session_id": session})[0] == 410
+        assert client.call("optim_step", {"model_id": model, "adam_params": {}})[0] == 410
+
+
+def test_a_second_server_on_the_folder_is_refused(tmp_path):
+    import sqlite3
+
+    store = Store(tmp_path)
+    store.accept("a:train:0", 0, "create_model", b"{}")
+    with pytest.raises(sqlite3.Error):
+        Store(tmp_path)
+    store.close()
+
+
+def test_settings_that_belong_to_the_other_face_are_refused():
+    with pytest.raises(ValueError, match="there is openai and tinker"):
+        ServeConfig(api="other")
+    with pytest.raises(ValueError, match="model.weights"):
+        ServeConfig(api="tinker", checkpoint="outputs/latest")
+    assert dataclasses.replace(ServeConfig(), api="tinker").state_folder == "outputs/tinker"
