@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, PROMPT, ragged_prompts, random_params, set_mesh
+from test_rollout import Letters
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
@@ -37,6 +38,8 @@ class Numbers:
     max_turns: int = 4
     max_turn_tokens: int | None = 9
     prompts: list | None = None
+    # tokens of an answer; None: 1 to 8
+    num_tokens: int | None = None
     told: dict = field(default_factory=dict)
     waiting: list = field(default_factory=list)
 
@@ -48,7 +51,9 @@ class Numbers:
             return TurnReply(done=True, reward=1.0)
         # a turn that was cut gets the marker that it lacks, as a chat template would have it
         marker = [] if ended else [EOS[0]]
-        return TurnReply([*marker, *(4 + (total + i) % 28 for i in range(1 + total % 8))], reward=float(total % 3))
+        return TurnReply(
+            [*marker, *(4 + (total + i) % 28 for i in range(self.num_tokens or 1 + total % 8))], reward=float(total % 3)
+        )
 
     def submit(self, row, tokens, ended):
         self.waiting.append([self.delay, row, self.answer(row, tokens, ended)])
@@ -242,9 +247,58 @@ def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expe
     assert [row for i, row in enumerate(found) if i != 2] == [row for i, row in enumerate(expected) if i != 2]
 
 
-def test_stop_texts_cannot_end_a_turn(cfg, params):
+# ---- stop texts: with two letters a token, one may end within a token, or span two
+
+
+def stopping(cfg, params, partner, stop=("ad", "cbc"), chunk=4, waiting="park", num_slots=4, penalty=1.0):
+    generation = GenerationConfig(PROMPT, NEW, stop=stop, repetition_penalty=penalty)
+    rollout = RolloutConfig(waiting=waiting, chunk=chunk, num_slots=num_slots)
+    sample = make_converse(cfg, generation, EOS, 0, rollout=rollout, tokenizer=Letters())
+    return sample(params, ragged_prompts(4), jax.random.key(5), G, 1.0, partner=partner)
+
+
+def ended_by_text(told, stop=("ad", "cbc")):
+    """How many turns a stop text ended; none goes on behind one."""
+    found = 0
+    for tokens, _ in (turn for turns in told.values() for turn in turns):
+        assert not any(text in Letters().decode(tokens[:-1]) for text in stop), "a turn went on behind a stop text"
+        found += any(text in Letters().decode(tokens) for text in stop)
+    return found
+
+
+# one token more at a time, so that nothing is ever taken back; the cache has a ring of 4 columns in every local layer
+@pytest.fixture(scope="module")
+def one_at_a_time(cfg, params):
+    set_mesh(1, 1)
+    partner = Numbers(max_turn_tokens=12)
+    return stopping(cfg, params, partner, chunk=1, waiting="hold"), partner
+
+
+@pytest.mark.parametrize("settings", [dict(chunk=4), pytest.param(dict(chunk=16, num_slots=8), marks=WIDE)], ids=str)
+def test_a_stop_text_ends_a_turn_and_what_was_drawn_behind_it_leaves_no_trace(cfg, params, one_at_a_time, settings):
+    want, told = one_at_a_time
+    partner = Numbers(max_turn_tokens=12, delay=1)
+    rollout = stopping(cfg, params, partner, **settings)
+    assert rows_of(rollout) == rows_of(want)
+    assert partner.told == told.told
+    assert ended_by_text(partner.told) >= 4
+    np.testing.assert_allclose(rollout.logprobs, want.logprobs, atol=1e-5)
+    # and the trainer, which reads it all at once, sees the same
+    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
+    assert np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0)).max() < 1e-4
+
+
+@pytest.mark.wide
+def test_the_penalty_forgets_what_was_drawn_behind_a_stop_text(cfg, params):
+    partners = [Numbers(max_turn_tokens=12), Numbers(max_turn_tokens=12)]
+    rows = [rows_of(stopping(cfg, params, p, chunk=n, penalty=1.5)) for p, n in zip(partners, (1, 4))]
+    assert rows[0] == rows[1]
+    assert ended_by_text(partners[0].told) >= 2
+
+
+def test_stop_texts_need_a_tokenizer(cfg, params):
     sample = make_converse(cfg, GenerationConfig(PROMPT, NEW, stop=("x",)), EOS, 0)
-    with pytest.raises(ValueError, match="stop_token_ids"):
+    with pytest.raises(ValueError, match="stop texts need a tokenizer"):
         sample(params, ragged_prompts(1), jax.random.key(0), partner=Numbers())
 
 

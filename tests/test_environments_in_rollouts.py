@@ -1,5 +1,6 @@
 """Environments that answer the turns of a rollout: their answers become tokens once, what fails is one conversation."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,7 @@ from tunix_lite.tasks.processes import ALONE, Processes, SharedError
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import conversation_lines
+from tunix_lite.train import train
 from tunix_lite.types import Conversation, Rollout, SampledTurn
 
 WIDTH = 24  # columns of prompts
@@ -157,6 +159,7 @@ def test_what_failed_or_reached_a_limit_is_worth_what_the_settings_say(tokenizer
     np.testing.assert_array_equal(graded.rewards, rewards)
     assert graded.dropped.tolist() == dropped
     assert graded.metrics["conversation/ended_by_failed"] == pytest.approx(1 / 3)
+    assert graded.metrics["conversation/failed_by_error"] == pytest.approx(1 / 3)
 
 
 def test_one_that_fails_stops_the_run_where_errors_are_raised(tokenizer):
@@ -218,8 +221,8 @@ def test_samples_hold_whole_conversations(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["generation.stop=[x]"], "generation.stop_token_ids"),
         (["algorithm=gdpo", "conversation.credit=turn"], "conversation.credit=end"),
+        (["algorithm=sft", "evaluation.num_examples=0"], "nothing is sampled: .* set task.environment=null"),
     ],
 )
 def test_settings_that_conversations_exclude_are_one_message(settings, message):
@@ -227,3 +230,23 @@ def test_settings_that_conversations_exclude_are_one_message(settings, message):
     with pytest.raises(ConfigError, match=message):
         compose([environment, "conversation.workers=0", *settings])
     compose(settings)
+
+
+@pytest.mark.wide
+def test_a_run_goes_on_when_environments_loop(tmp_path):
+    """Two steps of a real run: each looping conversation fails after the stated second, is counted, and is worth 0."""
+    settings = [
+        "+task.environment={_target_:faulty_environments.Fails,how:loop}",
+        *("conversation.on_error=zero", "conversation.timeout=1", "conversation.max_turns=3"),
+        *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=2"),
+        *("training.prompts_per_step=4", "algorithm.num_generations=2", "evaluation.num_examples=0"),
+        *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
+    ]
+    train(compose(settings), tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        failed = step["conversation/ended_by_failed"]
+        assert 0 < failed < 1 and failed == step["conversation/failed_by_timeout"]
+        assert step["time/environments"] >= 8 * failed * 1.0
+        assert step["conversation/ended_by_done"] == 1 - failed

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import ragged_prompts, set_mesh
+from conftest import EOS, ragged_prompts, random_params, set_mesh
+from test_conversations import Numbers
 from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
@@ -40,7 +41,7 @@ from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, abstract, scored_batch_shapes
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout import engine, memory
+from tunix_lite.rollout import conversations, engine, memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
@@ -272,11 +273,110 @@ def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
     case = case_of(cfg, ["rollout.overlap=carry", "rollout.num_slots=16"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     reread = found.programs["reread"]
-    assert 1 / 3 < estimate.reading_again(case) / reread.temp_bytes < 3
+    assert 1 / 3 < estimate.appending(case) / reread.temp_bytes < 3
     most = max(program.added_bytes - program.code_bytes for name, program in found.programs.items() if name != "update")
     rollout = next(phase for phase in found.phases if phase.name == "rollout")
     assert rollout.adds["temporary"] == most == reread.added_bytes - reread.code_bytes
-    assert estimate.reading_again(case_of(cfg)) == 0
+    assert estimate.appending(case_of(cfg)) == 0
+
+
+# ---- conversations
+
+
+GUESSING = ["task=guessing", "rollout.num_slots=2", "rollout.waiting=park"]
+
+
+def measured_conversations(case, monkeypatch) -> dict:
+    """memory_analysis of the programs that a rollout of conversations really runs."""
+    found, run = {}, case.run
+
+    def noted(made, name):
+        program = getattr(made, name)
+
+        def call(*args):
+            sizes = program.lower(*args).compile().memory_analysis()
+            if name not in found or sizes.argument_size_in_bytes > found[name].argument_size_in_bytes:
+                found[name] = sizes
+            return program(*args)
+
+        return call
+
+    def noting(make, names):
+        return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
+
+    for make, names in {
+        "make_programs": ["decode"],
+        "make_turn_programs": ["extend", "read_slot", "write_slot"],
+    }.items():
+        monkeypatch.setattr(conversations, make, noting(getattr(conversations, make), names))
+    rollout = replace(run.rollout, num_slots=case.slots)
+    converse = conversations.make_converse(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
+    prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
+    partner = Numbers(delay=1, num_tokens=70)
+    converse(random_params(case.cfg), prompts, jax.random.key(5), generations, partner=partner)
+    return found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
+def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, monkeypatch):
+    set_mesh(fsdp, tp)
+    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=160"], fsdp, tp)
+    found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
+    real = measured_conversations(case, monkeypatch)
+    assert real.keys() == {"decode", "extend", "read_slot", "write_slot"}
+    for name, sizes in real.items():
+        program = found.programs[name]
+        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
+        assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
+        peak = program.argument_bytes + program.temp_bytes
+        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
+    # what a host holds of a parked slot, by formula
+    assert case.sampling_memory.parked_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
+    assert 1 / 3 < estimate.appending(case) / found.programs["extend"].temp_bytes < 3
+
+
+@pytest.mark.wide
+def test_the_plan_counts_what_a_stop_text_may_bring_back(cfg):
+    set_mesh(1, 1)
+    case = case_of(cfg, [*GUESSING, "generation.stop=[x]"], 1, 1)
+    done = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[:1]).programs
+    # of each of the two local layers, a chunk of 4 columns of keys and values; lengths and counts
+    columns = 2 * case.slots * cfg.num_kv_heads * 4 * cfg.head_dim * 2
+    assert done["save"].output_bytes == pytest.approx(4 * (columns + 2 * case.slots), rel=0.2)
+    assert done["rewind"].argument_bytes > done["save"].argument_bytes + 4 * columns
+
+
+def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
+    """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
+
+    def of(waiting, host_bytes, num_slots=2):
+        settings = ["task=guessing", f"rollout.num_slots={num_slots}", f"rollout.waiting={waiting}"]
+        here = replace(machine(GiB), host_bytes=host_bytes)
+        return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
+
+    one = of("park", None).parking.slot_bytes
+    shape = case_of(cfg, [], 1, 1)
+    columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
+    # keys and values in float32, and the hidden state of the newest token
+    assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
+    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).parking is None
+    cases = {
+        ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
+        ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
+        ("auto", 4 * one - 4): (0, 0, "hold their slots, as no host has room"),
+        ("auto", None): (None, None, "are parked, if a host has room"),
+        ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
+        ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
+    }
+    for (waiting, host_bytes), (most, fit, said) in cases.items():
+        found = of(waiting, host_bytes)
+        assert (found.parking.most, found.parking.num_that_fit) == (most, fit)
+        assert said in report.as_markdown(found)
+        described = report.as_dict(found)["plans"][0]
+        assert (described["conversations"], described["parking"]["most"]) == (8, most)
+        assert found.resolved.may_park == (waiting != "hold")
+    assert of("park", None, num_slots=8).parking.most == 0
 
 
 # ---- verdicts

@@ -161,6 +161,8 @@ def test_a_base_model_reads_what_was_answered_as_it_is(tmp_path):
     turns = TurnTokens(tokenizer)
     for ended in (True, False):
         assert turns.between([user("\nHigher.\n")], ended) == tokenizer.encode("\nHigher.\n")
+        # the next turn is drawn behind an answer, so an empty one is not nothing
+        assert turns.between("", ended) == tokenizer.encode("\n")
 
 
 def test_a_tokenizer_that_puts_something_before_a_text_puts_nothing_before_an_answer(tmp_path):

@@ -369,10 +369,11 @@ def check_together(run: RunConfig) -> None:
 
 def check_conversations(run: RunConfig) -> None:
     """Raises ValueError for settings that conversations exclude."""
-    if run.generation.stop:
+    if run.algorithm.needs_demonstrations and not run.evaluation.num_examples:
         raise ValueError(
-            f"generation.stop={list(run.generation.stop)}: a turn of a conversation "
-            "(task.environment) must end with a token; use generation.stop_token_ids"
+            "task.environment answers what the model samples, and here nothing is sampled: the "
+            "algorithm learns from demonstrations, and evaluation.num_examples is 0; set "
+            "task.environment=null, or evaluation.num_examples to evaluate in conversations"
         )
     advantages = getattr(run.algorithm, "advantages", None)
     compares_turns = run.conversation.credit != "end" and advantages is not None

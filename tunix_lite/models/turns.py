@@ -58,6 +58,7 @@ class TurnTokens:
         whether the turn's last token is one that ends it; else it was cut, and the token that ends
         it comes first here. Without a chat template, what was answered stands there as it is. So
         do messages of the assistant: they continue the model's own text, with no turn in between.
+        An empty answer is a line break then.
 
         Raises ValueError where the chat template refuses these messages.
         """
@@ -85,7 +86,9 @@ class TurnTokens:
                 f"others ({', '.join(roles)}); it is one or the other"
             )
         if not tokenizer.has_chat_template or "assistant" in roles:
-            return tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            ids = tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            # The next turn is drawn behind an answer, so there must be one.
+            return ids or tokenizer.encode("\n")
 
         def write(read: Callable) -> str:
             return placeholder + self._after_the_turn(_read(answered, read), placeholder)

@@ -78,8 +78,8 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
 
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
     scaled and drawn from, 3 x 4 x slots x V; where weights stay sharded, the head and a layer
-    gathered, and the next one on its way. Or while reading prompts, or reading carried completions
-    again, whichever is most: see `prefill_temporaries` and `reading_again`.
+    gathered, and the next one on its way. Or while reading prompts, appending to slots, or parking
+    one, whichever is most: see `prefill_temporaries`, `appending` and `parking`.
     """
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
@@ -94,7 +94,10 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
         "temporary": max(
-            decoding, prefill_temporaries(resolved, block, width), reading_again(resolved)
+            decoding,
+            prefill_temporaries(resolved, block, width),
+            appending(resolved),
+            parking(resolved),
         ),
     }
 
@@ -125,10 +128,16 @@ def prefill_temporaries(resolved: ResolvedRun, block: int, width: int) -> int:
     return layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
 
 
-def reading_again(resolved: ResolvedRun) -> int:
-    """Temporaries of reading carried completions again: a copy of the cache of the slots that are
-    read together, unless these are all; one layer at work on a piece of each, and its scores."""
-    if not resolved.carries:
+def parking(resolved: ResolvedRun) -> int:
+    """A parked slot on its way to the host or back: all of it on every device."""
+    return resolved.sampling_memory.parked_bytes() if resolved.may_park else 0
+
+
+def appending(resolved: ResolvedRun) -> int:
+    """Temporaries of appending tokens to slots, such as the answer of an environment, or of reading
+    carried completions again: a copy of the cache of the slots that are read together, unless these
+    are all; one layer at work on a piece of each, and its scores."""
+    if not (resolved.carries or resolved.converses):
         return 0
     here = resolved.slots // resolved.mesh_shape["fsdp"]
     rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here

@@ -9,6 +9,7 @@ from tunix_lite.distributed.host_memory import GPU_SHARE
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB, Hardware
+from tunix_lite.rollout.memory import free_host_bytes
 
 # Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the
 # one that our programs ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB
@@ -30,6 +31,8 @@ class Machine:
     # bytes that the programs of a run can have on a device; None: nobody knows
     capacity: int | None
     capacity_is: str  # in words
+    # of a host's memory, what is free now; None: the hosts are not here
+    host_bytes: int | None = None
 
 
 def find_machine(target: str) -> Machine:
@@ -64,7 +67,13 @@ def attached_machine() -> Machine:
     limit = None if None in limits else min(limits)
     capacity_is = "physical memory" if platform == "cpu" else "what the runtime allows"
     return Machine(
-        "attached", platform, jax.device_count(), hardware.of_device(device), limit, capacity_is
+        "attached",
+        platform,
+        jax.device_count(),
+        hardware.of_device(device),
+        limit,
+        capacity_is,
+        min(allgather_values(free_host_bytes())),
     )
 
 

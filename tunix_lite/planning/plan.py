@@ -36,12 +36,24 @@ from tunix_lite.planning.resolved import (
     resolve_run,
 )
 from tunix_lite.planning.speed import Bound
+from tunix_lite.rollout.memory import Parking
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
 ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
+# programs whose memory is that of the rollout
+SAMPLING_PROGRAMS = (
+    "prefill",
+    "decode",
+    "reread",
+    "extend",
+    "read_slot",
+    "write_slot",
+    "save",
+    "rewind",
+)
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -81,6 +93,15 @@ class Plan:
     apart: dict[str, int] = field(default_factory=dict)
     # how long a step will take; None: nothing is predicted
     forecast: Forecast | None = None
+
+    @property
+    def parking(self) -> Parking | None:
+        """What becomes of the slots of conversations that wait; None: there are none."""
+        resolved = self.resolved
+        if not resolved.converses:
+            return None
+        host_bytes = self.machine.host_bytes
+        return resolved.sampling_memory.parking(resolved.num_conversations, host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -179,7 +200,7 @@ def assemble_plan(
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
     """The phase of a program that its compiler refuses: with the bytes that it would take, where
     the compiler names them."""
-    phase_of = dict.fromkeys(("prefill", "decode", "reread"), "rollout")
+    phase_of = dict.fromkeys(SAMPLING_PROGRAMS, "rollout")
     is_its_phase = phase_of.get(error.name, error.name) == phase.name
     if not is_its_phase or error.needed_bytes is None:
         return phase
@@ -244,12 +265,24 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     prefill = done["prefill"]
     decode = done["decode"]
     copy = adds["weights to sample"]
-    found = [done[name] for name in ("prefill", "decode", "reread") if name in done]
+    cache = decode.argument_bytes - copy
+    added = {
+        name: done[name].added_bytes - done[name].code_bytes
+        for name in SAMPLING_PROGRAMS
+        if name in done
+    }
+    # A parked conversation that comes back is an argument beside the slots.
+    if "write_slot" in done:
+        added["write_slot"] += done["write_slot"].argument_bytes - cache
+    # What a stop text may bring back stays beside the slots for a chunk.
+    if "save" in done:
+        added["decode"] += done["save"].output_bytes
+        added["rewind"] += done["rewind"].argument_bytes - cache
     return COMPILED, {
         "weights to sample": copy,
-        "cache": decode.argument_bytes - copy,
+        "cache": cache,
         "prompts": prefill.argument_bytes - copy,
-        "temporary": max(program.added_bytes - program.code_bytes for program in found),
+        "temporary": max(added.values()),
     }
 
 

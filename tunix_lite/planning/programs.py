@@ -43,6 +43,7 @@ from tunix_lite.rollout.programs import (
     at_home,
     make_programs,
 )
+from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -348,7 +349,15 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
         found["prefill"] = partial(_prefill, resolved, shapes)
         found["decode"] = partial(_decode, resolved, shapes)
     if resolved.carries:
-        found["reread"] = partial(_reread, resolved, shapes)
+        found["reread"] = partial(_extend, resolved, shapes)
+    if resolved.converses:
+        found["extend"] = partial(_extend, resolved, shapes)
+    if resolved.may_park:
+        found["read_slot"] = partial(_read_slot, resolved, shapes)
+        found["write_slot"] = partial(_write_slot, resolved, shapes)
+    if resolved.converses and resolved.run.generation.stop:
+        found["save"] = partial(_save, resolved, shapes)
+        found["rewind"] = partial(_rewind, resolved, shapes)
     return found
 
 
@@ -385,6 +394,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
         resolved.sampling_memory.chunk,
         run.rollout.cache == "int8",
         jnp.dtype(run.training.tp_reduce_dtype),
+        holds=resolved.converses,
         attention="fused" if run.rollout.attention == "fused" else "xla",
     )
     acting = shapes.acting(resolved)
@@ -393,6 +403,8 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     shardings = decoder.per_layer_shardings(shardings, resolved.cfg)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
+    if resolved.converses and run.generation.stop:
+        spec = replace(spec, chunk=longest_chunk(spec))
     return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
@@ -411,19 +423,60 @@ def _prefill(resolved: ResolvedRun, shapes: Shapes) -> Any:
 
 def _decode(resolved: ResolvedRun, shapes: Shapes) -> Any:
     programs, layered = _sampling(resolved, shapes)
-    slots = jax.eval_shape(lambda: programs.make_slots(resolved.slots))
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    return programs.decode.lower(_at_home(slots, "batch"), layered, temperature)
+    return programs.decode.lower(_slots_of(resolved, programs), layered, temperature)
 
 
-def _reread(resolved: ResolvedRun, shapes: Shapes) -> Any:
-    """What reads completions again that are carried over an update, for the widest piece."""
+def _slots_of(resolved: ResolvedRun, programs: Programs) -> Slots:
+    return _at_home(jax.eval_shape(lambda: programs.make_slots(resolved.slots)), "batch")
+
+
+def _extend(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What appends an environment's answer to slots, or reads completions again that are carried
+    over an update, for the widest piece."""
     programs, layered = _sampling(resolved, shapes)
-    slots = jax.eval_shape(lambda: programs.make_slots(resolved.slots))
     longest = [0] * EXTEND_WIDTHS[-1]
     call = extend_calls({0: (longest, 1)}, resolved.slots)[0]
     arrays = (call.rows, call.tokens, call.counts, call.limits)
-    return make_turn_programs(programs).extend.lower(_at_home(slots, "batch"), layered, *arrays)
+    extend = make_turn_programs(programs).extend
+    return extend.lower(_slots_of(resolved, programs), layered, *arrays)
+
+
+def _read_slot(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What copies the slot of a conversation that is parked."""
+    programs, _ = _sampling(resolved, shapes)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    return make_turn_programs(programs).read_slot.lower(_slots_of(resolved, programs), row)
+
+
+def _write_slot(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What puts a parked conversation into a slot."""
+    programs, _ = _sampling(resolved, shapes)
+    slots = _slots_of(resolved, programs)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    turn_programs = make_turn_programs(programs)
+    parked = jax.eval_shape(turn_programs.read_slot, slots, row)
+    # from the host: placed by the program itself
+    parked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parked)
+    return turn_programs.write_slot.lower(slots, parked, row)
+
+
+def _save(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What keeps the columns that a chunk may overwrite, so that a stop text can take it back."""
+    programs, _ = _sampling(resolved, shapes)
+    return make_turn_programs(programs).save.lower(_slots_of(resolved, programs))
+
+
+def _rewind(resolved: ResolvedRun, shapes: Shapes) -> Any:
+    """What takes back what was drawn behind a stop text."""
+    programs, _ = _sampling(resolved, shapes)
+    slots = _slots_of(resolved, programs)
+    turn_programs = make_turn_programs(programs)
+    tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
+    kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
+    saved = turn_programs.save.lower(slots).out_info
+    saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved)
+    return turn_programs.rewind.lower(slots, saved, tokens, kept)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

@@ -18,6 +18,10 @@ from tunix_lite.planning.programs import Compiled
 VERSION = 1
 # of hardware that is not in the table
 UNKNOWN = "unknown"
+# of the forecast of a task with an environment
+SINGLE_TURNS = (
+    "of single turns: the answers of the environment, and the seconds it takes, are not in it"
+)
 # meshes on one screen
 SHOWN = 12
 
@@ -63,6 +67,8 @@ def short_form(plan: Plan | Plans) -> list[str]:
     ]
     if best.forecast is not None:
         lines += forecast_lines(best.forecast, plans.measured)
+        if best.resolved.converses:
+            lines.append("  " + SINGLE_TURNS)
     lines += choice_lines(plans.choices)
     lines += [f"  {message}" for message in best.refused]
     lines += [plans.change] if plans.change else []
@@ -89,7 +95,28 @@ def _head(plan: Plan) -> list[str]:
         *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
         f"training: {resolved.attention}",
+        *_parking(plan),
     ]
+
+
+def _parking(plan: Plan) -> list[str]:
+    """What becomes of the slots of conversations that wait, in a line; [] without conversations."""
+    found = plan.parking
+    if found is None:
+        return []
+    count = f"{plan.resolved.num_conversations} in {plan.resolved.slots} slots"
+    fit = "" if found.num_that_fit is None else f", {found.num_that_fit:,} fit"
+    each = f"{mebibytes(found.slot_bytes)} MiB each"
+    if found.most is None:
+        does = f"up to {found.without_slot:,} that wait are parked, if a host has room ({each})"
+    elif found.most:
+        total = f"{mebibytes(found.most_bytes)} MiB of each host"
+        does = f"up to {found.most:,} that wait are parked in {total} ({each}{fit})"
+    elif found.without_slot and found.waiting == "auto":
+        does = f"those that wait hold their slots, as no host has room ({each})"
+    else:
+        does = "those that wait hold their slots"
+    return [f"talks      {count}; {does}"]
 
 
 def _room(machine: Machine) -> str:
@@ -223,6 +250,11 @@ def choice_lines(choices: tuple[Choice, ...]) -> list[str]:
 def gib(size: float) -> str:
     """Bytes in GiB."""
     return f"{size / GiB:.2f}"
+
+
+def mebibytes(size: float) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:,.2f}"
 
 
 def three_digits(value: float | None) -> str:
@@ -376,6 +408,7 @@ def _plan_dict(plan: Plan) -> dict:
         "batch": str(plan.resolved.batch),
         "packing": plan.resolved.rows.packing,
         "slots": plan.resolved.slots,
+        **_parking_dict(plan),
         "sampling_weights": plan.resolved.sampling_weights,
         "attention": plan.resolved.attention,
         "source": plan.source,
@@ -390,6 +423,22 @@ def _plan_dict(plan: Plan) -> dict:
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
         **forecast,
+    }
+
+
+def _parking_dict(plan: Plan) -> dict:
+    """Only of a run with conversations."""
+    found = plan.parking
+    if found is None:
+        return {}
+    return {
+        "conversations": plan.resolved.num_conversations,
+        "parking": {
+            "slot_bytes": found.slot_bytes,
+            "most": found.most,
+            "most_bytes": found.most_bytes,
+            "num_that_fit": found.num_that_fit,
+        },
     }
 
 

@@ -141,6 +141,22 @@ class ResolvedRun:
         return rollout.overlap == "carry" and rollout.is_stale
 
     @property
+    def converses(self) -> bool:
+        """Whether an environment answers what is sampled, so that slots are appended to."""
+        return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
+
+    @property
+    def num_conversations(self) -> int:
+        """Of the largest rollout."""
+        return max((prompts * each for prompts, each in self.rollouts), default=0)
+
+    @property
+    def may_park(self) -> bool:
+        """Whether a conversation that waits for its environment may leave its slot."""
+        waits_for_slots = self.num_conversations > self.slots
+        return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
+
+    @property
     def samples_beside_update(self) -> bool:
         """Whether the devices hold what sampling needs and what the update needs at once."""
         rollout = self.run.rollout

@@ -10,7 +10,6 @@ sequence, and on a random key that follows from its prompt, its generation and t
 that the conversation has sampled before.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,7 @@ from jax.typing import DTypeLike
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size
-from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
 from tunix_lite.rollout.engine import (
     RolloutArrays,
     make_generate,
@@ -33,8 +31,16 @@ from tunix_lite.rollout.engine import (
     sampler_spec,
 )
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
 from tunix_lite.rollout.programs import Slots, make_programs
-from tunix_lite.rollout.requests import Request, check_prompts, not_finite
+from tunix_lite.rollout.requests import (
+    Request,
+    StopCriteria,
+    check_prompts,
+    not_finite,
+    stop_text_end,
+)
+from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.rollout.scheduler import (
     RolloutScheduler,
     padded_width,
@@ -51,9 +57,6 @@ from tunix_lite.types import (
     SampledTurn,
     TurnReply,
 )
-
-# The share of the host's free memory that parked caches may take, all of them together.
-PARKED_SHARE = 0.25
 
 
 class Partner(Protocol):
@@ -88,7 +91,7 @@ class Talk:
     number: int
     # of the rollout
     row: int
-    # its `tokens` are all after the prompt, answers included
+    # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
     # the slot that holds it; None: none does
     slot: int | None = None
@@ -133,18 +136,16 @@ class ConversationScheduler:
         programs: TurnPrograms,
         partner: Partner,
         asked: "ConversationRequests",
-        parks: bool,
-        ends: dict[int, str],
-        tokenizer: Tokenizer | None = None,
+        most_parked: int,
+        criteria: StopCriteria,
     ):
-        """engine: whose slots and queue they are, nothing started. parks: whether slots that wait
-        are given to others. ends: the tokens that end a turn."""
+        """engine: whose slots and queue they are, nothing started. most_parked: how many slots that
+        wait may be given to others. criteria: what ends a turn."""
         self.engine = engine
         self.programs = programs
         self.partner = partner
-        self.parks = parks
-        self.ends = ends
-        self.tokenizer = tokenizer
+        self.most_parked = most_parked
+        self.criteria = criteria
         self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(asked.rows)]
         self.asked = asked
         self.by_row = {talk.row: talk for talk in self.talks}
@@ -239,9 +240,15 @@ class ConversationScheduler:
     @property
     def has_room(self) -> bool:
         """Whether a slot is free, or could be freed."""
+        can_park = self.num_parked_now < self.most_parked
         free = sum(talk is None for talk in self.by_slot)
         held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
-        return bool(free or (self.parks and held))
+        return bool(free or (can_park and held))
+
+    @property
+    def num_parked_now(self) -> int:
+        """Conversations whose caches are on the host."""
+        return sum(talk.parked is not None for talk in self.talks)
 
     def park(self) -> None:
         """Frees slots whose conversations wait, for as many others as could go on.
@@ -250,13 +257,14 @@ class ConversationScheduler:
         no slot would decode.
         """
         needed = self.num_queued - sum(talk is None for talk in self.by_slot)
-        if not self.parks or needed <= 0:
+        allowed = min(needed, self.most_parked - self.num_parked_now)
+        if allowed <= 0:
             return
         least = 1 if self.is_decoding else 0
         waiting = [t for t in self.by_slot if t is not None and t.is_waiting]
         chosen = [talk for talk in waiting if talk.chunks_waited >= least]
         chosen.sort(key=lambda talk: -talk.chunks_waited)
-        for talk in chosen[:needed]:
+        for talk in chosen[:allowed]:
             copy = self.programs.read_slot(self.engine.slots, np.int32(talk.slot))
             talk.parked = jax.device_get(copy)
             self.free(talk)
@@ -284,6 +292,9 @@ class ConversationScheduler:
             request.tokens += tokens
             request.logprobs += [0.0] * len(tokens)
             request.full_logprobs += [0.0] * len(tokens)
+            # Stop texts are looked for in what is sampled, turn by turn.
+            request.text = None
+            request.tail = ""
             talk.begin = len(request.tokens)
             talk.answer = None
             new[talk.slot] = (tokens, talk.num_sampled + self.room_of_turn(talk))
@@ -326,12 +337,15 @@ class ConversationScheduler:
         engine = self.engine
         is_greedy = engine.temperature == 0
         program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
+        saved = self.programs.save(engine.slots) if self.criteria.texts else None
         engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
         chunk = jax.device_get(report)
         engine.num_chunks += 1
         engine.chunks_absorbed += 1
         now = time.perf_counter() - engine.began
 
+        # of each slot, the tokens of the chunk up to a stop text; -1: it has none
+        kept = np.full(engine.num_slots, -1, np.int32)
         for slot, talk in enumerate(self.by_slot):
             self.slots_held += talk is not None
             if talk is None or not talk.is_sampling:
@@ -341,16 +355,22 @@ class ConversationScheduler:
             self.slots_decoding += 1
             request = talk.request
             count = int((chunk.tokens[:, slot] >= 0).sum())
+            if not np.isfinite(chunk.logprobs[:count, slot]).all():
+                prompt = self.asked.prompts[request.prompt]
+                raise FloatingPointError(not_finite(request, prompt, self.criteria.tokenizer))
+            end = stop_text_end(request, chunk.tokens[:count, slot].tolist(), self.criteria)
+            if end is not None:
+                count = end
+                kept[slot] = end
             request.tokens += chunk.tokens[:count, slot].tolist()
             request.logprobs += chunk.logprobs[:count, slot].tolist()
             request.full_logprobs += chunk.full_logprobs[:count, slot].tolist()
             talk.num_sampled += count
-            if not np.isfinite(chunk.logprobs[:count, slot]).all():
-                prompt = self.asked.prompts[request.prompt]
-                raise FloatingPointError(not_finite(request, prompt, self.tokenizer))
             request.began = now if request.began is None else request.began
-            if not chunk.running[slot]:
+            if end is not None or not chunk.running[slot]:
                 self.end_turn(talk)
+        if (kept >= 0).any():
+            engine.slots = self.programs.rewind(engine.slots, saved, chunk.tokens, kept)
 
     def end_turn(self, talk: Talk) -> None:
         """Sends the turn that has ended to the partner."""
@@ -358,7 +378,7 @@ class ConversationScheduler:
         talk.turns.append((talk.begin, len(talk.request.tokens), None))
         talk.is_waiting = True
         talk.chunks_waited = 0
-        self.partner.submit(talk.row, tokens, self.ends.get(tokens[-1]) == "eos")
+        self.partner.submit(talk.row, tokens, self.criteria.tokens.get(tokens[-1]) == "eos")
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -399,12 +419,14 @@ def make_converse(
 
     generation.max_new_tokens bounds all that comes after a prompt, answers included.
     on_finished(row, tokens) gets the last turn of a conversation. The rest is as in
-    engine.make_generate. Raises ValueError for stop texts, since a turn must end with a token.
+    engine.make_generate. A stop text ends a turn, and what was drawn behind it is taken back.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(replace(spec, holds=True))
+    criteria = StopCriteria(ends, generation.stop, tokenizer)
+    chunk = longest_chunk(spec) if generation.stop else spec.chunk
+    programs = make_programs(replace(spec, holds=True, chunk=chunk))
     turn_programs = make_turn_programs(programs)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
 
@@ -419,7 +441,7 @@ def make_converse(
         on_finished: Callable[[int, list[int]], None] | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
-        check_stop(generation)
+        criteria.check()
         asked = ConversationRequests.of(prompts, num_generations, generation, partner)
         check_prompts(asked.prompts, cfg, generation, tokenizer)
         num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
@@ -428,8 +450,8 @@ def make_converse(
         engine = RolloutScheduler(
             programs, weights, np.float32(temperature), asked.requests, blocks, num_slots, key
         )
-        parks = parks_slots(rollout.waiting, engine)
-        talks = ConversationScheduler(engine, turn_programs, partner, asked, parks, ends, tokenizer)
+        most = most_parked(rollout, engine)
+        talks = ConversationScheduler(engine, turn_programs, partner, asked, most, criteria)
 
         arrays = RolloutArrays.empty(len(asked.requests), generation, pad_id)
         while not talks.is_over:
@@ -456,16 +478,6 @@ def make_generate_with_partner(*arguments: Any) -> Callable[..., Rollout]:
         return converse(*given, partner=partner, **options)
 
     return generate
-
-
-def check_stop(generation: GenerationConfig) -> None:
-    """Raises ValueError for stop texts: a slot goes on from the last token of a turn, and a text
-    may end within a token, or in the middle of a chunk."""
-    if generation.stop:
-        raise ValueError(
-            f"stop={list(generation.stop)}: a turn of a conversation must end with a token; use "
-            "generation.stop_token_ids"
-        )
 
 
 @dataclass(frozen=True)
@@ -527,24 +539,18 @@ def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
     return padded_width(len(prompt), widths) if len(prompt) <= widths[0] else len(prompt)
 
 
-def parks_slots(waiting: str, engine: RolloutScheduler) -> bool:
-    """Whether a slot whose conversation waits is given to others, by rollout.waiting. All hosts
-    must ask.
-
-    auto: where there are more conversations than slots, and the copies of those that have no slot
-    fit into PARKED_SHARE of the memory that is free on every host.
-    """
-    without_slot = len(engine.requests) - engine.num_slots
-    if waiting != "auto":
-        return waiting == "park"
-    if without_slot <= 0:
-        return False
+def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
+    """How many slots whose conversations wait may be parked at once, by the memory that is free on
+    every host. All hosts must ask."""
     spec = engine.programs.spec
-    shapes = kv_cache.cache_shapes(
-        spec.cfg, without_slot, spec.max_length, spec.dtype, spec.int8, axis_size("tp")
+    mesh_shape = {axis: axis_size(axis) for axis in AXES}
+    with use_rules("rollout"):
+        rules = current_rules()
+    memory = SamplingMemory(
+        spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
     )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return kv_cache.tree_bytes(shapes) <= PARKED_SHARE * min(allgather_values(free))
+    free = min(allgather_values(free_host_bytes()))
+    return memory.parking(len(engine.requests), free).most
 
 
 def conversations_as_rollout(

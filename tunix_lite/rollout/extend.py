@@ -4,6 +4,7 @@ extend       appends tokens, such as what an environment answers, to some slots,
              them; what the slots hold already is attended to, and never read again
 read_slot    copies the sequence of a slot, so that the host can keep it (the slot is parked)
 write_slot   puts such a copy into a slot
+save, rewind take back what slots drew behind a stop text (rewind.py)
 
 They work on the `Slots` of programs.py. Letters beside those of types.py: R slots that are
 extended, W new tokens of each, C columns of the cache.
@@ -22,6 +23,7 @@ from tunix_lite.parallel.mesh import axis_size, constrain
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, at_home, counting_jit
+from tunix_lite.rollout.rewind import rewind, save
 from tunix_lite.types import Params
 
 # The widths that new tokens are padded to. Longer ones are read in pieces of the last of them.
@@ -44,6 +46,10 @@ class TurnPrograms:
     read_slot: Callable
     # (slots, Slots of one row, row) -> Slots; donates the slots
     write_slot: Callable
+    # (slots) -> Saved, before a chunk; only where there are stop texts
+    save: Callable
+    # (slots, Saved, tokens [T, B], kept [B]) -> Slots, after it; donates the slots
+    rewind: Callable
 
 
 def make_turn_programs(programs: Programs) -> TurnPrograms:
@@ -57,6 +63,8 @@ def make_turn_programs(programs: Programs) -> TurnPrograms:
         extend=compiled(extend, donate_argnums=0),
         read_slot=compiled(read_slot),
         write_slot=compiled(write_slot, donate_argnums=0),
+        save=compiled(save),
+        rewind=compiled(rewind, donate_argnums=0),
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
@@ -29,6 +30,8 @@ from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
+# The share of the host's free memory that parked caches may take, all of them together.
+PARKED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,25 @@ class SamplingMemory:
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
+    def parked_bytes(self) -> int:
+        """Bytes that a host holds of one parked slot: the keys and values of all heads, and the
+        newest token's hidden state."""
+        length = self.generation.max_prompt_length + self.generation.max_new_tokens
+        int8 = self.rollout.cache == "int8"
+        tp = self.mesh_shape["tp"]
+        shapes = kv_cache.cache_shapes(self.cfg, 1, length, self.dtype, int8, tp)
+        return kv_cache.tree_bytes(shapes) + self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
+
+    def parking(self, num_conversations: int, host_bytes: int | None) -> "Parking":
+        """What becomes of slots whose conversations wait for an environment.
+
+        num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
+        knows.
+        """
+        without_slot = max(0, num_conversations - self.num_slots)
+        room = None if host_bytes is None else int(PARKED_SHARE * host_bytes)
+        return Parking(self.rollout.waiting, self.parked_bytes(), without_slot, room)
+
     def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
         int8 = self.rollout.cache == "int8"
         tp = self.mesh_shape["tp"]
@@ -105,6 +127,50 @@ class SamplingMemory:
                 found[key] = held * x.dtype.itemsize
             total += found[key]
         return total
+
+
+@dataclass(frozen=True)
+class Parking:
+    """What becomes of the slots of conversations that wait for their environments: the places are
+    held, or some caches are parked on the host.
+
+    Example: `Parking("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
+    """
+
+    # rollout.waiting
+    waiting: str
+    # that one parked slot takes on a host
+    slot_bytes: int
+    # conversations of a rollout beyond its slots: no more are ever parked
+    without_slot: int
+    # of a host's memory, what all parked slots may take; None: nobody knows
+    room_bytes: int | None
+
+    @property
+    def num_that_fit(self) -> int | None:
+        """Parked slots that a host has room for; None: nobody knows."""
+        return None if self.room_bytes is None else self.room_bytes // self.slot_bytes
+
+    @property
+    def most(self) -> int | None:
+        """Slots that are parked at once, at most; None: that depends on the host. `park` asks
+        nobody, and `auto` parks as many as fit."""
+        if self.waiting == "hold" or not self.without_slot:
+            return 0
+        if self.waiting == "park":
+            return self.without_slot
+        return None if self.num_that_fit is None else min(self.without_slot, self.num_that_fit)
+
+    @property
+    def most_bytes(self) -> int:
+        """What they take on a host, where all that could be parked are."""
+        most = self.without_slot if self.most is None else self.most
+        return most * self.slot_bytes
+
+
+def free_host_bytes() -> int:
+    """Memory that is free on this host."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_weights(
@@ -182,5 +248,5 @@ def free_bytes() -> int:
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+        return free_host_bytes() // len(devices)
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)

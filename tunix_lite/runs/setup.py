@@ -546,6 +546,8 @@ def startup_summary(
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.resolved.packing_reason:
         rows.append(("packing", parts.resolved.packing_reason))
+    if run.algorithm.needs_demonstrations and run.task.environment is not None:
+        rows.append(("environment", "answers in evaluations; the run learns from demonstrations"))
     if parts.data:
         rows.append(("data", parts.data))
     if run.curriculum.is_on:

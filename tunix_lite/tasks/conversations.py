@@ -274,6 +274,9 @@ def conversation_metrics(rollout: Rollout) -> Metrics:
     for why in ("done", "tokens", "turns", "failed"):
         share = sum(one.ended == why for one in conversations) / len(conversations)
         metrics[f"conversation/ended_by_{why}"] = share
+    failures = [turn.reply.failure for turn in turns if turn.reply.failure]
+    for kind in sorted(set(failures)):
+        metrics[f"conversation/failed_by_{kind}"] = failures.count(kind) / len(conversations)
 
     # What environments count, such as calls of tools: means over conversations.
     names = sorted({name for turn in turns for name in turn.reply.info})
