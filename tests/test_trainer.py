@@ -238,15 +238,24 @@ def test_a_loaded_client_goes_on_as_if_nothing_had_happened(trainer, client, tmp
         other.load(tmp_path / "weights", optimizer=False)
         other.save(tmp_path / "all")
 
-    # a sampler needs no client
-    settings = {"max_tokens": 4, "seed": 2}
-    drawn = other.sample([[5, 6]], 1, settings)
-    assert trainer.sampler(tmp_path / "weights").sample([[5, 6]], 1, settings) == drawn
-    fresh = trainer.adapter(rank=2).sample([[5, 6]], 1, settings)
-    assert trainer.sampler().sample([[5, 6]], 1, settings)[0].tokens == fresh[0].tokens != drawn[0].tokens
     (tmp_path / "all" / "trainer.json").write_text(json.dumps({"rank": 2}))
     with pytest.raises(ValueError, match="trainer.json is damaged"):
         other.load(tmp_path / "all")
+
+
+@pytest.mark.wide
+def test_a_sampler_of_saved_weights_needs_no_client(trainer, client, tmp_path):
+    settings = {"max_tokens": 4, "seed": 2}
+    fresh = client.sample([[5, 6]], 1, settings)
+    assert trainer.sampler().sample([[5, 6]], 1, settings)[0].tokens == fresh[0].tokens
+    client.forward_backward(DATA)
+    client.optim_step(0.1)
+    drawn = client.sample([[5, 6]], 1, settings)
+    assert drawn[0].logprobs != fresh[0].logprobs
+    for optimizer in (True, False):
+        sampler = trainer.sampler(client.save(tmp_path / str(optimizer), optimizer=optimizer))
+        assert sampler.sample([[5, 6]], 1, settings) == drawn
+        assert sampler.logprobs([[5, 6]]) == client.logprobs([[5, 6]])
 
 
 def test_calls_of_the_worker_run_in_their_order(trainer, client):
@@ -447,6 +456,14 @@ def test_a_batch_by_hand_is_the_same_as_data(client):
 
 @pytest.mark.wide
 def test_collect_refuses_what_only_a_run_can_follow():
-    run = compose([*RUN, "model.lora.rank=2", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"])
+    run = compose(
+        [
+            *RUN,
+            "training.max_steps=4",
+            "model.lora.rank=2",
+            "algorithm.mini_batches=2",
+            "algorithm.updates_per_rollout=2",
+        ]
+    )
     with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
         trainer.adapter().collect(0)
