@@ -47,6 +47,9 @@ def test_a_guessing_game_by_hand():
         Turn("Say a number from 1 to 9."),
         Turn("over", pytest.approx(0.4 * (1 - 3 / 8)), True, {"won": False}),
     ]
+    # 5 rules out 1 to 5, so 3 is no possible guess, and 8 is
+    turns = played(GuessingGame(guesses=4, possible=0.2), example, ["5", "3", "8", "9"])
+    assert [turn.reward for turn in turns] == [0.2, 0.0, 0.2, 0.0]
     assert played(GuessingGame(guesses=1), example, ["none"])[0] == Turn("over", 0.0, True, {"won": False})
     assert is_secret("The answer is 7.", example) == 1
 

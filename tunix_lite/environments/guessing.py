@@ -53,7 +53,8 @@ class GuessingGame:
     """The last whole number of a completion is the guess. A right one gets 1 and ends the game.
 
     When no guess is left, the game ends, and a last guess that is near gets a part of `near`: all
-    of it next to the secret, less the farther away it is.
+    of it next to the secret, less the farther away it is. `possible` is for each guess that may be
+    right after what was said before.
 
     Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
     """
@@ -62,8 +63,12 @@ class GuessingGame:
     guesses: int = 3
     # Reward of a last guess right beside the secret, from 0 to 1.
     near: float = 0.0
+    # Reward of each wrong guess that the answers before it allow, from 0 to 1.
+    possible: float = 0.0
 
     def __post_init__(self):
+        if not 0 <= self.possible <= 1:
+            raise ValueError(f"possible={self.possible} must be from 0 to 1")
         if self.guesses < 1:
             raise ValueError(f"guesses={self.guesses} must be at least 1")
         if not 0 <= self.near <= 1:
@@ -75,6 +80,9 @@ class GuessingGame:
         self.low = example["low"]
         self.high = example["high"]
         self.left = self.guesses
+        # the numbers that the answers allow
+        self.least = self.low
+        self.most = self.high
 
     def step(self, completion: str) -> Turn:
         """Says whether the secret is higher or lower than the guess."""
@@ -82,12 +90,23 @@ class GuessingGame:
         self.left -= 1
         if guess == self.secret:
             return Turn("right", 1.0, done=True, info={"won": True})
-        is_possible = guess is not None and self.low <= guess <= self.high
+        is_a_guess = guess is not None and self.low <= guess <= self.high
+        reward = self._learn_from(guess) if is_a_guess else 0.0
         if self.left == 0:
-            return Turn("over", self._near(guess) if is_possible else 0.0, True, {"won": False})
-        if not is_possible:
+            reward += self._near(guess) if is_a_guess else 0.0
+            return Turn("over", reward, True, {"won": False})
+        if not is_a_guess:
             return Turn(f"Say a number from {self.low} to {self.high}.")
-        return Turn("higher" if self.secret > guess else "lower")
+        return Turn("higher" if self.secret > guess else "lower", reward)
+
+    def _learn_from(self, guess: int) -> float:
+        """What a wrong guess gets; the numbers that it rules out are no longer possible."""
+        reward = self.possible if self.least <= guess <= self.most else 0.0
+        if self.secret > guess:
+            self.least = max(self.least, guess + 1)
+        else:
+            self.most = min(self.most, guess - 1)
+        return reward
 
     def _near(self, guess: int) -> float:
         span = self.high - self.low
