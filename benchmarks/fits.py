@@ -38,8 +38,8 @@ PAGE, COMPILED = FOLDER / "fits.md", FOLDER / "fits.json"
 HEAD = f"""# What fits where
 
 Peak of a device in GiB on the best mesh, fsdp x tp; **bold** fits. By formula, `tunix-lite plan analytic=true mesh=all`
-for each cell, or, marked with a star, by the target's compiler, asked about all programs of the run; in brackets then
-what the formula said. A plan without `analytic=true` asks the compiler. `benchmarks/fits.py` writes this page.
+for each cell. A star marks what the target's compiler says of all programs of the run; what the formula says follows
+the stroke. A plan without `analytic=true` asks the compiler. `benchmarks/fits.py` writes this page.
 
 64 prompts x 8 generations of 512 + 1024 tokens, one sequence per fsdp shard at a time, `remat=block`, 64 slots (or one
 per fsdp shard), no KL term. All weights: weights and optimizer in bfloat16 (`bf16_params`). LoRA: adapters of rank 16
@@ -82,7 +82,7 @@ def cell(model: str, way: str, target: str, known: dict) -> str:
         text = f"{plan.peak_bytes / GiB:,.1f}"
         return f"{f'**{text}**' if plan.fits else text} {mesh_of(plan)}"
     text = f"{asked['peak_bytes'] / GiB:,.1f}"
-    return f"{f'**{text}**' if asked['fits'] else text}* ({plan.peak_bytes / GiB:,.1f}) {asked['mesh']}"
+    return f"{f'**{text}**' if asked['fits'] else text}*/{plan.peak_bytes / GiB:,.1f} {asked['mesh']}"
 
 
 def row(model: str, way: str, known: dict) -> str:

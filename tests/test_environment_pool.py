@@ -151,7 +151,7 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
         (("a", float("nan"), False), "the reward nan"),
         (("a", "1", False), "the reward '1'"),
         (("a", 1.0, "no"), "done='no'"),
-        (([{"role": "assistant", "content": "a"}], 1.0, False), "as a message from step"),
+        (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
         (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
     ],

@@ -41,6 +41,6 @@ def test_what_a_compiler_said_stands_beside_the_formula(fits):
     peak = 5 * 2**30
     known = {"gemma3_1b:all:v5e-4": {"mesh": "2x2", "peak_bytes": peak, "fits": True, "seconds": 1}}
     formula = fits.cell("gemma3_1b", "all", "v5e-4", {})
-    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == f"**5.0*** ({formula.split('**')[1]}) 2x2"
+    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == f"**5.0***/{formula.split('**')[1]} 2x2"
     known["gemma3_1b:all:v5e-4"]["mesh"] = "4x1"  # another mesh than the one that is best today
     assert fits.cell("gemma3_1b", "all", "v5e-4", known) == formula

@@ -338,6 +338,7 @@ CONDITIONAL = {
     "perf/mfu",  # a device whose peak is known
     "rewards/weight_<name>",  # a weight with a schedule
     "time/<name>",  # a scorer
+    "time/rollout_beside_update",  # rollout.overlap=one_step
     "time/rescore",  # algorithm.old_logprobs=rescored
     "train/kl",  # algorithm.kl_coef
     "train/off_policy_masked",  # algorithm.off_policy_delta
