@@ -211,10 +211,19 @@ REPLAYED = (
 )
 NO_RUN = (foreign_flags, optimizer_line, odd_process, other_architecture, full_disk)
 MESSAGES: dict[str, Callable[[], str]] = {each.__name__: each for each in NO_RUN}
+
+
+def trainer_loop(folder: Path) -> str:
+    """The first block of Python on the page about Trainer."""
+    page = (DOCS / "guide" / "trainer.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    return _printed(folder, ["-c", program]).strip()
+
+
 RUNS: dict[str, Callable[[Path], str]] = {
     each.__name__: each
     for each in (quick_start, first_answer, before_and_after, exported, four_devices, check, replay,
-                 damaged_checkpoint, sweep, finding, live_region)
+                 damaged_checkpoint, sweep, finding, live_region, trainer_loop)
 }  # fmt: skip
 SHORT = ["algorithm.kl_coef=0.1", "training.prompts_per_step=4", "training.save_interval_steps=4",
          "evaluation.num_examples=0"]  # fmt: skip

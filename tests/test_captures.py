@@ -18,6 +18,7 @@ OTHERS = {
     "docs/guide/export.md": (1, "a command of vLLM"),
     "docs/guide/generate.md": (1, "a file of prompts"),
     "docs/guide/preferences_and_distillation.md": (3, "formulas"),
+    "docs/guide/tinker.md": (2, "what a server and the Tinker SDK print, which the tests do not install"),
 }
 # Made by docs/objective_pages.py, which tests/test_objective_pages.py holds: formulas as a run prints them.
 OBJECTIVES = DOCS / "references" / "objectives"
@@ -69,7 +70,7 @@ def folder(tmp_path_factory):
 
 
 RUN_NAMES = ("quick_start", "first_answer", "before_and_after", "exported", "four_devices", "check", "replay")
-RUN_NAMES += ("damaged_checkpoint", "sweep", "finding", "live_region")
+RUN_NAMES += ("damaged_checkpoint", "sweep", "finding", "live_region", "trainer_loop")
 
 
 @pytest.mark.wide
