@@ -225,7 +225,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 @pytest.mark.parametrize("how", ["closed", "nohup"])
 def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told_not_to_mind(how, tmp_path):
     folder = tmp_path / "run"
-    steps = 200 if how == "closed" else 6
+    steps = 20_000 if how == "closed" else 6
     settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
     call = [sys.executable, "-c", ON_A_TERMINAL, how, str(folder / "metrics.jsonl"), sys.executable]
     code = subprocess.run([*call, str(ROOT / "run_training.py"), *settings], timeout=300).returncode
