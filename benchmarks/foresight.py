@@ -139,7 +139,7 @@ def summary(settings: list[dict]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps of each run; the first two do not count")
     parser.add_argument("--rounds", type=int, default=2, help="times that all settings are gone through")
     parser.add_argument("--only", type=int, default=len(SETTINGS), help="the first so many settings")
@@ -148,8 +148,13 @@ def main() -> None:
     if args.only < 1 or args.rounds < 1 or args.steps < 3:
         parser.error("--only and --rounds are at least 1, --steps at least 3, as the first two do not count")
 
-    earlier = json.loads(args.out.read_text())["settings"] if args.out and args.out.exists() else []
-    rounds_of = {tuple(setting["overrides"]): setting["rounds"] for setting in earlier}
+    if args.out and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out: there is no folder {args.out.parent}")
+    try:
+        earlier = json.loads(args.out.read_text())["settings"] if args.out and args.out.exists() else []
+        rounds_of = {tuple(setting["overrides"]): setting["rounds"] for setting in earlier}
+    except (OSError, ValueError, KeyError, TypeError):
+        parser.error(f"--out: {args.out} is there and holds no figures of an earlier call")
     settings = [{"overrides": one, "rounds": rounds_of.get(tuple(one), [])} for one in SETTINGS[: args.only]]
     with tempfile.TemporaryDirectory() as folder:
         recorded = Path(folder) / "recorded"

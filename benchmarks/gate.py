@@ -1,7 +1,8 @@
 """Counts that no machine changes, of a few tiny programs on CPU, against the values in benchmarks/gate.json.
 
     python benchmarks/gate.py            # 0: nothing is worse. 1: something is
-    python benchmarks/gate.py --accept   # writes what is counted now; docs/log.md says why
+    python benchmarks/gate.py --accept   # writes what is counted now, if nothing is worse
+    python benchmarks/gate.py --accept --why 'a sort in each step'   # if something is, and docs/log.md says these words
 
 Nothing is timed. Of each compiled program, on one device and on four pretend ones: FLOPs and bytes accessed (XLA's
 count, which has a loop's body once), instructions that run as kernels (of a loop's body once), temporaries, arguments,
@@ -53,6 +54,7 @@ from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.train import train
 
 VALUES = Path(__file__).with_name("gate.json")
+LOG = Path(__file__).parents[1] / "docs" / "log.md"
 # What a count may grow by and still be the same: XLA's FLOPs and bytes are floating-point sums.
 SAME = 1e-6
 # Of these, more is better. Of all others, less.
@@ -285,15 +287,27 @@ def verdict(all_known: dict, found: dict, version: str) -> tuple[int, list[str]]
         lines.append(f"gate: the values are of jax {known['jax']}, and this is {version}: that may be all.")
     lines.append(
         "gate: undo what made it worse, or write into docs/log.md why it must be so and run "
-        "`python benchmarks/gate.py --accept`."
+        "`python benchmarks/gate.py --accept --why 'WORDS OF THAT ENTRY'`."
     )
     return 1, lines
 
 
+def is_logged(words: str) -> bool:
+    """Whether docs/log.md has these words, three at least, one after the other, line breaks or not."""
+    return len(words.split()) >= 3 and " ".join(words.split()) in " ".join(LOG.read_text().split())
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accept", action="store_true", help="write the counts of today into gate.json")
+    parser.add_argument("--why", metavar="WORDS", help="words of docs/log.md that explain what is worse")
     args = parser.parse_args()
+    if args.why is not None and not args.accept:
+        parser.error("--why goes with --accept")
+    if args.why is not None and not is_logged(args.why):
+        parser.error(
+            f"--why: docs/log.md does not say {args.why!r}; write there why it is worse, and repeat three words or more"
+        )
     began = time.process_time()
     found = count_all()
     known = json.loads(VALUES.read_text()) if VALUES.exists() else {}
@@ -302,10 +316,15 @@ def main() -> int:
     print(f"gate: {time.process_time() - began:.0f} s of CPU time")
     if not args.accept:
         return status
+    if status and args.why is None:
+        print("gate: wrote nothing: what is worse is accepted with --why and words of docs/log.md alone.")
+        return status
     minor = ".".join(jax.__version__.split(".")[:2])
-    known[minor] = {"jax": jax.__version__, "counts": found}
+    # The last explanation stays until there is another one.
+    why = args.why or known.get(minor, {}).get("why")
+    known[minor] = {"jax": jax.__version__, "counts": found} | ({"why": why} if why else {})
     VALUES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    print(f"gate: wrote the counts for jax {minor} into {VALUES.name}; docs/log.md should say why they changed.")
+    print(f"gate: wrote the counts for jax {minor} into {VALUES.name}.")
     return 0
 
 

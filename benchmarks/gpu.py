@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import arguments
+
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 525  # for all parts together: below nine minutes with what stands around them
 SECONDS = {  # a part -> its own limit; those that are worth most come first
@@ -48,14 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on a CPU where there is no GPU")
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
-    parser.add_argument("--seconds", type=float, help=f"for all parts together; {TOTAL_SECONDS}, or no limit if tiny")
-    parser.add_argument("--out", type=Path, help="folder for the results; outputs/gpu/<date and time>")
+    parser.add_argument(
+        "--seconds", type=arguments.seconds, help=f"for all parts together; {TOTAL_SECONDS}, or no limit if tiny"
+    )
+    parser.add_argument("--out", type=arguments.new_folder, help="folder for the results; outputs/gpu/<date and time>")
     args = parser.parse_args()
     out = args.out or ROOT / "outputs" / "gpu" / time.strftime("%Y-%m-%d_%H-%M-%S")
     out.mkdir(parents=True, exist_ok=True)
     total = args.seconds or (float("inf") if args.tiny else TOTAL_SECONDS)
     ends = time.monotonic() + total
 
+    # Ended from outside, it ends its part, too: that would keep the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = Results(out)
     for part in args.parts:
         left = min(ends - time.monotonic(), TINY_SECONDS if args.tiny else SECONDS[part])

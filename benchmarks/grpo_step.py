@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import arguments
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,11 +124,11 @@ class FixedWork:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--packing", choices=ROWS, default="none")
-    parser.add_argument("--remat", choices=decoder.REMAT, default="none")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")  # of the computation
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=arguments.count, default=7, help="steps that are timed, after one more")
+    parser.add_argument("--packing", choices=ROWS, default="none", help="prefix shares prompts")
+    parser.add_argument("--remat", choices=decoder.REMAT, default="none", help="what the update computes again")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
     args = parser.parse_args()
     repeats = args.repeats
 

@@ -5,7 +5,9 @@
 It runs each phase under JAX's profiler, and reads from the HLO text what each compiled operation computes and moves.
 The seconds of an operation are the least of all its runs, times their number: what another process of the machine
 takes is left out. Operations may run beside each other, so their sum can be more than the phase took. Prints a table of
-the classes of each phase, and one of the slowest operations, in Markdown. The code is in step_profile.py.
+the classes of each phase, one of the programs, such as prefill and decode, and one of the slowest operations, in
+Markdown. The peak is measured before and after; where a share of it is above 100 %, the machine was busy. The code is
+in step_profile.py.
 """
 
 import importlib.util

@@ -19,13 +19,14 @@ from dataclasses import replace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import arguments
 import jax
 
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.hardware import Hardware, compile_only_devices, find_target
 from tunix_lite.planning.kernels import Kernel, argument_bytes, kernels
 from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
@@ -169,16 +170,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=["h100", "v5e-1"])
     parser.add_argument("--models", nargs="+", default=["gemma3_1b", "qwen3_0.6b"])
-    parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--slots", type=arguments.count, nargs="+", default=[64, 256])
     parser.add_argument("--programs", nargs="+", default=["decode", "update"], choices=["decode", "update"])
     parser.add_argument("--overrides", nargs="*", default=[], help="of the run, as on the command line of train")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step of two layers instead")
     args = parser.parse_args()
-    for target in args.targets:
+    try:
+        check(args.targets, args.models, args.overrides)
+        print_counts(args)
+    except ConfigError as error:
+        raise SystemExit(f"roofline.py: {error}") from error
+
+
+def check(targets: list[str], models: list[str], overrides: list[str]) -> None:
+    """Raises ConfigError for names that are wrong and compilers that are missing, before anything is compiled."""
+    for model in models:
+        compose([*WORKLOAD, f"model={model}", *overrides])
+    for target in targets:
         try:
-            find_machine(target)
-        except ConfigError as error:
-            parser.error(str(error))
+            compile_only_devices(find_target(target))
+        except ValueError as error:
+            raise ConfigError(f"--targets {target}: {error}") from error
+
+
+def print_counts(args: argparse.Namespace) -> None:
+    """Compiles, and prints a line of JSON for each program and a table for each target."""
     for target in args.targets:
         found: dict[str, list[dict]] = {"decode": [], "update": []}
         for model in args.models:

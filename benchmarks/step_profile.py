@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import arguments
 import grpo_step
 import jax
 
@@ -59,12 +60,12 @@ class Operation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--packing", choices=["none", "prefix"], default="none")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=30)  # of the table of operations
-    parser.add_argument("--threads", type=int, choices=[1], default=None)  # one thread computes; default: all
-    parser.add_argument("--out", type=Path, default=None)  # the tables go here as well
+    parser = argparse.ArgumentParser(description="Where the seconds of a GRPO step go, by class of operation.")
+    parser.add_argument("--packing", choices=["none", "prefix"], default="none", help="prefix shares prompts")
+    parser.add_argument("--repeats", type=arguments.count, default=5, help="runs of each phase")
+    parser.add_argument("--rows", type=arguments.count, default=30, help="of the table of slowest operations")
+    parser.add_argument("--threads", type=int, choices=[1], help="1: one thread computes; without it all do")
+    parser.add_argument("--out", type=arguments.new_file, help="a file that gets the tables, too")
     args = parser.parse_args()
     # XLA writes the text of each program that it compiles into a folder.
     with tempfile.TemporaryDirectory(prefix="tunix_lite_profile_") as dump:
@@ -87,16 +88,19 @@ def tables(args: argparse.Namespace, dump: Path) -> list[str]:
         "reference": lambda step: work.reference(batch),
         "update": lambda step: work.update(batch),
     }
+    # Before and after, the better one: on a busy machine one moment says little.
     peak = grpo_step.matmul_peak()
+    timed = [(name, *traced(run, args.repeats)) for name, run in phases.items()]
+    peak = max(peak, grpo_step.matmul_peak())
     device = jax.devices()[0].device_kind
     lines = [f"Matmul peak {peak:,.0f} GFLOP/s; packing={args.packing}; jax {jax.__version__}; {device}.", ""]
-    slowest = []
-    for name, run in phases.items():
-        wall, durations = traced(run, args.repeats)
+    found = []
+    for name, wall, durations in timed:
         operations = [*found_operations(durations, dump, args.repeats)]
         lines += [*table_of_classes(name, wall, operations, peak), ""]
-        slowest += [(name, operation) for operation in operations]
-    return lines + table_of_operations(slowest, peak, args.rows)
+        found += [(name, operation) for operation in operations]
+    lines += [*table_of_programs(found, peak), ""]
+    return lines + table_of_operations(found, peak, args.rows)
 
 
 # ---- durations, from the trace
@@ -232,6 +236,22 @@ def table_of_classes(phase: str, wall: float, operations: list[Operation], peak:
         f"{flops / busy / 1e9 / peak:.0%} | |"
     )
     lines.append(f"| the phase | {wall:.4f} | | | | {flops / wall / 1e9:,.0f} | {flops / wall / 1e9 / peak:.0%} | |")
+    return lines
+
+
+def table_of_programs(found: list[tuple[str, Operation]], peak: float) -> list[str]:
+    """The operations of each program together, such as prefill and decode of a rollout."""
+    sums = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
+    for phase, each in found:
+        for i, value in enumerate((each.seconds, each.flops, each.moved_bytes)):
+            sums[phase, each.program][i] += value
+    lines = ["| phase | program | s | GFLOP | GFLOP/s | of the peak | GB moved |", "|---|---|---|---|---|---|---|"]
+    for (phase, program), (seconds, flops, moved) in sorted(sums.items(), key=lambda item: -item[1][0]):
+        rate = flops / seconds / 1e9 if seconds else 0.0
+        lines.append(
+            f"| {phase} | {program.removeprefix('jit_')} | {seconds:.4f} | {flops / 1e9:.1f} | {rate:,.0f} | "
+            f"{rate / peak:.0%} | {moved / 1e9:.2f} |"
+        )
     return lines
 
 

@@ -15,15 +15,25 @@ from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError, RunFailed
-from tunix_lite.planning import compare_run, lengths, timed
+from tunix_lite.parallel.collectives import CollectiveTotal
+from tunix_lite.planning import compare_run, lengths, speed, timed
 from tunix_lite.planning.choices import scaled_by
 from tunix_lite.planning.compare_run import PredictedRow
-from tunix_lite.planning.forecast import CompiledCosts, Forecast, HardwareCosts, batch_of, forecast, row_work
+from tunix_lite.planning.forecast import (
+    SHARE_OF_BANDWIDTH,
+    CompiledCosts,
+    Forecast,
+    HardwareCosts,
+    batch_of,
+    forecast,
+    row_work,
+)
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import ESTIMATE_MARGIN
 from tunix_lite.planning.programs import Compiled
+from tunix_lite.planning.report import as_dict
 from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.planning.simulated_rollout import simulated
 from tunix_lite.rollout.engine import make_generate
@@ -113,6 +123,37 @@ def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
     assert found.price == pytest.approx(20 * found.hours)
 
 
+def test_a_rollout_for_several_updates_is_divided_among_them(cfg):
+    """A rollout of 10 prompts serves 4 updates of 5: each has a quarter of it, and of the scores of both halves."""
+    words = ["algorithm.kl_coef=0.04", "training.gradient_accumulation_steps=2"]
+    whole = forecast(case_of(cfg, *words, "training.prompts_per_step=10"), Lengths(1.0, 1.0), Costs())
+    shared = [*words, "algorithm.mini_batches=2", "algorithm.updates_per_rollout=4"]
+    found = forecast(case_of(cfg, *shared), Lengths(1.0, 1.0), Costs())
+    assert found.decode_steps == whole.decode_steps > 0
+    for name in ("prefill", "decode", "refill"):
+        assert found.seconds[name] == pytest.approx(whole.seconds[name] / 4), name
+    # 7 s for each of 2 micro-batches of each of 2 halves
+    assert found.seconds["scoring"] == pytest.approx(7 * 2 * 2 / 4)
+    assert found.seconds["update"] == 10
+
+
+def test_meshes_are_ranked_by_their_predicted_time(monkeypatch):
+    """Whatever the bound says: here the one that it puts last is predicted to be the fastest."""
+    settings = PlanConfig(target="h100x8", mesh="all", analytic=True)
+    plans = command.make_plans(compose(["model=gemma3_1b"]), settings, [])
+    by_bound = [plan.resolved.mesh_shape for plan in plans.plans]
+    assert len(by_bound) > 2 and all(plan.fits for plan in plans.plans)
+
+    def reversed_order(resolved, *_) -> Forecast:
+        seconds = {"update": 1.0 + len(by_bound) - by_bound.index(resolved.mesh_shape)}
+        return Forecast(seconds, 1, 1, 1, 1.0, 1, 1, "", "")
+
+    monkeypatch.setattr(command, "forecast", reversed_order)
+    monkeypatch.setattr(command, "choices", lambda *_: [])
+    found = command.predicted(plans, settings)
+    assert [plan.resolved.mesh_shape for plan in found.plans] == by_bound[::-1]
+
+
 def test_micro_batches_are_those_that_packing_fills(cfg):
     """Rows of 20 tokens, a row a micro-batch; 20 sequences of 4 + 1 tokens fill 5 of them, not the 20 there could be."""
     width = PROMPT + NEW
@@ -156,6 +197,26 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
         lengths.recorded_lengths(str(tmp_path))
 
 
+def test_a_rollout_of_several_updates_has_the_prompts_of_all(tmp_path):
+    """20 prompts were read for 50 tokens, though an update has 5 of them."""
+    folder = recorded_run(tmp_path / "run")
+    plan = {"batch": "5 prompts x 4 generations = 20 sequences", "prompts_of_rollout": 20}
+    (tmp_path / "run" / "plan.json").write_text(json.dumps({"plans": [plan]}))
+    assert lengths.recorded_lengths(folder).mean_prompt == 2.5
+    words = ["target=h100", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"]
+    run = compose([*SMALL, *words[1:], "training.prompts_per_step=6"])
+    plans = command.make_plans(run, PlanConfig(target="h100", analytic=True), words)
+    assert as_dict(plans)["plans"][0]["prompts_of_rollout"] == 12
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"plans": []}', '{"plans": [3]}', '{"plans": 7}'])
+def test_a_plan_that_is_none_has_no_prompts(text, tmp_path):
+    folder = recorded_run(tmp_path / "run")
+    (tmp_path / "run" / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match="verify=.*plan.json no number of prompts"):
+        lengths.recorded_lengths(folder, "verify")
+
+
 def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
     """The first steps compile and do not count; what no phase has is the rest."""
     took = compare_run.measured(recorded_run(tmp_path / "run"))
@@ -170,6 +231,17 @@ def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
     assert rows["decode steps"].measured is None
     with pytest.raises(ConfigError, match=r"verify=.*metrics\.jsonl"):
         compare_run.measured(str(tmp_path))
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
+        compare_run.measured(str(tmp_path / "run"))
+
+
+def test_a_phase_that_only_some_steps_have_counts_with_its_share(tmp_path):
+    """Of the last four steps two sample, for 2 s each: 1 s a step."""
+    rows = [{"time/step": 5.0} | ({"time/rollout": 2.0} if i % 2 else {}) for i in range(6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare_run.measured(str(tmp_path)) == {"time/step": 5.0, "time/rollout": 1.0}
 
 
 def test_a_run_with_other_settings_is_not_compared(tmp_path):
@@ -177,8 +249,15 @@ def test_a_run_with_other_settings_is_not_compared(tmp_path):
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text("- training.remat=block\n- seed=3\n- project_name=x\n")
     command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block"])
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan a=1 training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["a=1"])
+    words = [f"verify={folder}", "training.remat=block", "training.max_steps=9", "price_per_hour=2", "seed=1"]
+    command.check_same_overrides(str(folder), words)
+    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan price_per_hour=2 training\.remat=block$"):
+        command.check_same_overrides(str(folder), ["price_per_hour=2"])
+    # what the run did not have is not taken for a part of it
+    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
+        command.check_same_overrides(str(folder), ["training.remat=block", "training.packing=none"])
+    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
+        command.check_same_overrides(str(folder), ["training.remat=none"])
 
 
 def test_compiled_kernels_count_and_the_rest_is_an_estimate(cfg):
@@ -223,6 +302,14 @@ def test_a_plan_prints_a_forecast_its_price_and_faster_settings(tmp_path, capsys
     assert took == sorted(took) and any(not choice["overrides"] for choice in said["choices"])
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "make_plans", None)
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "plan"):
+        with pytest.raises(ConfigError, match="out=.*file is no folder that can be written"):
+            command.plan(compose(SMALL), PlanConfig(target="h100", out=str(out)))
+
+
 def test_a_plan_that_does_not_fit_ends_with_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
     settings = PlanConfig(target="v5e-1", analytic=True, out=str(tmp_path))
@@ -256,3 +343,49 @@ def test_the_agreement_of_two_orders_is_kendalls():
     assert len(foresight.SETTINGS) == 20 and len({tuple(one) for one in foresight.SETTINGS}) == 20
     for overrides in foresight.SETTINGS:
         compose([*foresight.BASE, *overrides])
+
+
+def test_sending_is_counted_in_every_phase_over_the_links_that_it_crosses(cfg):
+    """fsdp=2, tp=2 on hardware where only links take time, a second a byte: half of a buffer is sent that is gathered
+    over two devices, and all of one that is summed."""
+    run = compose([*SMALL, "training.packing=none", "training.remat=none", "training.prompts_per_step=4"])
+    run = replace(run, model=replace(run.model, architecture=cfg))
+    case = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 2}, "cuda")
+    free = {"peak_flops": 1e30, "memory_bandwidth": 1e30}
+    within = replace(find_target("h100x8").hardware, link_bandwidth=1.0, node_bandwidth=1e30, **free)
+    weights, gradients = speed.weight_bytes(case), speed.reduced_gradient_bytes(case)
+    # a stream of float32 after attention and one after the feed-forward of each layer
+    token = 2 * cfg.num_layers * cfg.embed_dim * 4
+
+    def sent(seconds: float) -> float:
+        return seconds * SHARE_OF_BANDWIDTH
+
+    costs = HardwareCosts(case, within)
+    assert sent(costs.begin(4, 20, 0)) == pytest.approx(weights / 2, rel=1e-3)
+    # six tokens over fsdp are three a device
+    assert sent(costs.prefill(2, 3)) == pytest.approx(3 * token, rel=1e-3)
+    assert sent(costs.decode(4, 20, 8, 0)) == pytest.approx(8 * 2 * token, rel=1e-3)
+    sharded = HardwareCosts(replace(case, sampling_weights="sharded"), within)
+    assert sent(sharded.begin(4, 20, 0)) == pytest.approx(0, abs=1)
+    assert sent(sharded.decode(4, 20, 8, 0)) == pytest.approx(8 * (2 * token + weights / 2), rel=1e-3)
+
+    batch = batch_of(case, np.full(4, 4), np.ones((4, 4), int))
+    work = replace(row_work(case, batch), parts=3)
+    tokens = 3 * work.rows * work.width / 2
+    assert sent(costs.scoring("scoring", batch, work)) == pytest.approx(3 * weights / 2 + tokens * token, rel=1e-3)
+    # forward and backward; the gradients of each micro-batch are scattered
+    both_ways = 3 * (2 * weights + gradients) / 2 + 2 * tokens * token
+    assert sent(costs.update(batch, work)) == pytest.approx(both_ways, rel=1e-3)
+
+    # With two devices a node, tp stays within it and fsdp does not.
+    between = replace(within, host_devices=2, link_bandwidth=1e30, node_bandwidth=1.0)
+    costs = HardwareCosts(case, between)
+    assert sent(costs.begin(4, 20, 0)) == pytest.approx(weights / 2, rel=1e-3)
+    assert sent(costs.decode(4, 20, 8, 0)) == pytest.approx(0, abs=1)
+    groups = [
+        CollectiveTotal("all-gather", "fsdp", 3, 10_000, 5_000, True),
+        CollectiveTotal("all-reduce", "tp", 1, 9, 9, True),
+    ]
+    kernel = Kernel("all-gather", "collective", 1, 0, 0, sent_bytes=5009)
+    programs = {"update": Compiled("update", 0, 0, 0, 0, 0, collectives=tuple(groups), kernels=(kernel,))}
+    assert CompiledCosts(costs, programs).update(batch, replace(work, parts=1)) == pytest.approx(5000, rel=1e-3)

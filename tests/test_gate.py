@@ -92,3 +92,42 @@ def test_the_committed_counts_are_of_all_programs(gate):
     wanted = {f"{name}/{program}" for name, (_, _, _, programs) in gate.PROGRAMS.items() for program in programs}
     for values in known.values():
         assert set(values["counts"]) == {*wanted, "rollout", "run"}
+
+
+@pytest.mark.parametrize(
+    "arguments, kernels, code, is_written",
+    [
+        (["--accept"], 6, 0, True),
+        (["--accept"], 8, 1, False),
+        (["--accept", "--why", "one sort more"], 8, 0, True),
+        (["--accept", "--why", "no such words"], 8, 2, False),
+        (["--accept", "--why", " "], 8, 2, False),
+        (["--why", "one sort more"], 7, 2, False),
+    ],
+    ids=["better", "worse", "explained", "not in the log", "empty", "without accept"],
+)
+def test_what_is_worse_is_accepted_only_with_words_of_the_log(
+    gate, arguments, kernels, code, is_written, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gate, "VALUES", tmp_path / "gate.json")
+    monkeypatch.setattr(gate, "LOG", tmp_path / "log.md")
+    minor = ".".join(gate.jax.__version__.split(".")[:2])
+    gate.VALUES.write_text(json.dumps({minor: KNOWN["0.10"] | {"jax": gate.jax.__version__}}))
+    gate.LOG.write_text("## Today\n\nA step has one sort\nmore, as top_p asks.\n")
+    monkeypatch.setattr(gate, "count_all", lambda: counts(kernels=kernels))
+    monkeypatch.setattr("sys.argv", ["gate.py", *arguments])
+    before = gate.VALUES.read_text()
+    try:
+        status = gate.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert (status, gate.VALUES.read_text() != before) == (code, is_written)
+    if is_written:
+        written = json.loads(gate.VALUES.read_text())[minor]
+        assert written["counts"]["a/update"]["kernels"] == kernels
+        assert written.get("why") == (arguments[2] if "--why" in arguments else None)
+
+
+def test_what_explains_the_committed_counts_stands_in_the_log(gate):
+    for values in json.loads(gate.VALUES.read_text()).values():
+        assert "why" not in values or gate.is_logged(values["why"])

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """The module, with parts of ours in place of the real ones."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,8 +40,12 @@ def gpu(monkeypatch, tmp_path):
 
 def run(gpu, monkeypatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *arguments])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return ended.value.code, [json.loads(line) for line in (out / "gpu.jsonl").read_text().split("\n") if line]
 
 
@@ -61,6 +69,22 @@ def test_a_part_that_hangs_is_stopped_with_all_that_it_started(gpu, monkeypatch,
     assert {line["part"] for line in lines if line.get("name") == "first"} == {"resume", "device"}
     child = Path("/proc") / (tmp_path / "child").read_text()
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_ended_from_outside_it_ends_its_part(gpu, monkeypatch, tmp_path):
+    def end_when_it_runs() -> None:
+        while not (tmp_path / "child").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_when_it_runs, daemon=True).start()
+    code, lines = run(gpu, monkeypatch, tmp_path / "out", "--parts", "resume", "device")
+    assert code == 143 and {line["part"] for line in lines} == {"resume"}
+    stat = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    until = time.monotonic() + 10  # a process that was killed goes when the kernel comes to it
+    while stat.exists() and "Z" not in stat.read_text().split()[2] and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not stat.exists() or "Z" in stat.read_text().split()[2]
 
 
 def test_parts_for_which_no_time_is_left_are_said_and_count_as_failed(gpu, monkeypatch, tmp_path):

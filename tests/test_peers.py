@@ -126,6 +126,42 @@ def test_workers_take_turns_and_one_that_fails_is_left_out(tmp_path, monkeypatch
     assert found["matmul_peak_gflops"] == [7.0, 7.0]
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--rounds", "0"], "--rounds is at least 1"),
+        (["--workloads", "fixd"], "there is no 'fixd'"),
+        (["--out", "{file}"], "is a file; name a folder"),
+        (["--frameworks", "trl,ours"], "not installed: trl; `make peers`"),
+    ],
+)
+def test_what_cannot_be_raced_is_said_before_anybody_computes(arguments, said, tmp_path, monkeypatch, capsys):
+    run = importlib.import_module("run")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "VENVS", tmp_path)
+    monkeypatch.setattr(run, "race", None)
+    words = [word.format(file=tmp_path / "file") for word in arguments]
+    monkeypatch.setattr("sys.argv", ["run.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert said in f"{capsys.readouterr().err}{ended.value.code}"
+
+
+def test_an_installation_that_fails_leaves_nothing_that_passes_for_one(tmp_path, monkeypatch):
+    install = importlib.import_module("install")
+    monkeypatch.setattr(install, "VENVS", tmp_path)
+    monkeypatch.setattr(install, "PACKAGES", {"trl": [["no_such_package"]]})
+
+    def without_pip(folder: Path, with_pip: bool) -> None:
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").symlink_to("/bin/false")
+
+    monkeypatch.setattr(install.venv, "create", without_pip)
+    with pytest.raises(SystemExit, match="trl: pip could not install no_such_package"):
+        install.install("trl")
+    assert not (tmp_path / "trl").exists()
+
+
 def test_the_page_of_benchmarks_is_what_the_results_give():
     page = importlib.import_module("benchmarks_page")
     assert page.PAGE.read_text() == page.render(), "python docs/benchmarks_page.py"

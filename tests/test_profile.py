@@ -81,6 +81,9 @@ def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
     assert found["first"].flops == 2 * 8 * 16 * 4 and found["first"].seconds == pytest.approx(2e-6)
     assert found["first"].moved_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
     lines = step_profile.table_of_classes("update", 1e-5, [*found.values()], peak=1.0)
+    # 2 + 2 + 2 microseconds, and what all three move: read and written, in float32
+    [*_, row] = step_profile.table_of_programs([("update", each) for each in found.values()], peak=1.0)
+    assert row == "| update | update | 0.0000 | 0.0 | 0 | 17% | 0.00 |"
     # 1,024 FLOPs in 2 microseconds are 0.512 GFLOP/s
     assert "| matmul | 0.0000 | 33.3% | 1 | 0.0 | 1 | 51% | 0.00 |" in lines
 
@@ -89,3 +92,22 @@ def test_the_module_of_the_standard_library_is_still_found():
     code = "import cProfile; cProfile.run('1 + 1')"
     ended = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and "function calls" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--repeats", "0"], "'0' is no whole number of at least 1"),
+        (["--rows", "many"], "'many' is no whole number"),
+        (["--out", "{folder}"], "is a folder; name a file"),
+        (["--out", "{folder}/none/table.md"], "there is no folder"),
+    ],
+)
+def test_wrong_numbers_and_files_are_refused_before_anything_runs(
+    step_profile, arguments, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.argv", ["profile.py", *(word.format(folder=tmp_path) for word in arguments)])
+    monkeypatch.setattr(step_profile, "tables", None)
+    with pytest.raises(SystemExit):
+        step_profile.main()
+    assert said in capsys.readouterr().err

@@ -9,6 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.commands import replay
 from tunix_lite.commands.program import compose, compose_values
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel import compiling
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
@@ -91,3 +92,9 @@ def test_the_folder_of_a_run_does_not_say_where_programs_come_from(monkeypatch, 
     with contextlib.ExitStack() as stack:
         found = replay.with_settings_of_run(stack, values, [])
     assert found["seed"] == 7 and found["runtime"]["program_cache"] == "auto"
+
+
+@pytest.mark.parametrize("value", ["''", "none", "false", "gs://bucket/programs"])
+def test_what_is_no_folder_is_refused(value):
+    with pytest.raises(ConfigError, match="program_cache"):
+        compose([f"runtime.program_cache={value}"])

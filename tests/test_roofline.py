@@ -188,6 +188,20 @@ def test_the_flops_of_a_product_that_is_written_as_a_convolution(product, flops)
     assert found["c"].flops == flops
 
 
+def test_what_only_names_or_orders_values_starts_nothing():
+    text = """HloModule m
+ENTRY %main (a: f32[8]) -> (f32[8], f32[8]) {
+  %a = f32[8]{0} parameter(0)
+  %token.1 = token[] after-all()
+  %after.1 = f32[8]{0} add-dependency(%a, %token.1)
+  %bits.1 = f32[8]{0} bitcast(%after.1)
+  %done.1 = f32[8]{0} negate(%bits.1)
+  ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%done.1, %a)
+}
+"""
+    assert [kernel.name for kernel in kernels(text)] == ["done.1"]
+
+
 def test_a_library_call_has_its_flops_in_its_settings_and_a_callback_waits_for_the_host():
     found = one(
         "%p = bf16[8,32]{1,0} parameter(0)",
@@ -254,6 +268,32 @@ def test_a_layer_takes_at_most_12_kernels_of_an_h100_with_the_fused_attention(mo
     assert found["kernels_a_layer"] <= 10.5
     assert found["bytes_over_floor"] <= 1.18
     assert found["large_copies"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--targets", "v5e-1"], "--targets v5e-1: install libtpu"),
+        (["--targets", "attached"], "--targets attached: 'attached' is no hardware that is known"),
+        (["--models", "nope"], "model=nope: there is no such model"),
+        (["--overrides", "training.nope=1"], "training.nope: there is no such setting"),
+        (["--slots", "0"], "argument --slots: '0' is no whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_counted_is_said_before_anything_is_compiled(arguments, said, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    sys.modules.pop("roofline", None)
+    import roofline
+
+    def without_compiler(target):
+        raise ValueError("install libtpu")
+
+    monkeypatch.setattr(roofline, "compile_only_devices", without_compiler)
+    monkeypatch.setattr(roofline, "print_counts", None)
+    monkeypatch.setattr("sys.argv", ["roofline.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        roofline.main()
+    assert said in f"{capsys.readouterr().err}{ended.value.code}"
 
 
 # python benchmarks/roofline.py --models qwen3_0.6b --slots 64 --programs decode

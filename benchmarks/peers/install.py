@@ -6,6 +6,7 @@ pip downloads afresh (--no-cache-dir), from wherever it is set up to. TRL gets a
 one of this version first; set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS where that is not so.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -39,7 +40,10 @@ def install(framework: str) -> dict:
     began = time.perf_counter()
     for packages in PACKAGES[framework]:
         command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages]
-        subprocess.run(command, check=True)
+        if subprocess.run(command).returncode:
+            # A half-made venv would pass for an installed framework.
+            shutil.rmtree(folder)
+            sys.exit(f"{framework}: pip could not install {' '.join(packages)}")
     seconds = time.perf_counter() - began
     listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
     versions = {each["name"].replace("-", "_"): each["version"] for each in json.loads(listed.stdout)}
@@ -58,8 +62,13 @@ def size_of(folder: Path) -> int:
 
 
 def main() -> None:
-    frameworks = sys.argv[1:] or list(PACKAGES)
-    for framework in frameworks:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"{', '.join(PACKAGES)}; without it all")
+    args = parser.parse_args()
+    for framework in args.frameworks:
+        if framework not in PACKAGES:
+            parser.error(f"there is no {framework!r}; there are {', '.join(PACKAGES)}")
+    for framework in args.frameworks or PACKAGES:
         found = install(framework)
         print(f"{framework}: {found}", flush=True)
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

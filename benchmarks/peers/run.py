@@ -99,13 +99,10 @@ class Worker:
 
 
 def python_of(framework: str) -> str:
-    """The interpreter that a framework is installed for."""
+    """The interpreter that a framework is installed for, if it is installed."""
     if framework.startswith("ours"):
         return sys.executable
-    python = VENVS / framework / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(f"{framework} is not installed: make peers")
-    return str(python)
+    return str(VENVS / framework / "bin" / "python")
 
 
 def race(work: dict, frameworks: list[str], rounds: int) -> dict:
@@ -246,8 +243,18 @@ def main() -> None:
         wrong = [name for name in names.split(",") if name not in known]
         if wrong:
             parser.error(f"--{option}: there is no {wrong[0]!r}; there are {','.join(known)}")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error("--rounds is at least 1")
+    if args.out.is_file():
+        parser.error(f"--out: {args.out} is a file; name a folder")
     if args.tiny and args.out == RESULTS:
         parser.error("--tiny gives no results worth keeping: name another folder with --out")
+
+    # Before anybody computes: a race needs all of them.
+    missing = [name for name in args.frameworks.split(",") if not Path(python_of(name)).exists()]
+    if missing:
+        there = ",".join(name for name in WORKERS if name.startswith("ours"))
+        sys.exit(f"not installed: {', '.join(missing)}; `make peers` installs all, --frameworks {there} goes without")
 
     # Ended from outside, the race ends its workers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
@@ -92,12 +92,16 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if settings.lengths_of is not None:
         # A wrong folder is refused before minutes of compiling.
         recorded_lengths(settings.lengths_of)
-    found = make_plans(run, settings, sys.argv[1:])
-    if settings.predict:
-        found = predicted(found, settings)
+    # So is a folder that cannot be written.
     folder = Path(
         settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
     ).expanduser()
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"out={folder}: {there} is no folder that can be written")
+    found = make_plans(run, settings, sys.argv[1:])
+    if settings.predict:
+        found = predicted(found, settings)
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
@@ -276,7 +280,11 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     ConfigError if the run was started with others."""
     took = compare_run.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = recorded_lengths(settings.lengths_of or settings.verify)
+    lengths = (
+        recorded_lengths(settings.verify, "verify")
+        if settings.lengths_of is None
+        else recorded_lengths(settings.lengths_of)
+    )
     plans = make_plans(run, replace(settings, analytic=True, mesh="run"), sys.argv[1:])
     plan = with_forecast(plans.plans[0], lengths, settings)
     rows = compare_run.predicted_against(plan.forecast, took)
@@ -289,20 +297,25 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
 
 
 # Settings that change no time of a step.
-NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "verify")
+NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "runtime.")
+NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_"))
 
 
 def check_same_overrides(folder: str, words: list[str]) -> None:
-    """Raises ConfigError, with the command to paste, if the run was started with settings that
-    these words lack."""
+    """Raises ConfigError, with the command to paste, if these words lack settings that the run was
+    started with, or have others."""
     file = Path(folder).expanduser() / ".hydra" / "overrides.yaml"
     if not file.is_file():
         return
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     started = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
+    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
+    asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
     missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]
-    if missing:
-        command = shlex.join(["tunix-lite", "plan", *words, *missing])
+    added = [one for one in asked if one not in started and not one.startswith(NO_MATTER)]
+    if missing or added:
+        kept = [one for one in words if one not in added]
+        command = shlex.join(["tunix-lite", "plan", *kept, *missing])
         raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
 
 

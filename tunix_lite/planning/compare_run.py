@@ -36,19 +36,25 @@ class PredictedRow:
 
 def measured(folder: str) -> dict[str, float]:
     """Medians of the numbers in metrics.jsonl over the steps after the first ones. Raises
-    ConfigError where there are none."""
+    ConfigError where there are none.
+
+    A phase that only some steps have, such as a rollout that serves several updates, counts with
+    its share of a step."""
     file = Path(folder).expanduser() / "metrics.jsonl"
     rows = [row for row in json_rows(file) if isinstance(row.get(STEP), int | float)]
-    # A step that hands a rollout out again has not sampled.
     if not rows:
         raise ConfigError(f"verify={folder}: there is no metrics.jsonl with steps of a run in it")
-    rows = rows[FIRST:] or rows
+    if len(rows) <= FIRST:
+        raise ConfigError(
+            f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "
+            f"count, so it takes at least {FIRST + 1}"
+        )
+    rows = rows[FIRST:]
     names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
     found = {}
     for name in names:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         found[name] = float(statistics.median(values))
-        # Of a phase that only some steps have, the share of one step.
         if name.startswith("time/"):
             found[name] = found[name] * len(values) / len(rows)
     return found

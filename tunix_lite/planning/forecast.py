@@ -26,7 +26,7 @@ from tunix_lite.types import Batch
 # bfloat16, and decoding some 70 % of the bandwidth.
 SHARE_OF_PEAK = 0.5
 SHARE_OF_BANDWIDTH = 0.7
-# Kernels of one layer, and beside the layers: as compiled for an H100 (issue 18).
+# Kernels of one layer, and beside the layers: as compiled for an H100 (docs/log.md, 2026-11-22).
 KERNELS_OF_LAYER = 17
 KERNELS_BESIDE = 15
 # A rollout's host calls two programs a chunk: refill and decode.
@@ -244,14 +244,18 @@ class HardwareCosts:
         )
 
     def begin(self, slots: int, columns: int, requests: int) -> float:
-        copied = 2 * speed.weight_bytes(self.resolved)
-        return self._seconds(0.0, copied, CALL_SECONDS) + requests * ROLLOUT_HOST_SECONDS
+        weights = speed.weight_bytes(self.resolved)
+        gathered = weights if self.resolved.sampling_weights == "gathered" else 0
+        sending = self._link_seconds(gathered, 0.0)
+        copying = self._seconds(0.0, 2 * weights, CALL_SECONDS)
+        return copying + sending + requests * ROLLOUT_HOST_SECONDS
 
     def prefill(self, prompts: int, width: int) -> float:
         # All devices of an fsdp shard read the prompts of the shard.
         attention = flops.attention_flops(self.resolved.cfg, [width] * prompts)
         done = flops.forward_flops(self.resolved.cfg, prompts * width, 0, attention)
-        return self._seconds(done, speed.weight_bytes(self.resolved), CALL_SECONDS)
+        read = speed.weight_bytes(self.resolved)
+        return self._seconds(done, read, CALL_SECONDS) + self._sampling_links(prompts * width)
 
     def refill(self, slots: int, columns: int) -> float:
         read = self._cache_bytes(slots * columns)
@@ -265,24 +269,32 @@ class HardwareCosts:
         cfg = self.resolved.cfg
         done = flops.forward_flops(cfg, slots, slots, 0.0)
         read = speed.weight_bytes(self.resolved) + self._cache_bytes(slots * columns)
-        return steps * self._seconds(done, read) + CALL_SECONDS
+        return steps * (self._seconds(done, read) + self._sampling_links(slots)) + CALL_SECONDS
 
     def scoring(self, name: str, batch: Batch, work: RowWork) -> float:
         resolved = self.resolved
         if name in resolved.frozen_models:
             resolved = resolved.as_scorer(name)
         of_model = replace(self, resolved=resolved)
-        return of_model.passes(work, 1, speed.weight_bytes(resolved))
+        weights = speed.weight_bytes(resolved)
+        sending = of_model._link_seconds(work.parts * weights, of_model._summed(work, 1))
+        return of_model.passes(work, 1, weights) + sending
 
     def update(self, batch: Batch, work: RowWork) -> float:
         # Backward is two passes; recomputation is one more.
-        passes = 3 if self.resolved.lora is None else 2
-        remat = self.resolved.run.training.remat
-        passes += {"none": 0.0, "dots": 0.1, "save_qkv_out": 0.6}.get(remat, 1.0)
+        training = self.resolved.run.training
+        again = {"none": 0.0, "dots": 0.1, "save_qkv_out": 0.6}.get(training.remat, 1.0)
+        passes = (3 if self.resolved.lora is None else 2) + again
         resident = estimate.resident(self.resolved)
         state = 2 * (resident["parameters"] + resident["optimizer"])
         read = 2 * speed.weight_bytes(self.resolved)
-        return self.passes(work, passes, read) + self._seconds(0.0, state)
+
+        # Weights are gathered forward and backward, gradients are summed over fsdp once in so many
+        # micro-batches, and tp sums the streams once each way.
+        syncs = -(-work.parts // training.sync_gradients_every)
+        gathered = work.parts * read + syncs * speed.reduced_gradient_bytes(self.resolved)
+        sending = self._link_seconds(gathered, self._summed(work, 2 + again))
+        return self.passes(work, passes, read) + self._seconds(0.0, state) + sending
 
     def rest(self, batch: Batch, work: RowWork) -> float:
         return len(batch.tokens) * HOST_SECONDS
@@ -293,20 +305,26 @@ class HardwareCosts:
         attention = flops.attention_flops(cfg, [work.width] * work.rows)
         scored = work.rows * work.scored
         done = flops.forward_flops(cfg, work.rows * work.width, scored, attention)
-        one = self._seconds(passes * done, read, passes * self._launches())
-        return work.parts * one + self._link_seconds(work, passes, read)
+        return work.parts * self._seconds(passes * done, read, passes * self._launches())
 
-    def _link_seconds(self, work: RowWork, passes: float, read: float) -> float:
-        fsdp = self.resolved.mesh_shape["fsdp"]
-        tp = self.resolved.mesh_shape["tp"]
-        if fsdp * tp == 1:
-            return 0.0
-        tokens = work.parts * work.rows * work.width / fsdp
-        streams = 2 * self.resolved.cfg.num_layers * tokens * self.resolved.cfg.embed_dim * 4
-        sent = work.parts * read * (fsdp - 1) / fsdp + passes * 2 * streams * (tp - 1) / tp
-        is_one_node = fsdp * tp <= self.hardware.host_devices or self.hardware.platform == "tpu"
-        rate = self.hardware.link_bandwidth if is_one_node else self.hardware.node_bandwidth
-        return sent / (SHARE_OF_BANDWIDTH * rate)
+    def _summed(self, work: RowWork, passes: float) -> float:
+        """Bytes of what tp sums in so many passes over all micro-batches, on one device."""
+        tokens = work.parts * work.rows * work.width / self.resolved.mesh_shape["fsdp"]
+        return passes * speed.streams(self.resolved, tokens)
+
+    def _sampling_links(self, tokens: int) -> float:
+        """Seconds that sending takes in one forward pass of the sampler; tokens: of all devices."""
+        is_sharded = self.resolved.sampling_weights == "sharded"
+        gathered = speed.weight_bytes(self.resolved) if is_sharded else 0
+        here = tokens / self.resolved.mesh_shape["fsdp"]
+        return self._link_seconds(gathered, speed.streams(self.resolved, here))
+
+    def _link_seconds(self, gathered: float, summed: float) -> float:
+        """gathered: bytes that are gathered or scattered over fsdp; summed: over tp."""
+        sent = speed.ring(self.resolved, gathered, summed)
+        near, far = speed.links(sent, self.resolved.mesh_shape, self.hardware)
+        seconds = near / self.hardware.link_bandwidth + far / self.hardware.node_bandwidth
+        return seconds / SHARE_OF_BANDWIDTH
 
     def _cache_bytes(self, tokens: float) -> float:
         """Of keys and values of so many tokens, on one device."""
@@ -320,7 +338,9 @@ class HardwareCosts:
         return np.dtype(self.resolved.dtype).itemsize
 
     def _launches(self) -> float:
-        kernels = KERNELS_OF_LAYER * self.resolved.cfg.num_layers + KERNELS_BESIDE
+        # Over tp, each of the two sums of a layer is a kernel more.
+        of_layer = KERNELS_OF_LAYER + (2 if self.resolved.mesh_shape["tp"] > 1 else 0)
+        kernels = of_layer * self.resolved.cfg.num_layers + KERNELS_BESIDE
         return kernels * self.hardware.launch_seconds
 
     def _seconds(self, done: float, read: float, more: float | None = None) -> float:
@@ -396,7 +416,13 @@ class CompiledCosts:
         return name in self.programs and bool(self.programs[name].kernels)
 
     def _seconds(self, name: str) -> float:
-        return predicted_seconds(list(self.programs[name].kernels), self.estimate.hardware)
+        program = self.programs[name]
+        hardware = self.estimate.hardware
+        seconds = predicted_seconds(list(program.kernels), hardware)
+        # The kernels send everything within a node; what goes to another node takes longer.
+        sent = speed.sent_by_axis(program)
+        _, far = speed.links(sent, self.estimate.resolved.mesh_shape, hardware)
+        return seconds + far * (1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth)
 
     def _ratio(self, name: str, estimated: float) -> float:
         return self._seconds(name) / estimated

@@ -95,9 +95,9 @@ def scale_of(share: float) -> float:
     return low
 
 
-def recorded_lengths(folder: str) -> Lengths:
-    """The lengths that a run recorded in its samples and metrics. Raises ConfigError where it
-    recorded none."""
+def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
+    """The lengths that a run recorded in its samples and metrics. Raises ConfigError, which names
+    the setting, where it recorded none."""
     path = Path(folder).expanduser()
     completions = []
     for file in sorted(path.glob("samples/step_*.jsonl")):
@@ -106,7 +106,7 @@ def recorded_lengths(folder: str) -> Lengths:
     completions = [count for count in completions if count]
     if not completions:
         raise ConfigError(
-            f"lengths_of={folder}: there are no samples with tokens, such as "
+            f"{setting}={folder}: there are no samples with tokens, such as "
             "samples/step_000020.jsonl"
         )
 
@@ -117,16 +117,24 @@ def recorded_lengths(folder: str) -> Lengths:
     prompts = num_prompts(plan)
     mean_prompt = float(np.mean(read)) / prompts if read and prompts else None
     if mean_prompt is None:
-        raise ConfigError(f"lengths_of={folder}: metrics.jsonl and plan.json do not say how long")
+        raise ConfigError(
+            f"{setting}={folder}: metrics.jsonl has no rollout/prefill_tokens, or plan.json no "
+            "number of prompts, so the length of the prompts is not known"
+        )
     return Lengths(completions=tuple(completions), mean_prompt=mean_prompt, recorded_by=folder)
 
 
 def num_prompts(plan: list[dict]) -> int:
-    """Prompts of a step, as plan.json has them in words: "16 prompts x 8 generations ..."; 0 if it
-    does not."""
-    text = str(plan[0].get("plans", [{}])[0].get("batch", "")) if plan else ""
-    first = text.split(" ", 1)[0]
-    return int(first) if first.isdigit() else 0
+    """Prompts of a rollout, as plan.json has them, or, where an older version wrote it, in words:
+    "16 prompts x 8 generations ..."; 0 if it does not."""
+    plans = plan[0].get("plans") if plan else None
+    first = plans[0] if isinstance(plans, list) and plans else None
+    if not isinstance(first, dict):
+        return 0
+    if isinstance(first.get("prompts_of_rollout"), int):
+        return first["prompts_of_rollout"]
+    word = str(first.get("batch", "")).split(" ", 1)[0]
+    return int(word) if word.isdigit() else 0
 
 
 def json_rows(file: Path, whole: bool = False) -> list[dict]:

@@ -80,14 +80,20 @@ def _reason(best: str, flops: dict[str, float], lengths: Lengths) -> str:
     others = [f"{name} {value / flops[base]:.0%}" for name, value in flops.items() if name != base]
     if not others:
         return f"auto: {best}, as these settings allow no other"
-    return f"auto: {best}; of what {base} computes: {', '.join(others)} ({_in_short(lengths)})"
+    gain = (
+        f"; {LEAST_GAIN:.0%} must be saved"
+        if best == "none" and min(flops, key=flops.get) != best
+        else ""
+    )
+    return f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({_in_short(lengths)})"
 
 
 def _in_short(lengths: Lengths) -> str:
     if lengths.completions:
         return f"lengths {lengths}"
-    shares = f"{lengths.prompt_share:.0%} and {lengths.completion_share:.0%}"
-    return f"assumed: lengths of {shares} of the longest on average"
+    prompt = f"prompts {lengths.prompt_share:.0%}"
+    completion = f"completions {lengths.completion_share:.0%}"
+    return f"assumed lengths: {prompt}, {completion} of the longest on average"
 
 
 def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:

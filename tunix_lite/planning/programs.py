@@ -34,6 +34,7 @@ from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sh
 from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import tables
+from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
 from tunix_lite.rollout.programs import (
     Programs,
@@ -405,6 +406,8 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
         shardings = jax.tree.map(gathered_sharding, shardings)
     if resolved.converses and run.generation.stop:
         spec = replace(spec, chunk=longest_chunk(spec))
+    if resolved.converses:
+        spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
     return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 

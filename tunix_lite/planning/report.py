@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunix_lite.algorithms.algorithm import num_mini_batches
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.choices import Choice
 from tunix_lite.planning.compare_run import PredictedRow
@@ -244,7 +245,8 @@ def choice_lines(choices: tuple[Choice, ...]) -> list[str]:
     for choice in choices:
         step = three_digits(choice.forecast.step_seconds)
         rows.append((step, gib(choice.peak_bytes), " ".join(choice.overrides) or "(as it is)"))
-    return ["by predicted time, the memory and the others' ratios by estimates:", *columns(rows)]
+    title = "other settings, the fastest first (their times and memory are estimates):"
+    return [title, *columns(rows)]
 
 
 def gib(size: float) -> str:
@@ -406,6 +408,8 @@ def _plan_dict(plan: Plan) -> dict:
         "mesh": plan.resolved.mesh_shape,
         **({"device_that_only_samples": plan.apart} if plan.apart else {}),
         "batch": str(plan.resolved.batch),
+        "prompts_of_rollout": plan.resolved.batch.prompts
+        * num_mini_batches(plan.resolved.run.algorithm),
         "packing": plan.resolved.rows.packing,
         "slots": plan.resolved.slots,
         **_parking_dict(plan),

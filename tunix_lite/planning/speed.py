@@ -84,9 +84,9 @@ def _bound(
     # What they do, whatever the hardware.
     total_flops = sum(work.flops for work in works) * share
     read_bytes = sum(work.read for work in works) * share
-    links = [_links(work.sent, mesh_shape, hardware) for work in works]
-    near_bytes = sum(near for near, _ in links) * share
-    far_bytes = sum(far for _, far in links) * share
+    near_and_far = [links(work.sent, mesh_shape, hardware) for work in works]
+    near_bytes = sum(near for near, _ in near_and_far) * share
+    far_bytes = sum(far for _, far in near_and_far) * share
     if hardware is None:
         return Bound(total_flops, read_bytes, near_bytes, far_bytes)
 
@@ -94,14 +94,14 @@ def _bound(
     devices = mesh_shape["fsdp"] * mesh_shape["tp"]
     times = [
         flops.roofline(work.flops / devices, work.read, near, hardware, far)
-        for work, (near, far) in zip(works, links)
+        for work, (near, far) in zip(works, near_and_far)
     ]
     seconds = sum(seconds for seconds, _ in times) * share
     _, limit = max(times)
     return Bound(total_flops, read_bytes, near_bytes, far_bytes, seconds, limit)
 
 
-def _links(
+def links(
     sent: dict[str, float], mesh_shape: dict[str, int], hardware: Hardware | None
 ) -> tuple[float, float]:
     """Bytes within a node, and between nodes: neighbours over tp are on one node, those over fsdp
@@ -120,8 +120,11 @@ def _sent(
 ) -> dict[str, float]:
     """By axis, as compiled where it is, otherwise by formula. turns: of a loop whose turns the data
     decides, and which is listed as one."""
-    if compiled is None:
-        return estimated
+    return estimated if compiled is None else sent_by_axis(compiled, calls, turns)
+
+
+def sent_by_axis(compiled: Compiled, calls: float = 1, turns: float = 1) -> dict[str, float]:
+    """Bytes that a device sends in so many calls of a program, by axis of the mesh."""
     by_axis: dict[str, float] = {}
     for group in compiled.collectives:
         times = calls if group.count_known else calls * turns
@@ -129,7 +132,7 @@ def _sent(
     return by_axis
 
 
-def _ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
+def ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
     """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or reduce-scattered
     over fsdp, twice that of one all-reduced over tp."""
     fsdp = resolved.mesh_shape["fsdp"]
@@ -153,7 +156,7 @@ def reduced_gradient_bytes(resolved: ResolvedRun) -> int:
     return sum(of(w) for w in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight))
 
 
-def _streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
+def streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
     """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a
     layer.
 
@@ -177,7 +180,7 @@ def _prefill(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWor
 
     moved = calls * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
     tokens = calls * block * width / resolved.mesh_shape["fsdp"]
-    estimated = _ring(resolved, moved, _streams(resolved, tokens))
+    estimated = ring(resolved, moved, streams(resolved, tokens))
     return ProgramWork(
         flops.forward_flops(resolved.cfg, prompts * length, 0, attention),
         calls * weight_bytes(resolved),
@@ -204,7 +207,7 @@ def _decode(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork
 
     moved = steps * weight_bytes(resolved) if resolved.sampling_weights == "sharded" else 0
     tokens = steps * resolved.slots / resolved.mesh_shape["fsdp"]
-    estimated = _ring(resolved, moved, _streams(resolved, tokens))
+    estimated = ring(resolved, moved, streams(resolved, tokens))
     calls = steps / resolved.sampling_memory.chunk
     return ProgramWork(
         flops.forward_flops(cfg, B * new, B * new, attention),
@@ -242,7 +245,7 @@ def _scoring(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWor
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
     tokens, scored, attention = batch_tokens(resolved)
     once = parts(resolved) * weight_bytes(resolved)
-    estimated = _ring(resolved, once, _streams(resolved, tokens / resolved.mesh_shape["fsdp"]))
+    estimated = ring(resolved, once, streams(resolved, tokens / resolved.mesh_shape["fsdp"]))
     return ProgramWork(
         flops.forward_flops(resolved.cfg, tokens, scored, attention),
         once,
@@ -262,8 +265,8 @@ def _update(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork
     syncs = -(-turns // resolved.run.training.sync_gradients_every)
     gathered = 2 * turns * weight_bytes(resolved) + syncs * reduced_gradient_bytes(resolved)
     here = tokens / resolved.mesh_shape["fsdp"]
-    streams = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
-    estimated = _ring(resolved, gathered, streams)
+    summed = streams(resolved, here) + streams(resolved, here, is_forward=False)
+    estimated = ring(resolved, gathered, summed)
 
     # Bytes read from the device's own memory: weights each way, the state read and written.
     resident = estimate.resident(resolved)
