@@ -41,6 +41,11 @@ class NoStep:
         return None
 
 
+class NeedsLevel(Game):
+    def __init__(self, level, *more, seed=0):
+        self.level = level
+
+
 def needs_more(size):
     return Game()
 

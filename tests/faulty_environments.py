@@ -22,17 +22,22 @@ FAILS = {
 
 
 class Fails:
-    """Answers once, and fails at the second turn of half of the examples; the others end there."""
+    """Answers once, and fails at the second turn of half of the examples; the others end there.
+
+    how: "all" takes another way for each example.
+    """
 
     def __init__(self, how: str):
         self.how = how
 
     def reset(self, example):
-        self.fails = self.how == "never end" or zlib.crc32(repr(example).encode()) % 2
+        number = zlib.crc32(repr(example).encode())
+        self.way = [*FAILS][number // 2 % len(FAILS)] if self.how == "all" else self.how
+        self.fails = self.way == "never end" or number % 2
         self.turns = 0
 
     def step(self, completion):
         self.turns += 1
         if self.turns > 1 and self.fails:
-            return FAILS[self.how]()
+            return FAILS[self.way]()
         return "again", 1.0, self.turns > 1

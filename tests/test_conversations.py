@@ -18,7 +18,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.decoder import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.conversations import make_converse, make_generate_with_partner
+from tunix_lite.rollout.conversations import Patience, chunk_of_turns, make_converse, make_generate_with_partner
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, TurnReply
 
@@ -40,6 +40,7 @@ class Numbers:
     prompts: list | None = None
     # tokens of an answer; None: 1 to 8
     num_tokens: int | None = None
+    openings: tuple = (None,) * 16
     told: dict = field(default_factory=dict)
     waiting: list = field(default_factory=list)
 
@@ -61,7 +62,7 @@ class Numbers:
     def close(self):
         assert not self.waiting
 
-    def replies(self, wait):
+    def replies(self, wait, patience=0.0):
         while True:
             ready = [one for one in reversed(self.waiting) if one[0] <= 0]
             self.waiting = [[left - 1, row, reply] for left, row, reply in self.waiting if left > 0]
@@ -225,6 +226,27 @@ def test_prompts_of_rows_may_differ(cfg, params, expected):
     for row, prompt in enumerate(rows):
         assert rollout.tokens[row, PROMPT - len(prompt) : PROMPT].tolist() == prompt
     assert rows_of(rollout)[:7] == expected[:7]
+
+
+def test_a_chunk_is_no_longer_than_turns_are():
+    assert [chunk_of_turns(16, turn) for turn in (None, 1, 8, 16, 17, 20, 40)] == [16, 1, 8, 16, 9, 10, 14]
+
+
+def test_answers_are_waited_for_where_that_costs_less_than_a_chunk():
+    """Worked by hand: half a chunk, times the share of slots that wait; nothing for a while where it was in vain."""
+    patience = Patience()
+    assert patience.seconds(3, 4) == 0.0, "no chunk was decoded yet"
+    patience.chunk_seconds = 0.01
+    assert patience.seconds(3, 4) == pytest.approx(0.00375)
+    assert patience.seconds(0, 4) == patience.seconds(0, 0) == 0.0
+    waits = []
+    for _ in range(13):
+        waits.append(patience.seconds(4, 4) > 0)
+        patience.note(patience.seconds(4, 4), all_came=False)
+    assert [i for i, waited in enumerate(waits) if waited] == [0, 2, 6]
+    patience.left = 0
+    patience.note(0.005, all_came=True)
+    assert patience.seconds(4, 4) == 0.005
 
 
 def test_without_a_partner_completions_are_as_they_were(cfg, params, generate, rollout):

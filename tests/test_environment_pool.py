@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tunix_lite.environments.environment import NotATurn, Turn, read_turn
@@ -101,8 +102,16 @@ def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conv
         assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
 
 
-def test_an_environment_of_gymnasium_needs_no_adapter():
-    with EnvironmentPool(Gymnasium, ConversationConfig(workers=0)) as pool:
+class WithoutStar(Gymnasium):
+    """As many write it: the seed may be given by its place."""
+
+    def reset(self, seed=None, options=None):
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("make", [Gymnasium, WithoutStar])
+def test_an_environment_of_gymnasium_needs_no_adapter(make):
+    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
         assert pool.reset(0, {"start": 3}).result().turn.observation == "3"
         assert pool.step(0, "go").result().turn == Turn("go", 1.0, False)
         assert pool.step(0, "stop").result().turn == Turn("stop", 1.0, True)
@@ -133,6 +142,8 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
         (Answer("a", None, False), Turn("a")),
         (Answer(None, 1.0, True), Turn("", 1.0, True)),
         (([MESSAGE], 0.0, False), Turn([MESSAGE])),
+        (([], 0.0, True), Turn("", 0.0, True)),
+        (("a", np.float32(0.5), np.False_, np.False_, {"won": np.True_}), Turn("a", 0.5, False, {"won": True})),
         ((MESSAGE, 0.0, False), Turn([MESSAGE])),
     ],
 )
@@ -154,6 +165,7 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
         (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
+        (([], 1.0, False), "an empty list from step"),
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_line(returned, message):
@@ -197,7 +209,10 @@ def test_a_call_that_loops_ends_in_the_stated_seconds():
     with EnvironmentPool(Adds, SHORT) as pool:
         pool.reset(0, {"start": 0}).result()
         began = time.monotonic()
-        reply = pool.step(0, "loop").result(60)
+        pool.reset(1, {"start": 0}).result()
+        reply, behind = [one.result(60) for one in (pool.step(0, "loop"), pool.step(1, "loop"))]
+        # the second one waited for the first one, which is not its own time
+        assert behind.failure == "timeout" and behind.seconds == 0.5
         assert reply.failure == "timeout"
         assert "took more than conversation.timeout=0.5 seconds" in reply.message
         assert reply.seconds >= 0.5
@@ -222,6 +237,45 @@ def test_an_environment_that_answers_otherwise_when_replayed_is_named():
         reply = pool.step(1, "go").result()
         assert reply.failure == "error"
         assert "must depend on the example and the completions alone" in reply.message
+
+
+class Closes(Adds):
+    """Notes in a file that it was closed."""
+
+    def reset(self, example):
+        self.file = example["file"]
+        return super().reset(example)
+
+    def close(self):
+        with open(self.file, "a") as file:
+            file.write(f"{self.total};")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_environment_is_closed_once_also_one_that_failed(tmp_path, workers):
+    file = tmp_path / "closed"
+    with EnvironmentPool(Closes, ConversationConfig(on_error="drop", workers=workers, timeout=20.0)) as pool:
+        for row in range(3):
+            pool.reset(row, {"start": row, "file": str(file)}).result()
+        assert [pool.step(row, said).result().failure for row, said in enumerate(("1", "raise", "nonsense"))] == [
+            "",
+            "error",
+            "not_a_turn",
+        ]
+        for row in (0, 1, 2, 2):
+            pool.close(row)
+        # calls are made in their order
+        pool.reset(3, {"start": 3, "file": str(file)}).result()
+        assert file.read_text() == "1;1;2;"
+
+
+@pytest.mark.parametrize("completion", ["raise", "loop", "exit", "nonsense"])
+def test_whatever_fails_is_raised_where_errors_are_raised(completion):
+    with EnvironmentPool(Adds, ConversationConfig(timeout=0.5)) as pool:
+        pool.reset(0, {"start": 0}).result()
+        with pytest.raises(ValueError, match="conversation.on_error=zero or drop continues without it") as caught:
+            pool.step(0, completion).result(60)
+        assert str(caught.value).startswith("the environment ")
 
 
 def test_raise_names_the_environment_the_completion_and_what_to_do():

@@ -2,17 +2,20 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from faulty_environments import Fails
 
 from tunix_lite.commands.program import compose
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment
-from tunix_lite.errors import ConfigError
+from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
@@ -20,7 +23,7 @@ from tunix_lite.rewards.math import correct
 from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.runs.samples import sample_rows
 from tunix_lite.tasks.processes import ALONE, Processes, SharedError
-from tunix_lite.tasks.sources import Arithmetic
+from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import conversation_lines
 from tunix_lite.train import train
@@ -52,11 +55,11 @@ def tokenizer():
     return Tokenizer.load(BUNDLED)
 
 
-def open_task(tokenizer, environment, rewards=(), processes=ALONE, **conversation):
+def open_task(tokenizer, environment, rewards=(), processes=ALONE, say=lambda line: None, **conversation):
     config = TaskConfig(Arithmetic(), "What is {question}?", dict(rewards), environment=environment)
     settings = ConversationConfig(workers=0, **conversation)
     task = Task(config, tokenizer, max_prompt_length=WIDTH, max_new_tokens=64)
-    return task.with_workers(RewardsConfig(workers=0), lambda line: None, processes, settings)
+    return task.with_workers(RewardsConfig(workers=0), say, processes, settings)
 
 
 def hold(task, said, G=1):
@@ -138,8 +141,36 @@ def test_rewards_of_the_task_are_about_the_last_turn(tokenizer):
 def test_an_environment_may_begin_with_a_text_of_its_own(tokenizer):
     with open_task(tokenizer, Hears(begins="Say {answer}.")) as task:
         examples = [task.config.source.train[row] for row in range(2)]
-        prompts = task.partner(examples).prompts
-    assert prompts == [tokenizer.prompt(f"Say {example['answer']}.") for example in examples]
+        partner = task.partner(examples)
+    wanted = [f"Say {example['answer']}." for example in examples]
+    assert partner.prompts == [tokenizer.prompt(text) for text in wanted]
+    assert partner.openings == wanted
+
+
+def test_samples_show_what_the_model_read_first(tokenizer):
+    with open_task(tokenizer, Hears(begins="Say {answer}.")) as task:
+        example = task.config.source.train[0]
+        rollout, _ = hold(task, [["stop"]])
+        conversations = np.array([replace(rollout.conversations[0], opening="Say it."), None])[:1]
+        graded = task.grade([example], rollout.replace(conversations=conversations))
+    assert graded.prompts == ["Say it."]
+    assert [row["prompt"] for row in sample_rows(graded)] == ["Say it."]
+
+
+def test_what_an_environment_counts_does_not_hide_what_the_run_counts(tokenizer):
+    """An `info` may have names that conversations have, and numbers of numpy."""
+
+    class Counts(Hears):
+        def step(self, completion):
+            info = {"turns": 40, "won": np.True_, "depth": np.float32(1.5), "map": np.zeros(3), "tool_success": 9}
+            return "", 0.0, "stop" in completion, info
+
+    with open_task(tokenizer, Counts()) as task:
+        _, graded = hold(task, [["1", "stop"]])
+    metrics = {name: graded.metrics.get(f"conversation/{name}") for name in ("turns", "info_turns", "depth", "map")}
+    assert metrics == {"turns": 2, "info_turns": 80, "depth": 3.0, "map": None}
+    assert graded.correct.tolist() == [True]
+    assert graded.metrics["conversation/info_tool_success"] == 18
 
 
 @pytest.mark.parametrize(
@@ -168,6 +199,111 @@ def test_one_that_fails_stops_the_run_where_errors_are_raised(tokenizer):
         hold(task, [["boom"]])
     with open_task(tokenizer, Hears(fails_at="reset")) as task, pytest.raises(SharedError, match="no beginning"):
         task.partner([task.config.source.train[0]])
+
+
+class Unreadable:
+    """Begins with a long prompt, or answers with what no chat template takes, for some completions and examples."""
+
+    def reset(self, example):
+        return "word " * 60 if example["answer"] == self.long else None
+
+    def __init__(self, long=""):
+        self.long = long
+
+    def step(self, completion):
+        mixed = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        return mixed if completion == "mix" else "\ud800" if completion == "half" else "again", 1.0, False
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("mix", "what the model cannot read: an answer has messages of the assistant"),
+        ("half", "returned '\\ud800' from step for the completion 'half'; it must be text in UTF-8"),
+    ],
+)
+def test_an_answer_that_the_model_cannot_read_fails_one_conversation(tokenizer, said, message):
+    with open_task(tokenizer, Unreadable(), on_error="zero") as task:
+        rollout, graded = hold(task, [["1", said], ["1", "2"]])
+    assert [one.ended for one in rollout.conversations] == ["failed", "turns"]
+    reply = rollout.conversations[0].turns[1].reply
+    assert reply.failure == "not_a_turn" and message in reply.message and "\n" not in reply.message
+    assert graded.rewards.tolist() == [0.0, 2.0]
+    with open_task(tokenizer, Unreadable()) as task, pytest.raises(SharedError, match="conversation.on_error=zero or"):
+        hold(task, [[said]])
+
+
+def test_a_prompt_of_an_environment_that_is_too_long_fails_one_conversation(tokenizer):
+    examples = [Arithmetic().train[row] for row in range(2)]
+    environment = Unreadable(long=examples[1]["answer"])
+    with open_task(tokenizer, environment, on_error="zero") as task:
+        partner = task.partner(examples)
+        assert partner.prompts == [task.text.prompt(example) for example in examples]
+        rollout, graded = hold(task, [["1"], ["1"]])
+    assert [one.ended for one in rollout.conversations] == ["turns", "failed"]
+    assert "tokens, more than generation.max_prompt_length=24" in rollout.conversations[1].turns[0].reply.message
+    assert graded.metrics["conversation/failed_by_not_a_turn"] == 0.5
+    with open_task(tokenizer, environment) as task, pytest.raises(SharedError, match="raise it to at least"):
+        task.partner(examples)
+
+
+class Thinks(Hears):
+    """Takes a while."""
+
+    def step(self, completion):
+        time.sleep(0.05)
+        return super().step(completion)
+
+
+class SlowlyBegun(Hears):
+    def reset(self, example):
+        time.sleep(0.05)
+        return super().reset(example)
+
+
+def test_seconds_of_environments_are_those_of_resets_and_turns(tokenizer):
+    with open_task(tokenizer, SlowlyBegun()) as task:
+        _, graded = hold(task, [["1", "stop"], ["stop"]])
+    assert graded.metrics["time/environments"] >= 0.1
+    with open_task(tokenizer, Thinks()) as task:
+        _, graded = hold(task, [["1", "stop"], ["stop"]])
+    assert graded.metrics["time/environments"] >= 0.15
+
+
+def test_answers_that_come_soon_come_together(tokenizer):
+    settings = ConversationConfig(timeout=20.0)
+    task = Task(TaskConfig(Arithmetic(), "{question}", {}, environment=Thinks()), tokenizer, WIDTH, 64)
+    with task.with_workers(RewardsConfig(workers=0), print, ALONE, settings) as opened:
+        partner = opened.partner([task.config.source.train[row] for row in range(3)])
+        for patience, count in ((0.0, 1), (20.0, 3)):
+            for row in range(3):
+                partner.submit(row, [5], True)
+            assert len(partner.replies(wait=True, patience=patience)) == count
+            while partner._waiting:
+                partner.replies(wait=True)
+        partner.submit(0, [5], True)
+        assert partner.replies(wait=False) == {} and len(partner.replies(wait=False, patience=20.0)) == 1
+
+
+def test_how_environments_failed_is_a_line_of_the_console(tokenizer):
+    lines = []
+    with open_task(tokenizer, Hears(fails_at="boom"), on_error="drop", say=lines.append) as task:
+        hold(task, [["1", "boom"], ["stop"], ["boom"]])
+    (line,) = lines
+    assert line.startswith("environments that failed, of 3 conversations: error 2; the first: the environment failed")
+    assert "for the completion 'boom'" in line
+
+
+def test_a_step_in_which_every_environment_failed_is_named(tokenizer):
+    """Nothing is left to learn from, and no reward is to blame."""
+    raised = pytest.raises(
+        SharedError, match=r"all 2 completions were dropped; the first: the environment failed .*boom"
+    )
+    with open_task(tokenizer, Hears(fails_at="boom"), on_error="drop") as task, raised:
+        hold(task, [["boom"], ["1", "boom"]])
+    rewards = {"correct": Reward(correct)}
+    with open_task(tokenizer, Hears(fails_at="boom"), rewards, on_error="drop") as task, raised:
+        hold(task, [["boom"], ["boom"]])
 
 
 def test_one_that_cannot_begin_fails_at_its_first_turn(tokenizer):
@@ -232,21 +368,64 @@ def test_settings_that_conversations_exclude_are_one_message(settings, message):
     compose(settings)
 
 
+# how an environment may fail, and as what the run counts it
+COUNTED_AS = {
+    "raise": "failed_by_error",
+    "loop": "failed_by_timeout",
+    "sleep": "failed_by_timeout",
+    "die": "failed_by_crash",
+    "nonsense": "failed_by_not_a_turn",
+    "never end": "ended_by_turns",
+    "": "ended_by_done",
+}
+SECONDS = 0.5
+
+
+def faulty_run(on_error):
+    return compose(
+        [
+            "+task.environment={_target_:faulty_environments.Fails,how:all}",
+            *(f"conversation.on_error={on_error}", f"conversation.timeout={SECONDS}", "conversation.max_turns=3"),
+            *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=1"),
+            *("training.prompts_per_step=16", "algorithm.num_generations=2", "evaluation.num_examples=0", "seed=28"),
+            *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
+        ]
+    )
+
+
 @pytest.mark.wide
-def test_a_run_goes_on_when_environments_loop(tmp_path):
-    """Two steps of a real run: each looping conversation fails after the stated second, is counted, and is worth 0."""
-    settings = [
-        "+task.environment={_target_:faulty_environments.Fails,how:loop}",
-        *("conversation.on_error=zero", "conversation.timeout=1", "conversation.max_turns=3"),
-        *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=2"),
-        *("training.prompts_per_step=4", "algorithm.num_generations=2", "evaluation.num_examples=0"),
-        *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
-    ]
-    train(compose(settings), tmp_path)
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 2
-    for step in steps:
-        failed = step["conversation/ended_by_failed"]
-        assert 0 < failed <= 1 and failed == step["conversation/failed_by_timeout"]
-        assert step["time/environments"] >= 8 * failed * 1.0
-        assert step["conversation/ended_by_done"] == 1 - failed
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_run_goes_on_whatever_its_environments_do(tmp_path, on_error):
+    """One batch has environments that raise, loop, sleep, die, return nonsense and never end."""
+    run = faulty_run(on_error)
+    ways = []
+    for example in batch_at(run.task.source.train, 16, run.seed, 0):
+        environment = Fails("all")
+        environment.reset(example)
+        ways.append(environment.way if environment.fails else "")
+    assert {*ways} == {*COUNTED_AS}, "the test needs a batch with all of them"
+
+    train(run, tmp_path)
+    (step,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in {*COUNTED_AS.values()}:
+        assert step[f"conversation/{name}"] == sum(COUNTED_AS[way] == name for way in ways) / 16, name
+    # one that is over got 1 for each of two turns, one that never ends got 1 for the first
+    worth = {"": 2.0, "never end": 1.0}
+    rewards = [worth.get(way, 0.0) for way in ways if on_error == "zero" or way in worth]
+    assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    lost = 2 * sum(COUNTED_AS[way] == "failed_by_timeout" for way in ways)
+    assert lost * SECONDS <= step["time/environments"] < 32 * SECONDS
+    # each time-out costs its seconds and a new process
+    assert step["time/rollout"] < 10 + lost * (SECONDS + 3)
+    rows = [json.loads(line) for line in next((tmp_path / "samples").glob("*.jsonl")).read_text().splitlines()]
+    failed = [row["turns"][-1]["failed"] for row in rows if row["ended_by"] == "failed"]
+    assert all(len(row["turns"]) == 2 for row in rows if row["ended_by"] == "failed")
+    kinds = {one.split(":")[0] for one in failed}
+    assert kinds <= {"error", "timeout", "crash", "not_a_turn"} and failed
+
+
+@pytest.mark.wide
+def test_a_run_stops_in_one_line_at_an_environment_that_fails(tmp_path):
+    with pytest.raises(RunFailed, match="conversation.on_error=zero or drop continues without it") as caught:
+        train(faulty_run("raise"), tmp_path)
+    assert str(caught.value).startswith("step 1: the environment ") and "\n" not in str(caught.value)

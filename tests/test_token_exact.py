@@ -37,6 +37,9 @@ TAKES = {
     "qwen3": ("qwen3", True),
     "llama3": ("llama3", True),
 }
+# of each family: the seed of its weights, and how much louder they make tokens that end a turn; so that some turns are
+# empty and some are cut
+OFTEN_ENDS = {"gemma2": (1, 4.0), "gemma3": (1, 12.0), "qwen2": (1, 4.0), "qwen3": (3, 6.0), "llama3": (1, 12.0)}
 MARKERS = "<start_of_turn>user\n<end_of_turn><eos><bos><|im_end|>\n<|im_start|>assistant\n<|eot_id|><|begin_of_text|>"
 ODD = [
     "",
@@ -76,14 +79,14 @@ def tokenizer_of(name, folder):
     return Tokenizer.load(make(folder / name, template))
 
 
-def often_ends(params, vocab, eos_ids):
+def often_ends(params, vocab, eos_ids, factor):
     """Weights under which a turn ends often, sometimes with its first token."""
 
     def louder(x):
         for axis, size in enumerate(x.shape):
             if size == vocab:
                 rows = (slice(None),) * axis + (np.array(eos_ids),)
-                return x.at[rows].multiply(12.0)
+                return x.at[rows].multiply(factor)
         return x
 
     return jax.tree.map(louder, params)
@@ -95,7 +98,8 @@ def converse(name, folder):
     tokenizer = tokenizer_of(name, folder)
     vocab = -(-tokenizer.backend.get_vocab_size() // 8) * 8
     cfg = Architecture(vocab, 3, 16, 4, 2, 8, 24, query_scale=8, **FAMILIES[name])
-    params = often_ends(random_params(cfg, seed=1), vocab, tokenizer.eos_ids)
+    seed, factor = OFTEN_ENDS[name]
+    params = often_ends(random_params(cfg, seed=seed), vocab, tokenizer.eos_ids, factor)
     config = TaskConfig(Arithmetic(), "What is {question}?", {}, environment=partial(Odd, TAKES[name][1]))
     settings = ConversationConfig(max_turns=5, max_turn_tokens=12, workers=0)
     told, task = {}, Task(config, tokenizer, PROMPT, NEW)
@@ -122,10 +126,8 @@ def converse(name, folder):
 
 
 # The template of each family alone is in test_turns.py, which is cheap.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.wide if n in ("gemma3", "llama3") else pytest.mark.long) for n in TAKES],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", TAKES)
 def test_what_is_learned_from_is_what_was_sampled_over_real_templates(name, tmp_path):
     rollout, told, tokenizer, cfg, params = converse(name, tmp_path)
     with_tools = TAKES[name][1]

@@ -26,8 +26,11 @@ def task_of(name: str) -> Task:
     ("name", "message"),
     [
         ("Raises", "the environment failed with KeyError: 'secret' (environments_to_try.py, line"),
-        ("Nonsense", "returned 'higher' from step; it is Turn(observation, reward, done)"),
-        ("BadReset", "returned the observation 7 from reset; it is a text, or a list of messages"),
+        ("Nonsense", "from step for the completion 'The answer is 7.'; it is Turn(observation, reward, done)"),
+        (
+            "BadReset",
+            "returned the observation 7 from reset for the example {'question': '2 + 2'}; it is a text, or a list",
+        ),
         ("makes_none", "is None, which has no method `reset`"),
     ],
 )
@@ -59,6 +62,7 @@ def test_an_answer_that_the_chat_template_refuses_is_named(tmp_path):
     ("setting", "message"),
     [
         (f"{HERE}.NoStep", "environment is a NoStep, which has no method `step`"),
+        (f"{HERE}.NeedsLevel", "task.environment: missing level"),
         (f"{HERE}.needs_more", "environment is a function that makes one, called with its settings alone"),
         (f"{HERE}.Nobody", "Nobody"),
         (TOOLS.format("no_hint"), "task.environment: the tool no_hint has no type hint for city"),

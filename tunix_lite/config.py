@@ -263,6 +263,10 @@ class ResumeConfig:
         check_on_disk("folder", self.folder)
 
 
+# What people write for a folder that they do not want.
+NO_FOLDER = ("", "none", "off", "no", "false", "true")
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How the program itself behaves."""
@@ -272,6 +276,14 @@ class RuntimeConfig:
     # Folder in which compiled programs are kept for the next start. auto takes ~/.cache/tunix_lite,
     # null keeps none. JAX_COMPILATION_CACHE_DIR comes first.
     program_cache: str | None = "auto"
+
+    def __post_init__(self):
+        check_on_disk("program_cache", self.program_cache)
+        if self.program_cache is not None and self.program_cache.strip().lower() in NO_FOLDER:
+            raise ValueError(
+                f"program_cache={self.program_cache!r} is no folder; null keeps no programs, auto "
+                "takes ~/.cache/tunix_lite"
+            )
 
 
 @dataclass(frozen=True)
@@ -432,7 +444,7 @@ def check_overlap(run: RunConfig) -> None:
         "curriculum.drop_at=null 'curriculum.band=[]' 'curriculum.levels=[]'": (
             run.curriculum.is_on
         ),
-        "conversations are not carried over an update yet": (
+        "conversations are not carried over an update yet; take a task without environment": (
             getattr(run.task, "environment", None) is not None
         ),
         "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
@@ -670,9 +682,19 @@ def _build_target(kind: Any, values: dict, where: str) -> Any:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _refuse_unknown(settings, list(parameters), where)
     if isinstance(target, type):
+        missing = [p.name for p in parameters.values() if _must_be_given(p, settings)]
+        if missing:
+            raise ConfigError(f"{where}: missing {', '.join(missing)}")
         with error_context(where):
             return target(**settings)
     return partial(target, **settings) if settings else target
+
+
+def _must_be_given(parameter: inspect.Parameter, settings: dict) -> bool:
+    """Whether a class cannot be built without another setting, this one."""
+    has_own = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    is_given = has_own or parameter.name in settings
+    return not is_given and parameter.default is parameter.empty
 
 
 def _find_target(kind: Any, path: Any, where: str) -> Any:

@@ -131,6 +131,9 @@ class Conversation:
     # done: the environment ended it; tokens, turns: there was no room for more; failed: the
     # environment failed
     ended: str
+    # what the model read first, where the environment began with a text of its own; None: the
+    # prompt of the task
+    opening: str | None = None
 
     @property
     def reached_limit(self) -> bool:

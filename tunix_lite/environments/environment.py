@@ -102,7 +102,7 @@ def read_turn(value: Any) -> Turn:
     """What `step` returned as a Turn. Raises NotATurn for anything that is not listed above."""
     observation, reward, done, info = _parts(value)
     done = _read_done(done)
-    if observation is None and done:
+    if done and (observation is None or observation == []):
         observation = ""
     observation = _read_observation(observation, "step")
     return Turn(observation, _read_reward(reward), done, _read_info(info))
@@ -140,7 +140,7 @@ def _part(value: Any, names: tuple[str, ...], default: Any) -> Any:
 
 def _read_observation(value: Any, where: str) -> str | list[dict]:
     if isinstance(value, str):
-        _check_length(value, where)
+        _check_text(value, where)
         return str(value)
     if isinstance(value, Mapping):
         value = [value]
@@ -149,6 +149,8 @@ def _read_observation(value: Any, where: str) -> str | list[dict]:
             f"returned the observation {short_repr(value)} from {where}; it is a text, or a list "
             "of messages {role, content}"
         )
+    if not value:
+        raise NotATurn(f"returned an empty list from {where}; it is a text, or a list of messages")
     return [_read_message(message, where) for message in value]
 
 
@@ -165,16 +167,22 @@ def _read_message(message: Any, where: str) -> dict:
             f"returned {short_repr(message)} as a message from {where}; it has a role "
             f"({', '.join(ROLES)}) and a content, which is text"
         )
-    _check_length(message["content"], where)
+    _check_text(message["content"], where)
     return {key: str(item) for key, item in message.items()}
 
 
-def _check_length(text: str, where: str) -> None:
+def _check_text(text: str, where: str) -> None:
     if len(text) > KEPT:
         raise NotATurn(
             f"returned an observation of {len(text):,} characters from {where}; {KEPT:,} is the "
             "most"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise NotATurn(
+            f"returned {short_repr(text)} from {where}; it must be text in UTF-8: {error.reason}"
+        ) from error
 
 
 def _read_reward(value: Any) -> float:
@@ -191,8 +199,7 @@ def _read_reward(value: Any) -> float:
 
 
 def _read_done(value: Any) -> bool:
-    # numpy has a bool of its own, which has one item
-    item = value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
+    item = _plain(value)
     if not isinstance(item, bool):
         raise NotATurn(f"returned done={short_repr(value)} from step; it is True or False")
     return item
@@ -202,11 +209,17 @@ def _read_info(value: Any) -> dict[str, bool | int | float]:
     """What of it is a flag or a finite number; environments keep many other things there."""
     if not isinstance(value, Mapping):
         return {}
+    items = {str(name): _plain(item) for name, item in value.items()}
     return {
-        str(name): item
-        for name, item in value.items()
+        name: item
+        for name, item in items.items()
         if type(item) in (bool, int) or (type(item) is float and math.isfinite(item))
     }
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy, which environments of gymnasium often have, as one of Python."""
+    return value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
 
 
 # ---- calls of methods
@@ -239,13 +252,16 @@ def _call_with(reset: Callable, example: dict) -> Any:
         signature = inspect.signature(reset)
     except (TypeError, ValueError):
         return reset(example)
+    known = signature.parameters
     try:
         signature.bind(example)
+        takes_example = next(iter(known), "") not in ("seed", "options")
     except TypeError:
-        known = signature.parameters
-        given = {"seed": seed_of(example), "options": dict(example)}
-        return reset(**{name: value for name, value in given.items() if name in known})
-    return reset(example)
+        takes_example = False
+    if takes_example:
+        return reset(example)
+    given = {"seed": seed_of(example), "options": dict(example)}
+    return reset(**{name: value for name, value in given.items() if name in known})
 
 
 def seed_of(example: dict) -> int:

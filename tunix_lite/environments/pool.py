@@ -83,11 +83,12 @@ class Conversations:
                     self._loop.finish(close())
                 found = ["", 0.0, True, {}]
             else:
-                environment, turns = self._live.pop(number, (None, -1))
+                environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
                     return "null"
+                # one that fails answers no more, and is still to be closed
+                self._live[number] = (environment, -1)
                 turn = call_step(environment, completion, self._loop)
-                # one that fails stays out
                 self._live[number] = (environment, turns + 1)
                 found = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
@@ -167,7 +168,7 @@ class EnvironmentPool:
     def close(self, row: int) -> None:
         """Ends the conversation of a row, if there is one, and calls `close` of its environment."""
         conversation = self._rows.pop(row, None)
-        if conversation is not None and conversation.turns and not conversation.failed:
+        if conversation is not None and conversation.turns:
             call = {"do": "close", "id": conversation.number}
             self._pools[conversation.place].submit("", call)
 
@@ -190,7 +191,8 @@ class _Call:
     completion: str | None
     reply: Future
     replays: int = 0
-    began: float = field(default_factory=time.monotonic)
+    # when the last call was made
+    began: float = 0.0
 
     @property
     def last(self) -> int:
@@ -198,6 +200,7 @@ class _Call:
 
     def submit(self, at: int) -> None:
         """Makes the call at this place; what follows it is made when it is answered."""
+        self.began = time.monotonic()
         conversation = self.conversation
         texts = [*conversation.completions, self.completion or ""]
         call = {"do": "step", "id": conversation.number, "turn": at - 1}
@@ -259,7 +262,11 @@ class _Call:
         what = f"the completion {short_repr(texts[at - 1])}"
         if at == 0:
             what = f"the example {short_repr(self.conversation.example)}"
-        message = f"the environment {how} for {what}"
+        # what would be right comes last
+        wrong, _, right = how.rpartition("; ") if kind == "not_a_turn" else (how, "", "")
+        message = f"the environment {wrong} for {what}" + (f"; {right}" if right else "")
         if settings.on_error == "raise":
             raise ValueError(f"{message}; conversation.on_error=zero or drop continues without it")
-        self.reply.set_result(Reply(None, kind, message, time.monotonic() - self.began))
+        # it may have waited behind others, and has not taken longer than it may
+        seconds = min(time.monotonic() - self.began, settings.timeout)
+        self.reply.set_result(Reply(None, kind, message, seconds))

@@ -13,6 +13,7 @@ that the conversation has sampled before.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 import jax
@@ -32,7 +33,7 @@ from tunix_lite.rollout.engine import (
 )
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
 from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
-from tunix_lite.rollout.programs import Slots, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
 from tunix_lite.rollout.requests import (
     Request,
     StopCriteria,
@@ -68,13 +69,16 @@ class Partner(Protocol):
     max_turn_tokens: int | None
     # of each row, where environments begin with texts of their own; None: those of the task
     prompts: Prompts | None
+    # the same as texts, for display; None where it is that of the task
+    openings: Sequence[str | None]
 
     def submit(self, row: int, tokens: list[int], ended: bool) -> None:
         """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut, or
         ended by another token."""
 
-    def replies(self, wait: bool) -> dict[int, TurnReply]:
-        """Answers that have come, by row. wait: at least one. All processes get the same."""
+    def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
+        """Answers that have come, by row. wait: at least one. patience: seconds in which others may
+        still come. All processes get the same."""
 
     def close(self) -> None:
         """All conversations have ended."""
@@ -123,6 +127,38 @@ class Talk:
         return self.slot is not None and not self.is_waiting and self.answer is None
 
 
+@dataclass
+class Patience:
+    """How long answers are waited for before a chunk is decoded.
+
+    A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
+    the answer costs the other slots less, if it comes soon. If it does not, the next chunks are
+    decoded at once: 1, 3, 7, and at most 15 of them.
+
+    Example: after a chunk of 10 ms, with 3 of 4 slots waiting, Patience().seconds(3, 4) is 0.00375.
+    """
+
+    # of a chunk, the fastest so far: the first one compiles
+    chunk_seconds: float = float("inf")
+    # chunks that are still to be decoded at once, and as how many it was set
+    left: int = 0
+    most: int = 0
+
+    def seconds(self, waiting: int, held: int) -> float:
+        """With so many of the slots that hold a conversation waiting."""
+        if self.left or not held or self.chunk_seconds == float("inf"):
+            return 0.0
+        return 0.5 * self.chunk_seconds * waiting / held
+
+    def note(self, patience: float, all_came: bool) -> None:
+        """Whether all answers came within so many seconds."""
+        if patience:
+            self.most = 0 if all_came else min(15, 2 * self.most + 1)
+            self.left = self.most
+        else:
+            self.left = max(0, self.left - 1)
+
+
 class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
 
@@ -156,6 +192,7 @@ class ConversationScheduler:
         self.slots_decoding = 0
         self.slots_held = 0
         self.seconds_waited = 0.0
+        self.patience = Patience()
 
     @property
     def is_over(self) -> bool:
@@ -185,8 +222,11 @@ class ConversationScheduler:
         if not any(talk.is_waiting for talk in self.talks):
             return []
         can_work = self.is_decoding or (self.has_room and self.num_queued)
+        held = [talk for talk in self.by_slot if talk is not None]
+        patience = self.patience.seconds(sum(talk.is_waiting for talk in held), len(held))
         began = time.perf_counter()
-        replies = self.partner.replies(wait=not can_work)
+        replies = self.partner.replies(wait=not can_work, patience=patience)
+        self.patience.note(patience, all(t.row in replies for t in held if t.is_waiting))
         if not can_work:
             self.seconds_waited += time.perf_counter() - began
         ended = []
@@ -338,8 +378,11 @@ class ConversationScheduler:
         is_greedy = engine.temperature == 0
         program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
         saved = self.programs.save(engine.slots) if self.criteria.texts else None
+        began = time.perf_counter()
         engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
         chunk = jax.device_get(report)
+        seconds = time.perf_counter() - began
+        self.patience.chunk_seconds = min(self.patience.chunk_seconds, seconds)
         engine.num_chunks += 1
         engine.chunks_absorbed += 1
         now = time.perf_counter() - engine.began
@@ -425,9 +468,7 @@ def make_converse(
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
     criteria = StopCriteria(ends, generation.stop, tokenizer)
-    chunk = longest_chunk(spec) if generation.stop else spec.chunk
-    programs = make_programs(replace(spec, holds=True, chunk=chunk))
-    turn_programs = make_turn_programs(programs)
+    programs_of = make_programs_of_turns(spec, bool(generation.stop))
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
 
     def converse(
@@ -442,6 +483,7 @@ def make_converse(
         between_chunks: Callable[[], None] | None = None,
     ) -> Rollout:
         criteria.check()
+        programs, turn_programs = programs_of(partner.max_turn_tokens)
         asked = ConversationRequests.of(prompts, num_generations, generation, partner)
         check_prompts(asked.prompts, cfg, generation, tokenizer)
         num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
@@ -464,6 +506,31 @@ def make_converse(
         return conversations_as_rollout(talks, arrays, asked)
 
     return converse
+
+
+def make_programs_of_turns(
+    spec: SamplerSpec, has_stop_texts: bool
+) -> Callable[[int | None], tuple[Programs, TurnPrograms]]:
+    """programs_of(max_turn_tokens) -> the programs for such turns, the same ones each time."""
+    longest = longest_chunk(spec) if has_stop_texts else spec.chunk
+
+    @cache
+    def of_chunk(chunk: int) -> tuple[Programs, TurnPrograms]:
+        programs = make_programs(replace(spec, holds=True, chunk=chunk))
+        return programs, make_turn_programs(programs)
+
+    return lambda max_turn_tokens: of_chunk(chunk_of_turns(longest, max_turn_tokens))
+
+
+def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
+    """Tokens that slots decode at a time, at most `chunk`; no more than the longest turns use.
+
+    Example: with chunks of 16, turns of up to 8 tokens take one of 8, of up to 20 two of 10.
+    """
+    if max_turn_tokens is None:
+        return chunk
+    chunks = -(-max_turn_tokens // chunk)
+    return -(-max_turn_tokens // chunks)
 
 
 def make_generate_with_partner(*arguments: Any) -> Callable[..., Rollout]:
@@ -569,7 +636,7 @@ def conversations_as_rollout(
         turns = [SampledTurn(width + a, width + b, reply) for a, b, reply in talk.turns]
         for number, turn in enumerate(turns, start=1):
             turn_ids[row, turn.begin : turn.end] = number
-        conversations[row] = Conversation(turns, talk.ended)
+        conversations[row] = Conversation(turns, talk.ended, talks.partner.openings[row])
         answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
 
     # What an environment answered is read, and not sampled.

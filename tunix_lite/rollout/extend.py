@@ -27,7 +27,7 @@ from tunix_lite.rollout.rewind import rewind, save
 from tunix_lite.types import Params
 
 # The widths that new tokens are padded to. Longer ones are read in pieces of the last of them.
-EXTEND_WIDTHS = (16, 64, 256)
+EXTEND_WIDTHS = (16, 32, 64, 128, 256)
 # Slots that one call extends, where the mesh does not divide the slots: these, or all.
 FEW_SLOTS = 8
 

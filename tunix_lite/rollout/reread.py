@@ -16,7 +16,6 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import axis_size, constrain
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.extend import (
-    EXTEND_WIDTHS,
     FEW_SLOTS,
     TurnPrograms,
     extend_calls,
@@ -37,6 +36,8 @@ from tunix_lite.types import Params, Prompts
 # Tokens that read_first reads of a sequence, padding included, and those of all together.
 FIRST_WIDTHS = (32, 64, 128, 256)
 FIRST_TOKENS = 2048
+# And those of the pieces that follow: two of the widths of `extend`.
+PIECE_WIDTHS = (64, 256)
 
 # The tokens of a sequence, by slot, and the count of sampled tokens at which it is cut.
 Sequences = dict[int, tuple[list[int], int]]
@@ -210,7 +211,7 @@ def pieces_of(
     """The tokens by slot in pieces, one after the other, so that little padding is read: what is
     left is cut at 64 tokens, unless 256 are padded by fewer than 64. Only the last piece has the
     limit: until then the slot waits."""
-    middle, widest = EXTEND_WIDTHS[1:]
+    middle, widest = PIECE_WIDTHS
     while new:
         following = {}
         piece = {}

@@ -46,7 +46,7 @@ from tunix_lite.runs.fingerprint import (
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
-from tunix_lite.tasks.conversations import prompt_of
+from tunix_lite.tasks.conversations import check_length, prompt_of
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Task
@@ -171,13 +171,7 @@ def check_environment_answers(task: Task, settings: ConversationConfig, example:
     if tried.answer is not None:
         task.text.turn_tokens.between(tried.answer, ended=True)
     if tried.prompt is not None:
-        length = len(prompt_of(task.text, example, tried.prompt))
-        if length > task.max_prompt_length:
-            raise ValueError(
-                f"it begins with a prompt of {length} tokens, more than "
-                f"generation.max_prompt_length={task.max_prompt_length}; raise it to at least "
-                f"{length}"
-            )
+        check_length(prompt_of(task.text, example, tried.prompt), task.max_prompt_length)
 
 
 def check_trackers(run: RunConfig) -> None:

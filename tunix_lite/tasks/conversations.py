@@ -6,6 +6,7 @@ environments, and all of them get all answers at the same point.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -31,8 +32,8 @@ Answer = list[Any]
 class EnvironmentPartner:
     """Answers the turns of all rows of a rollout: a rollout.conversations.Partner.
 
-    Example: partner = EnvironmentPartner(text, examples, pool, settings, 64); partner.prompts are
-    those with which the environments begin.
+    Example: partner = EnvironmentPartner(text, examples, pool, settings, ALONE, 512);
+    partner.prompts are those with which the environments begin.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class EnvironmentPartner:
         pool: EnvironmentPool,
         settings: ConversationConfig,
         processes: Processes,
+        max_prompt_length: int,
     ):
         """examples: of each row. Resets the environments, and waits for them.
 
@@ -54,6 +56,8 @@ class EnvironmentPartner:
         self._pool = pool
         self._processes = processes
         self._turns = text.turn_tokens
+        self._max_prompt_length = max_prompt_length
+        self._stops = settings.on_error == "raise"
         # by row: what this process waits for; the text of the turn; whether it ended by itself
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
@@ -61,6 +65,9 @@ class EnvironmentPartner:
         # rows that wait for an answer, of whichever process
         self._waiting: set[int] = set()
         self._failed_at_start: dict[int, Answer] = {}
+        # until they are counted with the first turn
+        self._reset_seconds: dict[int, float] = {}
+        self.openings: list[str | None] = [None] * len(examples)
         self.prompts = self._begin()
 
     def _begin(self) -> Prompts | None:
@@ -73,15 +80,35 @@ class EnvironmentPartner:
         while self._waiting:
             answers |= self._exchange(wait_for_one=True)
         self._failed_at_start = {row: one for row, one in answers.items() if one[3]}
+        self._reset_seconds = {row: one[5] for row, one in answers.items() if not one[3]}
         observations = [answers[row][0] for row in rows]
         if all(observation is None for observation in observations):
             return None
-        return [
-            self._text.prompt(example)
-            if observation is None
-            else prompt_of(self._text, example, observation)
-            for example, observation in zip(self._examples, observations)
-        ]
+        self.openings = [opening_of(observation) for observation in observations]
+        return [self._prompt(row, observation) for row, observation in enumerate(observations)]
+
+    def _prompt(self, row: int, observation: str | list[dict] | None) -> list[int]:
+        """The prompt of a row. That of the task stands where the environment begins with none, or
+        with one that cannot be used: then it has failed."""
+        example = self._examples[row]
+        if observation is None:
+            return self._text.prompt(example)
+        try:
+            prompt = prompt_of(self._text, example, observation)
+            check_length(prompt, self._max_prompt_length)
+        except ValueError as error:
+            self._failed_at_start[row] = self._refused(str(error))
+            self.openings[row] = None
+            return self._text.prompt(example)
+        return prompt
+
+    def _refused(self, why: str) -> Answer:
+        """An answer of an environment that the model cannot read. Raises SharedError where errors
+        are raised; all processes find the same."""
+        message = f"the environment returned what the model cannot read: {why}"
+        if self._stops:
+            raise SharedError(f"{message}; conversation.on_error=zero or drop continues without it")
+        return [None, 0.0, False, "not_a_turn", message, 0.0, {}]
 
     def submit(self, row: int, tokens: Sequence[int], ended: bool) -> None:
         """Gives the environment of a row the next turn."""
@@ -91,8 +118,9 @@ class EnvironmentPartner:
         if row not in self._failed_at_start and row in self._own([row]):
             self._futures[row] = self._pool.step(row, self._completions[row])
 
-    def replies(self, wait: bool) -> dict[int, TurnReply]:
-        """The answers that have come; with `wait`, at least one.
+    def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
+        """The answers that have come; with `wait`, at least one. patience: seconds in which the
+        others may still come.
 
         Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
         run was asked to stop while it waited.
@@ -102,7 +130,7 @@ class EnvironmentPartner:
         }
         self._waiting -= set(found)
         if self._waiting:
-            found |= self._exchange(wait_for_one=wait and not found)
+            found |= self._exchange(wait_for_one=wait and not found, patience=patience)
         return {row: self._reply(row, found[row]) for row in found}
 
     def close(self) -> None:
@@ -116,10 +144,10 @@ class EnvironmentPartner:
         """Those of the rows whose environments this process steps."""
         return [row for row in rows if row % self._processes.count == self._processes.index]
 
-    def _exchange(self, wait_for_one: bool) -> dict[int, Answer]:
+    def _exchange(self, wait_for_one: bool, patience: float = 0.0) -> dict[int, Answer]:
         """Answers that have come in any process, by row; all processes get the same."""
         while True:
-            own, error = self._own_answers(LOOK_SECONDS if wait_for_one else 0.0)
+            own, error = self._own_answers(LOOK_SECONDS if wait_for_one else 0.0, patience)
             stopping = self._processes.stopping
             stops = stopping is not None and stopping.is_requested()
             everyone = self._processes.share([list(own.items()), error, stops])
@@ -133,11 +161,16 @@ class EnvironmentPartner:
             if found or not wait_for_one:
                 return found
 
-    def _own_answers(self, seconds: float) -> tuple[dict[int, Answer], str | None]:
-        """Answers of this process that have come after so many seconds; or what went wrong."""
+    def _own_answers(self, seconds: float, patience: float) -> tuple[dict[int, Answer], str | None]:
+        """Answers of this process that have come after so many seconds; or what went wrong.
+
+        seconds: until the first one. patience: from then on, until all have come.
+        """
         futures = {future: row for row, future in self._futures.items()}
         if futures:
             done, _ = wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+            if patience and (done or not seconds):
+                done, _ = wait(futures, timeout=patience)
         else:
             # another process has those that are waited for
             done = ()
@@ -155,16 +188,22 @@ class EnvironmentPartner:
     # ---- tokens
 
     def _reply(self, row: int, answer: Answer) -> TurnReply:
+        tokens = []
+        observation, _, done, failure, *_ = answer
+        if not done and not failure:
+            try:
+                tokens = self._turns.between(observation, self._ended[row])
+            except ValueError as error:
+                answer = self._refused(str(error))
         observation, reward, done, failure, message, seconds, info = answer
-        goes_on = not done and not failure
         return TurnReply(
-            tokens=self._turns.between(observation, self._ended[row]) if goes_on else [],
+            tokens=tokens,
             done=done,
             reward=reward,
             observation=observation_text(observation),
             failure=failure,
             message=message,
-            seconds=seconds,
+            seconds=seconds + self._reset_seconds.pop(row, 0.0),
             info=info,
             completion=self._completions[row],
         )
@@ -191,6 +230,30 @@ def answer_from(reply: Reply) -> Answer:
     info = dict(getattr(turn, "info", {}) or {})
     known = [turn.observation, float(turn.reward), bool(turn.done)]
     return [*known, reply.failure, reply.message, reply.seconds, info]
+
+
+def check_length(prompt: list[int], max_prompt_length: int) -> None:
+    """Raises ValueError for a prompt of an environment that is too long."""
+    if len(prompt) > max_prompt_length:
+        raise ValueError(
+            f"it begins with a prompt of {len(prompt)} tokens, more than "
+            f"generation.max_prompt_length={max_prompt_length}; raise it to at least {len(prompt)}"
+        )
+
+
+def opening_of(observation: str | list[dict] | None) -> str | None:
+    """What the model reads first, for display: the last message; None: the prompt of the task."""
+    if observation is None or isinstance(observation, str):
+        return observation
+    return observation[-1]["content"]
+
+
+def with_openings(prompts: list[str], rollout: Rollout) -> list[str]:
+    """The prompts of a task, or what environments began with instead."""
+    if rollout.conversations is None:
+        return prompts
+    openings = [one.opening for one in rollout.conversations]
+    return [ours if own is None else own for ours, own in zip(prompts, openings, strict=True)]
 
 
 def observation_text(observation: str | list[dict] | None) -> str:
@@ -258,6 +321,22 @@ def won(rollout: Rollout) -> np.ndarray | None:
     return np.array([any(info.get("won") for info in one) for one in infos], bool)
 
 
+def failed_replies(rollout: Rollout) -> list[TurnReply]:
+    """The replies of environments that failed, in the order of rows."""
+    if rollout.conversations is None:
+        return []
+    replies = [turn.reply for one in rollout.conversations for turn in one.turns]
+    return [reply for reply in replies if reply.failure]
+
+
+def failed_line(failed: list[TurnReply], count: int) -> str:
+    """For the console: how many of so many conversations failed, in which way, and the first."""
+    kinds = Counter(reply.failure for reply in failed)
+    how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
+    first = failed[0].message
+    return f"environments that failed, of {count} conversations: {how}; the first: {first}"
+
+
 def conversation_metrics(rollout: Rollout) -> Metrics:
     """Turns and their lengths, how conversations ended, and what environments count and cost."""
     conversations = list(rollout.conversations)
@@ -274,15 +353,19 @@ def conversation_metrics(rollout: Rollout) -> Metrics:
     for why in ("done", "tokens", "turns", "failed"):
         share = sum(one.ended == why for one in conversations) / len(conversations)
         metrics[f"conversation/ended_by_{why}"] = share
-    failures = [turn.reply.failure for turn in turns if turn.reply.failure]
+    failures = [reply.failure for reply in failed_replies(rollout)]
     for kind in sorted(set(failures)):
         metrics[f"conversation/failed_by_{kind}"] = failures.count(kind) / len(conversations)
 
     # What environments count, such as calls of tools: means over conversations.
     names = sorted({name for turn in turns for name in turn.reply.info})
     totals = {name: sum(float(turn.reply.info.get(name, 0)) for turn in turns) for name in names}
+    ours = {*metrics, "conversation/tool_success"}
     for name in names:
-        metrics[f"conversation/{name}"] = totals[name] / len(conversations)
+        # `turns` is counted here already
+        key = f"conversation/{name}"
+        key = f"conversation/info_{name}" if key in ours else key
+        metrics[key] = totals[name] / len(conversations)
     if totals.get("tool_calls") and "tool_errors" in totals:
         metrics["conversation/tool_success"] = 1 - totals["tool_errors"] / totals["tool_calls"]
     return metrics

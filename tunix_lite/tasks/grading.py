@@ -31,15 +31,16 @@ def grade_metrics(
     kinds_BN: np.ndarray,
     unscorable_B: np.ndarray,
     say: Callable[[str], None] | None,
+    failed_environment: str = "",
 ) -> Metrics:
     """Of the rewards, of what failed, and of groups. Raises SharedError if all completions are
     dropped.
 
     of_calls: as RewardCalls.outcomes returns them. kinds_BN, unscorable_B: as in
-    reward_calls.dropped_of. say: as in `failure_metrics`.
+    reward_calls.dropped_of. say, failed_environment: as in `failure_metrics`.
     """
     dropped_B = graded.dropped
-    failures = failure_metrics(calls, of_calls, dropped_B, unscorable_B, say)
+    failures = failure_metrics(calls, of_calls, dropped_B, unscorable_B, say, failed_environment)
     metrics = reward_metrics(graded.rewards, graded.each, kinds_BN, dropped_B) | failures
     return metrics | group_metrics(graded.rewards, dropped_B, calls.groups)
 
@@ -85,17 +86,19 @@ def failure_metrics(
     dropped_B: np.ndarray,
     unscorable_B: np.ndarray,
     say: Callable[[str], None] | None,
+    failed_environment: str = "",
 ) -> Metrics:
     """How many calls failed in which way, and how many completions are dropped for it; a line to
     `say` if something failed. Raises SharedError if all are dropped.
 
-    outcomes: of all calls, as RewardCalls.outcomes returns them.
+    outcomes: of all calls, as RewardCalls.outcomes returns them. failed_environment: how the first
+    environment failed, in words.
     """
     kinds = Counter(kind for one in outcomes for kind, _ in one.values())
     counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
     counts["rewards/dropped"] = int(dropped_B.sum())
     if dropped_B.all():
-        first = calls.first_failure(outcomes)
+        first = calls.first_failure(outcomes) or failed_environment
         raise SharedError(f"all {len(dropped_B)} completions were dropped; the first: {first}")
     if any(counts[metric] for metric in FAILED) and say is not None:
         first = calls.first_failure(outcomes)

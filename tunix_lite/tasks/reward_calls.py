@@ -83,17 +83,18 @@ class RewardCalls:
 
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
         """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
-        completion that a reward did not score."""
+        completion that a reward did not score; "" if all were scored."""
         kinds = {kind for one in outcomes for kind, _ in one.values()}
         shown = kinds.intersection(FAILURES) or kinds - {""}
         texts = [str(self.completions[row]) for row in range(len(self.examples))]
         of_groups = [[texts[row] for row in rows] for rows in self.groups]
-        return next(
+        found = (
             self.pool.describe_failure(name, outcome, called_on)
             for called_on, one in zip([*texts, *of_groups], outcomes)
             for name, outcome in one.items()
             if outcome[0] in shown
         )
+        return next(found, "")
 
 
 def shared_outcomes(

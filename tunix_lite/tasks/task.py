@@ -22,9 +22,12 @@ from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
     conversation_metrics,
+    failed_line,
+    failed_replies,
     of_conversations,
     turn_rewards,
     with_environment,
+    with_openings,
     won,
 )
 from tunix_lite.tasks.grading import (
@@ -377,7 +380,12 @@ class Task:
         if self.environments is None:
             raise ValueError("environments run inside of Task.with_workers alone")
         return EnvironmentPartner(
-            self.text, examples, self.environments, self.conversation, self.processes
+            self.text,
+            examples,
+            self.environments,
+            self.conversation,
+            self.processes,
+            self.max_prompt_length,
         )
 
     def grader(self, examples: list[dict]) -> "Grader":
@@ -455,7 +463,9 @@ class Grader:
                 rollout, self.task.conversation, total_B, dropped_B, by_turn
             )
         graded = Graded(
-            prompts=[self.task.text.ask(example) for example in self.examples],
+            prompts=with_openings(
+                [self.task.text.ask(example) for example in self.examples], rollout
+            ),
             completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
@@ -510,7 +520,13 @@ class Grader:
         """What is logged of grades, completions, and what they took."""
         task = self.task
         rollout = graded.rollout
-        metrics = grade_metrics(graded, self._calls, of_calls, kinds_BN, unscorable_B, task.say)
+        failed = failed_replies(rollout)
+        first_failed = failed[0].message if failed else ""
+        metrics = grade_metrics(
+            graded, self._calls, of_calls, kinds_BN, unscorable_B, task.say, first_failed
+        )
+        if failed and task.say is not None:
+            task.say(failed_line(failed, len(self.examples)))
         metrics |= task.config.weight_metrics(task.step)
         metrics |= completion_metrics(graded.correct, rollout)
         metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())

@@ -21,6 +21,7 @@ from tunix_lite.learner.optim import (
 )
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
+from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.trainer.batches import gradient_of_batch
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
@@ -120,12 +121,24 @@ class Weights:
         if not len(prompts):
             raise ValueError("there are no prompts to continue")
         self._calls += 1
+        self._use_engine()
+        engine = self.trainer.engine
+        return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
+
+    @locked
+    def prepare_sampling(self) -> LiveEngine:
+        """The engine, which samples with the weights as they are now, for those who hand it
+        sequences themselves. They are done when the next update or another client's sample
+        begins."""
+        self._use_engine()
+        return self.trainer.engine.live
+
+    def _use_engine(self) -> None:
         engine = self.trainer.engine
         if self.trainer.is_base(self._params):
             engine.use(self._owner, self._params, None, None)
         else:
             engine.use(self._owner, self.frozen, self._params, self.lora)
-        return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
 
     @locked
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:

@@ -149,6 +149,9 @@ class SamplingEngine:
         for them; the same one is not loaded again."""
         if self._holds is not None and self._holds is owner:
             return
+        if self._engine is not None:
+            # sequences that nobody waits for any more may still leave their slots
+            self._engine.wait_until_idle()
         prepared = self._prepared(frozen, params, lora)
         if self._engine is None:
             self._engine = live_engine(
@@ -156,6 +159,11 @@ class SamplingEngine:
             )
         self._engine.set_params(prepared)
         self._holds = owner
+
+    @property
+    def live(self) -> LiveEngine:
+        """The engine itself, after `use`."""
+        return self._engine
 
     def _prepared(
         self, frozen: Params | None, params: Params | None, lora: LoraConfig | None
