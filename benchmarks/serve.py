@@ -146,8 +146,8 @@ def main() -> None:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(engine, tokenizer, ready, stop)))
     thread.start()
     listens.wait()
-    # A first round compiles.
-    alone(engine, args.slots)
+    # A first round compiles: with all requests, as prompts that join later compile programs of their own.
+    alone(engine, args.requests)
     rounds = []
     for _ in range(args.rounds):
         one = {"alone": alone(engine, args.requests)}

@@ -1,6 +1,5 @@
 """The server: its engine equals `generate`, real clients get what the protocol says, and no client harms another."""
 
-import asyncio
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from server_thread import in_thread
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference.language_model import load
@@ -24,7 +24,8 @@ from tunix_lite.rollout.live import DrawSettings, LiveSequence, NewTokens, TooMa
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.serving.answers import ApiChoice
 from tunix_lite.serving.app import Server, ServerSettings
-from tunix_lite.serving.calls import BadCall, Limits, read_call
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.calls import Limits, read_call
 from tunix_lite.serving.metrics import ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,34 +209,10 @@ def test_a_histogram_counts_below_its_bounds():
 
 @contextmanager
 def listening(engine, model, **settings):
-    """The server in a thread of its own; yields its address. Signals are the main thread's, so it ends by a task."""
-    from aiohttp import web
-
+    """The address of a server over this engine."""
     server = Server(engine, model.tokenizer, LIMITS, ServerSettings(port=0, **settings))
-    loop = asyncio.new_event_loop()
-    address = []
-    ready = threading.Event()
-    stop = asyncio.Event()
-
-    async def main():
-        runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield address[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+    with in_thread(server.application()) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +238,33 @@ def test_a_real_client_gets_what_generate_gives(model, client):
     answer = client.chat.completions.create(**ASK, n=3, seed=11, extra_body={"return_token_ids": True})
     assert [choice.token_ids for choice in answer.choices] == [one.tokens for one in several]
     assert [model.id for model in client.models.list()] == ["bundled"]
+
+
+def test_greedy_over_http_is_the_command_generate(client, tmp_path):
+    """Token for token, with the prompts asked at once here and from a file there."""
+    from tunix_lite.api import compose
+    from tunix_lite.commands.generate import GenerateConfig, generate
+
+    (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS))
+    settings = ["generation.temperature=0", "generation.max_prompt_length=64", "generation.max_new_tokens=48"]
+    one_device = "model.mesh_shape=[[1,1],[fsdp,tp]]"
+    out = tmp_path / "out.jsonl"
+    generate(compose([*settings, one_device]), GenerateConfig(prompts=str(tmp_path / "prompts.txt"), out=str(out)))
+    wanted = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
+    found = [None] * len(QUESTIONS)
+
+    def ask(i: int) -> None:
+        messages = [{"role": "user", "content": QUESTIONS[i]}]
+        more = {"return_token_ids": True}
+        answer = client.chat.completions.create(model="bundled", messages=messages, temperature=0, extra_body=more)
+        found[i] = answer.choices[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(QUESTIONS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted and all(wanted)
 
 
 def test_a_stream_is_the_answer_in_pieces(client):

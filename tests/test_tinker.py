@@ -1,21 +1,21 @@
 """The Tinker face: bytes as the SDK writes and reads them, fair turns, and nothing lost that was acknowledged."""
 
-import asyncio
 import dataclasses
 import json
 import random
 import shutil
 import threading
-import urllib.error
-import urllib.request
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from server_thread import in_thread
+from tinker_client import Client
 
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.serving.calls import BadCall
+from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import ServerSettings
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.app import TinkerLimits, TinkerServer
@@ -84,11 +84,11 @@ def test_garbage_is_refused_and_nothing_else():
 )
 def test_a_sample_request_that_cannot_be_answered_is_refused_at_once(sampling, message):
     body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}, "sampling_params": {}}
-    bodies.check_sample(body)
+    bodies.check_sample(body, 64)
     with pytest.raises(ValueError, match=message):
-        bodies.check_sample(body | {"sampling_params": sampling})
+        bodies.check_sample(body | {"sampling_params": sampling}, 64)
     with pytest.raises(BadCall, match="topk_prompt_logprobs is not supported"):
-        bodies.check_sample(body | {"topk_prompt_logprobs": 3})
+        bodies.check_sample(body | {"topk_prompt_logprobs": 3}, 64)
 
 
 def test_without_a_seed_the_name_of_the_request_is_one():
@@ -138,9 +138,17 @@ class Counting:
         # closed, it stops a step in its middle
         self.gate = threading.Event()
         self.gate.set()
+        self.num_full = 0
 
     def adapter(self, rank, seed, targets):
         return CountingClient(self, float(rank))
+
+    def full(self):
+        assert self.num_full == 0, "there is room for one"
+        self.num_full += 1
+        client = CountingClient(self, 1.0)
+        client.lora = None
+        return client
 
     def sampler(self, path):
         client = CountingClient(self, 0.0)
@@ -157,6 +165,7 @@ class CountingClient:
         self.trainer = trainer
         self.weight = weight
         self.grads = 0.0
+        self.lora = "adapters"
 
     def forward_backward(self, data, loss, settings):
         if loss != "cross_entropy":
@@ -164,7 +173,7 @@ class CountingClient:
         self.grads = 10 * self.grads + sum(sum(one.tokens) for one in data)
         return SimpleNamespace(loss=self.weight, logprobs=[[self.weight] * len(one.tokens) for one in data])
 
-    def optim_step(self, learning_rate):
+    def optim_step(self, learning_rate=1e-4, **_):
         assert self.trainer.gate.wait(60)
         self.weight += learning_rate * self.grads
         self.grads = 0.0
@@ -187,92 +196,21 @@ class CountingClient:
         return [[None, *[self.weight] * (len(prompt) - 1)] for prompt in prompts]
 
     def close(self):
-        pass
+        self.trainer.num_full -= self.lora is None
 
 
 LIMITS = TinkerLimits("bundled", max_length=64, max_waiting=8)
 
 
-class Client:
-    """What the SDK does, with as little code as possible."""
-
-    def __init__(self, address, key="none"):
-        self.address = address
-        self.key = key
-
-    def call(self, path, body, kind="application/json", method="POST"):
-        """Status and body of the answer."""
-        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        headers = {"Content-Type": kind, "X-API-Key": self.key}
-        request = urllib.request.Request(f"{self.address}/api/v1/{path}", raw, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    def post(self, path, body, **how):
-        status, raw = self.call(path, body, **how)
-        assert status == 200, raw
-        return json.loads(raw)
-
-    def get(self, path):
-        return self.call(path, None, method="GET")
-
-    def result(self, future):
-        status, raw = self.call("retrieve_future", {"request_id": future["request_id"]})
-        assert status == 200, raw
-        return raw
-
-    def model(self, rank=2):
-        """The name of a new model in a new session."""
-        session = self.post("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "bundled", "lora_config": {"rank": rank}}
-        return json.loads(self.result(self.post("create_model", body)))["model_id"]
-
-    def forward_backward(self, model, number, token, loss=b"cross_entropy"):
-        chunk = wire._field(1, wire._field(1, np.array([token], "<i4").tobytes()))
-        target = wire._field(1, np.array([1], "<i8").tobytes()) + wire._number(3, 2)
-        entry = wire._field(1, b"target_tokens") + wire._field(2, target)
-        datum = wire._field(1, chunk) + wire._field(2, entry)
-        raw = wire._field(1, model.encode()) + wire._number(2, number) + wire._field(3, datum) + wire._field(4, loss)
-        return self.post("forward_backward", raw, kind="application/x-protobuf")
-
-    def optim_step(self, model, number, rate=1.0):
-        return self.post("optim_step", {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": rate}})
-
-
 @contextmanager
 def listening(folder, trainer=None, **settings):
-    """A server on this folder in a thread of its own, and a client of it."""
-    from aiohttp import web
-
+    """A client of a server on this folder, and the server."""
     store = Store(folder)
     server = TinkerServer(trainer or Counting(), store, LIMITS, ServerSettings(port=0, **settings))
-    loop = asyncio.new_event_loop()
-    address = []
-    ready = threading.Event()
-    stop = asyncio.Event()
-
-    async def main():
-        runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    assert ready.wait(30)
     try:
-        yield Client(address[0], settings.get("api_key") or "none"), server
+        with in_thread(server.application()) as address:
+            yield Client(address, settings.get("api_key") or "none"), server
     finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
         server.worker.close()
         store.close()
 
@@ -397,6 +335,125 @@ def test_a_finished_session_is_gone(tmp_path):
         client.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
         assert client.call("session_heartbeat", {"session_id": session})[0] == 410
         assert client.call("optim_step", {"model_id": model, "adam_params": {}})[0] == 410
+
+
+POSTS = {
+    "client/config": {},
+    "create_session": {"user_metadata": {"a": "b"}, "display_name": "c"},
+    "session_heartbeat": {"session_id": "?"},
+    "create_sampling_session": {"session_id": "?", "sampling_session_seq_id": 0, "base_model": "bundled"},
+    "join_sampling_session": {"sampling_session_id": "?"},
+    "create_model": {"session_id": "?", "model_seq_id": 1, "base_model": "bundled", "lora_config": {"rank": 2}},
+    "get_info": {"model_id": "?"},
+    "optim_step": {"model_id": "?", "seq_id": 1, "adam_params": {"learning_rate": 1.0}},
+    "save_weights": {"model_id": "?", "seq_id": 1, "path": "a", "ttl_seconds": 60, "user_metadata": {}},
+    "save_weights_for_sampler": {"model_id": "?", "seq_id": 1, "sampling_session_seq_id": 1},
+    "load_weights": {"model_id": "?", "seq_id": 1, "path": "tinker://a"},
+    "weights_info": {"tinker_path": "tinker://a"},
+    "asample": {
+        "sampling_session_id": "?",
+        "seq_id": 0,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]},
+        "sampling_params": {"max_tokens": 4, "stop": ["a"], "seed": 1, "temperature": 1.0},
+    },
+    "cancel_future": {"request_id": "?"},
+    "retrieve_future": {"request_id": "?"},
+}
+ODD = [None, True, -1, 2**70, 1e400, float("nan"), "", "\ud800", "x" * 70_000, [], [[]], [None], {}, {"": []}, "../a"]
+
+
+def broken(value, draw):
+    """The value with one of its parts replaced or left out."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        name = draw.choice(sorted(value))
+        if draw.random() < 0.1:
+            return {key: one for key, one in value.items() if key != name}
+        return value | {name: broken(value[name], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.5:
+        return [broken(value[0], draw), *value[1:]]
+    return draw.choice(ODD)
+
+
+def test_no_body_makes_the_server_fail(tmp_path):
+    """Whatever a field holds: the request is refused, or done, or fails alone; never 500, and never the worker."""
+    pytest.importorskip("aiohttp")
+    draw = random.Random(0)
+    with listening(tmp_path) as (client, server):
+        model = client.model()
+        session = model.split(":")[0]
+        body = {"session_id": session, "sampling_session_seq_id": 7, "base_model": "bundled"}
+        sampler = client.post("create_sampling_session", body)["sampling_session_id"]
+        names = {"session_id": session, "model_id": model, "sampling_session_id": sampler, "request_id": f"{model}:0"}
+        for i in range(600):
+            path = draw.choice(sorted(POSTS))
+            whole = POSTS[path] | {name: names[name] for name in POSTS[path] if name in names}
+            if "seq_id" in whole:
+                whole["seq_id"] = i + 1000 if path == "asample" else server.store.get("model", model).next_seq
+            given = broken(whole, draw)
+            status, raw = client.call(path, given)
+            assert status in (200, 400, 404, 410, 413), (path, given, raw)
+            if status != 200:
+                assert json.loads(raw)["detail"], (path, given, raw)
+            elif "request_id" in (answer := json.loads(raw)):
+                assert b"Error:" not in client.result(answer), (path, given, client.result(answer))
+        for path in (
+            "training_runs/%00",
+            "training_runs?limit=x&offset=-1",
+            "sessions?offset=99999999999999999999",
+            "x",
+        ):
+            assert client.get(path)[0] in (200, 404)
+        number = server.store.get("model", model).next_seq
+        assert b"metrics" in client.result(client.optim_step(model, number, 0.0))
+
+
+def test_a_request_that_is_over_is_not_done_again(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, server):
+        model = client.model()
+        client.result(client.forward_backward(model, 1, 10))
+        client.result(client.optim_step(model, 2))
+        server.store.forget_results(time.time() + 1)
+        status, raw = client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+        assert status == 400 and "the next one is 3" in json.loads(raw)["detail"]
+        assert server.worker.num_waiting == 0
+
+
+def test_models_of_all_weights_take_turns(tmp_path):
+    """There is room for one on the devices. The other one comes back with its gradients."""
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, _):
+        first = client.model(base="bundled:full")
+        client.result(client.forward_backward(first, 1, 5))
+        second = client.model(base="bundled:full")
+        client.result(client.forward_backward(second, 1, 7))
+        for model, expected in ((first, 1.0 + 5), (second, 1.0 + 7)):
+            assert json.loads(client.result(client.optim_step(model, 2))) == {"metrics": {"weight": expected}}
+
+
+def test_what_a_client_leaves_behind_is_deleted_after_a_day(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, server):
+        model, other = client.model(), client.model()
+        for one in (model, other):
+            client.result(client.forward_backward(one, 1, 5))
+            client.result(client.optim_step(one, 2))
+            path = json.loads(client.result(client.post("save_weights", {"model_id": one, "seq_id": 3, "path": "a"})))
+            body = {"model_id": one, "seq_id": 4, "sampling_session_seq_id": 0}
+            client.result(client.post("save_weights_for_sampler", body))
+        stuck = client.optim_step(model, 9)
+        now = time.time()
+        server._began = now - 2 * 86400
+        server.store.get("session", model.split(":")[0]).heard = now - 2 * 86400
+        server._tidy(now)
+        assert b"the session has ended" in client.result(stuck)
+        assert client.call("optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})[0] == 410
+        assert len(list((tmp_path / "models").iterdir())) == len(list((tmp_path / "samplers").iterdir())) == 1
+        assert len(list((tmp_path / "checkpoints").rglob("a.3"))) == 2, "what has a name is kept"
+        new = {"session_id": other.split(":")[0], "model_seq_id": 1, "path": path["path"], "optimizer": True}
+        assert b"model_id" in client.result(client.post("load_weights", new))
+        assert json.loads(client.result(client.optim_step(other, 5, 0.0))) == {"metrics": {"weight": 7.0}}
 
 
 def test_a_second_server_on_the_folder_is_refused(tmp_path):

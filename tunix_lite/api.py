@@ -3,6 +3,8 @@
 Each lives in a module of its own; docs/api/front.md has them by what they are for, with examples.
 """
 
+from tunix_lite.agents.running import AgentConfig
+from tunix_lite.agents.training import AgentTrainer, train_agent
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
@@ -38,6 +40,8 @@ __all__ = [
     "DPO",
     "GRPO",
     "SFT",
+    "AgentConfig",
+    "AgentTrainer",
     "Algorithm",
     "Arithmetic",
     "Batch",
@@ -82,4 +86,5 @@ __all__ = [
     "make_policy",
     "put",
     "train",
+    "train_agent",
 ]

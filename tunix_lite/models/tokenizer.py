@@ -38,6 +38,8 @@ FILES = (
 # letter by ten letters would make it 10^10 times as long.
 MOST_GROWTH = 1000
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+# Name of a tool that no template knows, to see whether it is written.
+PROBE = "ProbeOfTools"
 # Characters of private use, which no template and no tokenizer knows.
 PRIVATE = range(0xF0000, 0xFFFFE)
 
@@ -120,6 +122,23 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether it takes conversations; else it takes plain text only."""
         return self.template is not None
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the chat template writes the tools that it is given."""
+        if self.template is None:
+            return False
+        function = {
+            "name": PROBE,
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        asked = [{"role": "user", "content": "Question"}]
+        try:
+            written = self.chat(asked, tools=[{"type": "function", "function": function}])
+        except ValueError:
+            return False
+        return PROBE in written
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is

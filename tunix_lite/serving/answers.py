@@ -9,6 +9,7 @@ from typing import Any
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.rollout.live import NewTokens
 from tunix_lite.serving.calls import Call
+from tunix_lite.serving.tools import CallReader
 
 # The API's words for why a choice ended.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -26,6 +27,8 @@ class Piece:
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
     finish_reason: str | None = None
+    # calls of tools, as the API writes them
+    calls: list[dict] = field(default_factory=list)
 
 
 class ApiChoice:
@@ -34,8 +37,15 @@ class ApiChoice:
     Example: choice = ApiChoice(0, tokenizer, ("\\n",)); choice.add(new).text
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        reads_calls: bool = False,
+    ):
         self.index = index
+        self.reader = CallReader() if reads_calls else None
         self.stop = stop
         self.stream: TextStream = tokenizer.stream()
         # text that may be the beginning of a stop text
@@ -46,6 +56,25 @@ class ApiChoice:
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
+        piece = self._until_stop(new) if self.stop else self._all_of(new)
+        if piece.finish_reason is None and new.reason is not None:
+            piece.text += self._rest()
+            piece.finish_reason = FINISH_REASONS[new.reason]
+        if self.reader is not None:
+            self._read_calls(piece)
+        self.finish_reason = piece.finish_reason
+        self.num_tokens += len(piece.tokens)
+        self.pieces.append(piece)
+        return piece
+
+    def _all_of(self, new: NewTokens) -> Piece:
+        """All of the tokens, where no text ends the choice: they are decoded together."""
+        text = self.stream.feed(new.tokens)
+        top = list(new.top) or [[] for _ in new.tokens]
+        return Piece(text, list(new.tokens), list(new.full_logprobs), top)
+
+    def _until_stop(self, new: NewTokens) -> Piece:
+        """The tokens up to the one that completes a stop text, each decoded by itself."""
         piece = Piece("", [], [], [])
         top = new.top or [[] for _ in new.tokens]
         for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
@@ -59,13 +88,17 @@ class ApiChoice:
                 piece.finish_reason = "stop"
                 break
             piece.text += self._release()
-        if piece.finish_reason is None and new.reason is not None:
-            piece.text += self._rest()
-            piece.finish_reason = FINISH_REASONS[new.reason]
-        self.finish_reason = piece.finish_reason
-        self.num_tokens += len(piece.tokens)
-        self.pieces.append(piece)
         return piece
+
+    def _read_calls(self, piece: Piece) -> None:
+        """Takes text that may be part of a call out of the piece; the last one gets the calls."""
+        piece.text = self.reader.feed(piece.text)
+        if piece.finish_reason is None:
+            return
+        rest, piece.calls = self.reader.end()
+        piece.text += rest
+        if piece.calls and piece.finish_reason == "stop":
+            piece.finish_reason = "tool_calls"
 
     def _rest(self) -> str:
         """The text that is left when no more tokens come."""
@@ -106,6 +139,7 @@ class ApiChoice:
             logprobs=[value for piece in self.pieces for value in piece.logprobs],
             top=[likeliest for piece in self.pieces for likeliest in piece.top],
             finish_reason=self.finish_reason,
+            calls=[call for piece in self.pieces for call in piece.calls],
         )
 
 
@@ -167,11 +201,11 @@ class ApiAnswer:
         if not self.call.is_chat:
             found["text"] = text
         elif of_stream:
-            found["delta"] = (
-                {"role": "assistant", "content": text} if is_first else {"content": text}
-            )
+            found["delta"] = _delta(text, piece.calls, is_first)
         else:
             found["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if piece.calls:
+                found["message"] |= {"content": text or None, "tool_calls": piece.calls}
         found["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
         if self.call.token_ids:
             found["token_ids"] = piece.tokens
@@ -209,6 +243,16 @@ class ApiAnswer:
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
+
+
+def _delta(text: str, calls: list[dict], is_first: bool) -> dict:
+    """What a chunk of a stream adds to a message. A call comes whole."""
+    delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+    if text or not calls:
+        delta["content"] = text
+    if calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    return delta
 
 
 def _offsets(texts: list[str]) -> list[int]:

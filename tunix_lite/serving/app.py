@@ -3,6 +3,10 @@
     GET  /v1/models  /v1/models/{name}  /healthz  /metrics
     POST /v1/completions  /v1/chat/completions
 
+and, where episodes of agents are recorded, the same under /episodes/ID/v1, and
+
+    POST /episodes/ID/reward   {"reward": 1.0}
+
 aiohttp is imported where the server starts, as it is an extra: `pip install 'tunix_lite[serve]'`.
 """
 
@@ -22,15 +26,21 @@ from tunix_lite.rollout.live import (
     TooManyRequests,
 )
 from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
-from tunix_lite.serving.calls import BadCall, Call, Limits, read_call
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.calls import Call, Limits, read_call
 from tunix_lite.serving.listen import ServerSettings, TimedOut, is_key, listen, read_json
 from tunix_lite.serving.metrics import ServerMetrics
+from tunix_lite.serving.recording import Recorder
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 # Paths that need no key.
 OPEN = ("/healthz",)
+# Where the endpoints of one episode are.
+OF_EPISODE = "/episodes/{episode}"
+# A reward is nearer to 0 than this.
+MOST_REWARD = 1e30
 # Seconds after which a client that was refused may ask again.
 RETRY_AFTER = 1
 
@@ -47,11 +57,14 @@ class Server:
         tokenizer: Tokenizer,
         limits: Limits,
         settings: ServerSettings,
+        recorder: Recorder | None = None,
     ):
+        """recorder: gets every call, by its episode. Then the id of the episode is the key."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
         self.settings = settings
+        self.recorder = recorder
         self.metrics = ServerMetrics()
         self.created = int(time.time())
         self.is_stopping = False
@@ -75,10 +88,13 @@ class Server:
         app = web.Application(client_max_size=self.settings.max_body, middlewares=middlewares)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for at in [""] if self.recorder is None else ["", OF_EPISODE]:
+            app.router.add_get(f"{at}/v1/models", self._models)
+            app.router.add_get(f"{at}/v1/models/{{name:.+}}", self._model)
+            app.router.add_post(f"{at}/v1/completions", self._completions)
+            app.router.add_post(f"{at}/v1/chat/completions", self._chat)
+        if self.recorder is not None:
+            app.router.add_post(f"{OF_EPISODE}/reward", self._reward)
         return app
 
     async def run(self, ready: Callable[[str], None]) -> None:
@@ -107,7 +123,7 @@ class Server:
             status = response.status
             return response
         except BadCall as error:
-            status = 404 if error.code == "model_not_found" else 400
+            status = error.status
             body = error_body(str(error), "invalid_request_error", error.field, error.code)
         except TooManyRequests as error:
             status = 429
@@ -133,8 +149,7 @@ class Server:
     async def _check_key(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
         from aiohttp import web
 
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path not in OPEN and not is_key(given, self.settings.api_key):
+        if request.path not in OPEN and not is_key(_key_of(request), self.settings.api_key):
             body = error_body("the API key is wrong or missing", "authentication_error")
             return web.json_response(body, status=401)
         return await handler(request)
@@ -197,10 +212,11 @@ class Server:
 
         body = await read_json(request)
         # Templates and tokenizers take their time, and other clients do not wait for it.
-        call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
+        call = await asyncio.to_thread(self._read, request, body, is_chat)
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
-            ApiChoice(i, self.tokenizer, call.stop) for i in range(len(call.prompts) * call.choices)
+            ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
+            for i in range(len(call.prompts) * call.choices)
         ]
         pieces = self._pieces(request, call, choices)
         if call.stream:
@@ -208,6 +224,30 @@ class Server:
         async for _ in pieces:
             pass
         return web.json_response(answer.whole(choices))
+
+    def _read(self, request: "web.Request", body: object, is_chat: bool) -> Call:
+        """The call that a body asks for, as the recorder will have it. Raises BadCall."""
+        call = read_call(body, is_chat, self.limits, self.tokenizer)
+        if self.recorder is None:
+            return call
+        return self.recorder.begin(_episode_of(request), call)
+
+    def _submitting(self, request: "web.Request") -> contextlib.AbstractContextManager:
+        """What holds while sequences of a request are handed to the engine."""
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        return self.recorder.submitting(_episode_of(request))
+
+    async def _reward(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        body = await read_json(request)
+        value = body.get("reward") if isinstance(body, dict) else None
+        is_number = isinstance(value, int | float) and abs(value) < MOST_REWARD
+        if not is_number:
+            raise BadCall('the body is {"reward": a number}', "reward")
+        self.recorder.reward(_episode_of(request), float(value))
+        return web.json_response({"reward": float(value)})
 
     async def _stream(
         self,
@@ -248,6 +288,8 @@ class Server:
         arrived: asyncio.Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         began = time.monotonic()
+        # One timer for the request, as one for each piece takes more time than the piece.
+        timer = loop.call_later(self.settings.request_seconds, arrived.put_nowait, None)
 
         def callback(index: int) -> Callable[[NewTokens], None]:
             def on_tokens(new: NewTokens) -> None:
@@ -266,16 +308,16 @@ class Server:
             )
             for choice in choices
         ]
-        self.engine.submit(sequences)
         left = len(sequences)
         try:
+            with self._submitting(request):
+                self.engine.submit(sequences)
             while left:
-                seconds = self.settings.request_seconds - (time.monotonic() - began)
-                try:
-                    index, new = await asyncio.wait_for(arrived.get(), timeout=max(0.0, seconds))
-                except TimeoutError:
+                got = await arrived.get()
+                if got is None:
                     most = self.settings.request_seconds
-                    raise TimedOut(f"the request took more than {most:g} s") from None
+                    raise TimedOut(f"the request took more than {most:g} s")
+                index, new = got
                 if choices[index].finish_reason is not None:
                     continue
                 if new.reason == "error":
@@ -285,7 +327,22 @@ class Server:
                 if piece.finish_reason is not None:
                     left -= 1
                     self.engine.cancel(sequences[index])
+                # The next call of an agent may come as soon as it has the last piece.
+                if self.recorder is not None and not left:
+                    wholes = [choice.whole for choice in choices]
+                    self.recorder.record(_episode_of(request), call, wholes)
                 yield index, piece
         finally:
+            timer.cancel()
             for sequence in sequences:
                 self.engine.cancel(sequence)
+
+
+def _key_of(request: "web.Request") -> str:
+    """What the client sent as its key; "" if nothing."""
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _episode_of(request: "web.Request") -> str:
+    """The id of the episode that a request is part of: from its path, or its key."""
+    return request.match_info.get("episode") or _key_of(request)

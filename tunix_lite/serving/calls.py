@@ -14,6 +14,8 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.rollout.live_programs import MOST_TOP
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.tools import tools_of, with_tool_messages
 
 # Fields that describe the caller, not the answer.
 IGNORED = {
@@ -34,15 +36,6 @@ MOST_STOPS = 4
 MOST_CHOICES = 128
 
 
-class BadCall(ValueError):
-    """A request that cannot be answered. `field`: the wrong one; `code`: as the API names it."""
-
-    def __init__(self, message: str, field: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.field = field
-        self.code = code
-
-
 @dataclass(frozen=True)
 class Limits:
     """What one request may ask for.
@@ -55,6 +48,9 @@ class Limits:
     max_prompt_length: int
     max_new_tokens: int
     max_length: int
+    # for agents written for another model: any name of a model will do, and max_tokens above what
+    # there is room for is what there is room for
+    is_lenient: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,10 @@ class Call:
     token_ids: bool
     # the prompt before each completion (/v1/completions only)
     echo: bool
+    # the prompts were text or messages, and not tokens
+    is_text: bool = True
+    # calls of tools are read out of what is said
+    reads_calls: bool = False
 
 
 class _Fields:
@@ -134,24 +134,19 @@ def read_call(body: Any, is_chat: bool, limits: Limits, tokenizer: Tokenizer) ->
     """The request in a body. Raises BadCall, naming the field."""
     fields = _Fields(body)
     model = fields.take("model", limits.model_name)
-    if model != limits.model_name:
+    if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
         raise BadCall(message, "model", "model_not_found")
 
     # The prompt.
+    is_text = True
+    reads_calls = False
     if is_chat:
-        prompts = [_chat_prompt(fields, tokenizer)]
+        prompt, reads_calls = _chat_prompt(fields, tokenizer)
+        prompts = [prompt]
     else:
-        prompts = _text_prompts(fields, tokenizer)
-    for prompt in prompts:
-        if len(prompt) > limits.max_prompt_length:
-            message = (
-                f"the prompt has {len(prompt)} tokens; this server takes up to "
-                f"{limits.max_prompt_length}: start it with generation.max_prompt_length="
-                f"{len(prompt)}"
-            )
-            field = "messages" if is_chat else "prompt"
-            raise BadCall(message, field, "context_length_exceeded")
+        prompts, is_text = _text_prompts(fields, tokenizer)
+    _check_lengths(prompts, limits, "messages" if is_chat else "prompt")
 
     # What is sampled.
     choices = fields.integer("n", 1, 1, MOST_CHOICES)
@@ -184,12 +179,27 @@ def read_call(body: Any, is_chat: bool, limits: Limits, tokenizer: Tokenizer) ->
         logprobs=logprobs,
         token_ids=fields.flag("return_token_ids"),
         echo=not is_chat and fields.flag("echo"),
+        is_text=is_text,
+        reads_calls=reads_calls,
     )
     fields.end()
     return call
 
 
-def _chat_prompt(fields: _Fields, tokenizer: Tokenizer) -> list[int]:
+def _check_lengths(prompts: list[list[int]], limits: Limits, field: str) -> None:
+    """Raises BadCall for a prompt with more tokens than the server takes."""
+    for prompt in prompts:
+        if len(prompt) > limits.max_prompt_length:
+            message = (
+                f"the prompt has {len(prompt)} tokens; this server takes up to "
+                f"{limits.max_prompt_length}: start it with generation.max_prompt_length="
+                f"{len(prompt)}"
+            )
+            raise BadCall(message, field, "context_length_exceeded")
+
+
+def _chat_prompt(fields: _Fields, tokenizer: Tokenizer) -> tuple[list[int], bool]:
+    """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
     messages = fields.take("messages")
@@ -198,8 +208,13 @@ def _chat_prompt(fields: _Fields, tokenizer: Tokenizer) -> list[int]:
     variables = fields.take("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise BadCall("chat_template_kwargs is an object", "chat_template_kwargs")
+    asked = (fields.take(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
+    tools = tools_of(*asked, tokenizer)
+    if tools:
+        variables = {**variables, "tools": tools}
+    messages = with_tool_messages([_message(one) for one in messages], tokenizer)
     try:
-        return tokenizer.prompt([_message(one) for one in messages], **variables)
+        return tokenizer.prompt(messages, **variables), bool(tools)
     except (ValueError, TypeError) as error:
         raise BadCall(str(error), "messages") from error
 
@@ -223,8 +238,9 @@ def _message(message: Any) -> dict:
     return message | {"content": "".join(texts)}
 
 
-def _text_prompts(fields: _Fields, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens."""
+def _text_prompts(fields: _Fields, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+    """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
+    and whether all of them were text."""
     asked = fields.take("prompt")
     if isinstance(asked, str):
         asked = [asked]
@@ -232,6 +248,7 @@ def _text_prompts(fields: _Fields, tokenizer: Tokenizer) -> list[list[int]]:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
     if all(_is_token(one) for one in asked):
         asked = [asked]
+    is_text = all(isinstance(one, str) for one in asked)
     prompts = []
     for one in asked:
         if isinstance(one, str):
@@ -249,7 +266,7 @@ def _text_prompts(fields: _Fields, tokenizer: Tokenizer) -> list[list[int]]:
         if not all(0 <= token < most for token in one):
             raise BadCall(f"prompt: token ids are 0 to {most - 1}", "prompt")
         prompts.append(one)
-    return prompts
+    return prompts, is_text
 
 
 def _is_token(value: Any) -> bool:
@@ -260,10 +277,11 @@ def _max_tokens(fields: _Fields, is_chat: bool, limits: Limits, longest_prompt: 
     """The most tokens of a completion, after a prompt of this length."""
     most = min(limits.max_new_tokens, limits.max_length - longest_prompt)
     default = most if is_chat else min(16, most)
-    found = fields.integer("max_tokens", default, 1, most)
+    high = 2**31 - 1 if limits.is_lenient else most
+    found = fields.integer("max_tokens", default, 1, high)
     if is_chat:
-        found = fields.integer("max_completion_tokens", found, 1, most)
-    return found
+        found = fields.integer("max_completion_tokens", found, 1, high)
+    return min(found, most)
 
 
 def _logprobs(fields: _Fields, is_chat: bool) -> tuple[bool, int]:

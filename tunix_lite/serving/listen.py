@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunix_lite.serving.calls import BadCall
+from tunix_lite.serving.bad_call import BadCall
 
 if TYPE_CHECKING:
     from aiohttp import web

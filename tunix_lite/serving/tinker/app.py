@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunix_lite.plain_text import shown
-from tunix_lite.serving.calls import BadCall
+from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import (
     ServerSettings,
     TimedOut,
@@ -100,6 +100,7 @@ class TinkerServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         # futures that somebody waits for
         self._ended: dict[str, list[asyncio.Event]] = {}
+        self._began = time.time()
         self._tidied = 0.0
         self.worker = Worker(LiveModels(trainer, store, limits.max_models), store, self._on_end)
 
@@ -178,10 +179,43 @@ class TinkerServer:
             raise RuntimeError(f"the worker failed: {self.worker.failure}")
         if time.time() > self._tidied + TIDY_SECONDS:
             self._tidied = time.time()
-            self.store.forget_results(self._tidied - RESULT_SECONDS)
-            for checkpoint in self.store.all("checkpoint"):
-                if checkpoint.expires is not None and checkpoint.expires < self._tidied:
-                    self._drop_checkpoint(checkpoint.id)
+            self._tidy(self._tidied)
+
+    def _tidy(self, now: float) -> None:
+        """Drops what nobody can ask for any more, so that memory and folder stay bounded."""
+        self.store.forget_results(now - RESULT_SECONDS)
+        for checkpoint in self.store.all("checkpoint"):
+            if checkpoint.expires is not None and checkpoint.expires < now:
+                self._drop_checkpoint(checkpoint.id)
+        for session in self.store.all("session"):
+            # While the server was away it could hear nobody.
+            heard = session.heard if session.is_finished else max(session.heard, self._began)
+            if heard < now - RESULT_SECONDS:
+                self._forget_session(session)
+
+    def _forget_session(self, session: TinkerSession) -> None:
+        """A session that ended long ago, or whose client is gone: only what has a name is kept."""
+        session.is_finished = True
+        self.store.put(session)
+        self.worker.give_up(session.id)
+        self._drop_samplers(session)
+        mine = [model for model in self.store.all("model") if model.session == session.id]
+        for model in mine:
+            if model.saved is not None:
+                file = self.store.path(model.saved)
+                model.saved = None
+                self.store.put(model)
+                delete(file)
+        if not mine:
+            self.store.remove("session", session.id)
+
+    def _drop_samplers(self, session: TinkerSession) -> None:
+        """Those without a name, of a session that has ended."""
+        for sampler in self.store.all("sampler"):
+            if sampler.session == session.id and sampler.model_path is None:
+                self.store.remove("sampler", sampler.id)
+                if sampler.file is not None:
+                    delete(self.store.path(sampler.file))
 
     def _stopping(self) -> None:
         self.is_stopping = True
@@ -275,8 +309,8 @@ class TinkerServer:
     def _create_session(self, body: dict) -> dict:
         session = TinkerSession(
             uuid.uuid4().hex,
-            metadata=bodies.object_field(body, "user_metadata"),
-            display_name=body.get("display_name"),
+            metadata=bodies.metadata_field(body),
+            display_name=bodies.name_field(body, "display_name"),
         )
         self.store.put(session)
         answer = {"type": "create_session", "session_id": session.id}
@@ -292,18 +326,17 @@ class TinkerServer:
         return session
 
     def _heartbeat(self, body: dict) -> dict:
-        self._session(bodies.text_field(body, "session_id"))
+        # Not written: a server that begins again waits for its clients anyway.
+        self._session(bodies.text_field(body, "session_id")).heard = time.time()
         return {"type": "session_heartbeat"}
 
     def _finish(self, body: dict) -> dict:
         """The session ends: its models train no more, and samplers without a name are deleted."""
         session = self._session(body["path_session"])
         session.is_finished = True
+        session.heard = time.time()
         self.store.put(session)
-        for sampler in self.store.all("sampler"):
-            if sampler.session == session.id and sampler.model_path is None and sampler.file:
-                self.store.remove("sampler", sampler.id)
-                delete(self.store.path(sampler.file))
+        self._drop_samplers(session)
         return {}
 
     # ---- samplers
@@ -345,7 +378,7 @@ class TinkerServer:
         return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
     def _sample(self, body: dict) -> dict:
-        bodies.check_sample(body)
+        bodies.check_sample(body, self.limits.max_length)
         sampler = self._sampler(body)
         number = bodies.whole_field(body, "seq_id")
         answer = self._accept(sampler.id, number, "sample", body)
@@ -361,6 +394,8 @@ class TinkerServer:
         kind = bodies.object_field(body, "optimizer_config").get("type", "adamw")
         if kind != "adamw":
             raise BadCall(f"optimizer {shown(kind)} is not supported; adamw is", "optimizer_config")
+        bodies.metadata_field(body)
+        bodies.adapters(body)
         name = f"{session.id}:train:{bodies.whole_field(body, 'model_seq_id')}"
         return self._accept(name, 0, "create_model", body)
 
@@ -397,12 +432,12 @@ class TinkerServer:
         return self._of_model(body, "optim_step")
 
     def _save_weights(self, body: dict) -> dict:
-        bodies.file_name(body, "path")
+        bodies.check_checkpoint(body)
         return self._of_model(body, "save_weights")
 
     def _save_for_sampler(self, body: dict) -> dict:
         if body.get("path") is not None:
-            bodies.file_name(body, "path")
+            bodies.check_checkpoint(body)
         else:
             bodies.whole_field(body, "sampling_session_seq_id")
         if body.get("kind", "snapshot") != "snapshot":
@@ -416,6 +451,7 @@ class TinkerServer:
         if body.get("session_id") is None:
             return self._of_model(body, "load_weights")
         session = self._session(bodies.text_field(body, "session_id"))
+        bodies.metadata_field(body)
         name = f"{session.id}:train:{bodies.whole_field(body, 'model_seq_id')}"
         return self._accept(name, 0, "create_from", body)
 
@@ -466,6 +502,12 @@ class TinkerServer:
         """Writes a request into the journal, and then says its name. Raises Busy."""
         if self.worker.num_waiting >= self.limits.max_waiting:
             raise Busy(f"{self.limits.max_waiting} requests wait already")
+        model = self.store.get("model", owner)
+        is_over = model is not None and number < model.next_seq
+        # The result of a request is kept for a day. Nothing is done twice.
+        if is_over and self.store.result(f"{owner}:{number}") is None:
+            message = f"request {number} is over; the next one is {model.next_seq}"
+            raise BadCall(message, "seq_id")
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         request, is_new = self.store.accept(owner, number, kind, raw)
         if is_new:

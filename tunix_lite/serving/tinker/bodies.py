@@ -1,12 +1,13 @@
 """JSON bodies of the Tinker protocol: what they must hold, checked before anything is written."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from tunix_lite.plain_text import shown
-from tunix_lite.serving.calls import BadCall
+from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.tinker.wire import WireDatum
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
@@ -30,14 +31,24 @@ INPUTS = {
 }
 ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 MOST_SAMPLES = 1024
+MOST_RANK = 4096
+# Bytes of what a client writes beside its models.
+MOST_METADATA = 65536
+# Seconds that a checkpoint may be kept for: a hundred years.
+MOST_SECONDS = 100 * 365 * 24 * 3600
 
 
 def text_field(body: Mapping[str, Any], name: str) -> str:
     """A field that must be a text. Raises BadCall."""
     value = body.get(name)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_utf8(value):
         raise BadCall(f"{name}={shown(value)}; it must be a text", name)
     return value
+
+
+def _is_utf8(value: str) -> bool:
+    """JSON can hold halves of characters, and the journal cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def whole_field(body: Mapping[str, Any], name: str, least: int = 0, most: int = 2**62) -> int:
@@ -56,6 +67,48 @@ def object_field(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadCall(f"{name}={shown(value)}; it must be an object", name)
     return value
+
+
+def name_field(body: Mapping[str, Any], name: str) -> str | None:
+    """A field that must be a short text, or absent. Raises BadCall."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, str) or len(value) > MOST_METADATA):
+        raise BadCall(f"{name}={shown(value)}; it must be a short text", name)
+    return value
+
+
+def metadata_field(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The user_metadata of a session, a model or a checkpoint. Raises BadCall."""
+    value = object_field(body, "user_metadata")
+    size = len(json.dumps(value))
+    if size > MOST_METADATA:
+        message = f"user_metadata has {size} bytes; there is room for {MOST_METADATA}"
+        raise BadCall(message, "user_metadata")
+    return value
+
+
+def adapters(body: Mapping[str, Any]) -> dict[str, int] | None:
+    """The adapters of a new model, as its record holds them; None: all weights. Raises BadCall."""
+    if text_field(body, "base_model").endswith(":full") or body.get("lora_config") is None:
+        return None
+    lora = object_field(body, "lora_config")
+    return {
+        "rank": whole_field(lora, "rank", 1, MOST_RANK),
+        "seed": 0 if lora.get("seed") is None else whole_field(lora, "seed") % 2**32,
+        "attention": bool(lora.get("train_attn", True)),
+        "mlp": bool(lora.get("train_mlp", True)),
+    }
+
+
+def check_checkpoint(body: Mapping[str, Any]) -> None:
+    """Raises BadCall for a checkpoint that cannot be written as asked."""
+    file_name(body, "path")
+    metadata_field(body)
+    seconds = body.get("ttl_seconds")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 <= seconds <= MOST_SECONDS):
+        message = f"ttl_seconds={shown(seconds)}; it must be a number from 0 to {MOST_SECONDS}"
+        raise BadCall(message, "ttl_seconds")
 
 
 def file_name(body: Mapping[str, Any], name: str) -> str:
@@ -94,9 +147,13 @@ def prompt_tokens(body: Mapping[str, Any]) -> list[int]:
     return tokens
 
 
-def check_sample(body: Mapping[str, Any]) -> None:
-    """Raises BadCall for a sample request that no server could answer."""
-    prompt_tokens(body)
+def check_sample(body: Mapping[str, Any], max_length: int) -> None:
+    """Raises BadCall for a sample request that no server could answer. max_length: tokens that the
+    model takes."""
+    tokens = prompt_tokens(body)
+    if len(tokens) > max_length:
+        message = f"prompt: {len(tokens)} tokens; this model takes up to {max_length}"
+        raise BadCall(message, "prompt")
     whole_field(body | {"num_samples": body.get("num_samples", 1)}, "num_samples", 1, MOST_SAMPLES)
     for name in NOT_SAMPLED:
         if body.get(name):
@@ -117,6 +174,8 @@ def sample_settings(body: Mapping[str, Any], request_id: str) -> SampleSettings:
         raise BadCall("stop=[] (not even at the end of sequence) is not supported", "stop")
     elif isinstance(stop, str):
         stop = (stop,)
+    if not isinstance(stop, list | tuple):
+        raise BadCall("stop must hold texts or tokens", "stop")
     tokens = tuple(one for one in stop if isinstance(one, int))
     texts = tuple(one for one in stop if isinstance(one, str))
     if len(tokens) + len(texts) != len(stop):
@@ -124,15 +183,18 @@ def sample_settings(body: Mapping[str, Any], request_id: str) -> SampleSettings:
     seed = given.get("seed")
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
-    return SampleSettings(
-        max_tokens=given.get("max_tokens"),
-        temperature=given.get("temperature", 1.0),
-        top_k=given.get("top_k", -1),
-        top_p=given.get("top_p", 1.0),
-        stop=texts,
-        stop_token_ids=tokens,
-        seed=seed % 2**32 if isinstance(seed, int) else seed,
-    )
+    try:
+        return SampleSettings(
+            max_tokens=given.get("max_tokens"),
+            temperature=given.get("temperature", 1.0),
+            top_k=given.get("top_k", -1),
+            top_p=given.get("top_p", 1.0),
+            stop=texts,
+            stop_token_ids=tokens,
+            seed=seed % 2**32 if isinstance(seed, int) else seed,
+        )
+    except (ValueError, TypeError) as error:
+        raise BadCall(str(error), "sampling_params") from error
 
 
 def adam(body: Mapping[str, Any]) -> dict[str, float]:

@@ -56,6 +56,9 @@ class LiveModels:
 
     def _made(self, adapters: dict[str, int] | None) -> Any:
         if adapters is None:
+            # There is room for one of them. Another one comes back when its client asks again.
+            for name in [name for name, one in self._clients.items() if one.lora is None]:
+                self.forget(name)
             return self.trainer.full()
         parts = ATTENTION * adapters["attention"] + MLP * adapters["mlp"]
         if not parts:
@@ -95,7 +98,10 @@ class LiveModels:
 
     def sample(self, count: int, asked: list[tuple[TinkerRequest, dict]]) -> list[bytes]:
         """The results of sample requests of one sampler, each with `count` samples."""
-        sampler = self.sampler(self.store.get("sampler", asked[0][0].owner))
+        record = self.store.get("sampler", asked[0][0].owner)
+        if record is None:
+            raise ValueError("the sampling session has ended")
+        sampler = self.sampler(record)
         prompts = [bodies.prompt_tokens(body) for _, body in asked]
         settings = [bodies.sample_settings(body, request.id) for request, body in asked]
         drawn = sampler.sample(prompts, count, settings)

@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS requests (
   arrival INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, seq INTEGER, kind TEXT,
   body BLOB, state INTEGER DEFAULT 0, result BLOB, attempts INTEGER DEFAULT 0, ended REAL);
 CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
+CREATE INDEX IF NOT EXISTS with_body ON requests (owner, seq) WHERE body != x'';
 """
 
 
@@ -49,6 +50,8 @@ class TinkerSession:
     metadata: dict[str, Any] = field(default_factory=dict)
     display_name: str | None = None
     is_finished: bool = False
+    # the last time that its client was heard
+    heard: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -259,8 +262,9 @@ class Store:
     def forget_bodies(self, owner: str, seq: int) -> None:
         """Drops the bodies of requests up to seq: saved weights hold what they did."""
         with self._lock:
-            query = "UPDATE requests SET body = x'' WHERE owner = ? AND seq <= ? AND state > 0"
-            self._db.execute(query, (owner, seq))
+            # The index with_body holds these few of them, so a long run does not become slow.
+            where = "owner = ? AND seq <= ? AND state > 0 AND body != x''"
+            self._db.execute(f"UPDATE requests SET body = x'' WHERE {where}", (owner, seq))
 
     def forget_results(self, before: float) -> None:
         """Drops requests that ended before this time and are in no weights' way."""

@@ -34,7 +34,6 @@ from tunix_lite.serving.tinker.store import (
 SEQUENCES_PER_TURN = 256
 # Times that a request may end with the end of the server before it is given up.
 MOST_ATTEMPTS = 3
-MOST_RANK = 4096
 
 
 class Waiting:
@@ -62,6 +61,13 @@ class Waiting:
                         self._take(session, owner, [request])
                         return request
         return None
+
+    def remove_all(self, session: str) -> list[TinkerRequest]:
+        """Takes out all requests of a session."""
+        owners = self.sessions.pop(session, {})
+        requests = [request for waiting in owners.values() for request in waiting.values()]
+        self.count -= len(requests)
+        return requests
 
     def take(self, next_seq: Callable[[str], int]) -> list[TinkerRequest]:
         """The next turn: one request of a model, or sample requests of one sampler; [] if nothing
@@ -139,6 +145,14 @@ class Worker:
             self.store.end(found, FAILED, failure("the client cancelled it", "user"))
             self.on_end(name)
 
+    def give_up(self, session: str) -> None:
+        """Ends what still waits of a session: nobody will ask for it."""
+        with self._lock:
+            requests = self._waiting.remove_all(session)
+        for request in requests:
+            self.store.end(request, FAILED, failure("the session has ended", "user"))
+            self.on_end(request.id)
+
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
         with self._lock:
@@ -204,12 +218,20 @@ class Worker:
         line = f"{request.id} {request.kind}: {message}"
         print(visible(line), file=sys.stderr, flush=True)
 
-    def _end(self, request: TinkerRequest, model: Model, result: bytes | dict) -> None:
-        """The result and how far the model is: both, or neither."""
+    def _end(
+        self,
+        request: TinkerRequest,
+        model: Model,
+        result: bytes | dict,
+        made: Checkpoint | Sampler | None = None,
+    ) -> None:
+        """The result, how far the model is, and what the request made: all of it, or nothing."""
         raw = result if isinstance(result, bytes) else json.dumps(result).encode()
         with self.store.transaction():
             model.next_seq = request.seq + 1
             self.store.put(model)
+            if made is not None:
+                self.store.put(made)
             self.store.end(request, DONE, raw)
             self.store.forget_bodies(model.id, model.saved_seq)
 
@@ -288,28 +310,32 @@ class Worker:
     def _save_weights(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         model = self.store.get("model", request.owner)
-        checkpoint = self._write_checkpoint(request, model, given, "training")
-        self._end(request, model, {"path": checkpoint.id, "type": "save_weights"})
+        checkpoint, old = self._write_checkpoint(request, model, given, "training")
+        answer = {"path": checkpoint.id, "type": "save_weights"}
+        self._end(request, model, answer, checkpoint)
+        self._delete(old)
 
     def _save_for_sampler(self, request: TinkerRequest, body: bytes) -> None:
         given = json.loads(body)
         model = self.store.get("model", request.owner)
+        old = None
         if given.get("path") is not None:
-            checkpoint = self._write_checkpoint(request, model, given, "sampler")
-            answer = {"path": checkpoint.id}
+            record, old = self._write_checkpoint(request, model, given, "sampler")
+            answer = {"path": record.id}
         else:
             number = bodies.whole_field(given, "sampling_session_seq_id")
             name = f"{model.session}:sample:{number}"
             draft, final = self.store.new_file("samplers", name)
             self.live.client(model).save(draft, optimizer=False)
-            file = self.store.keep(draft, final)
-            self.store.put(Sampler(name, model.session, file))
+            record = Sampler(name, model.session, self.store.keep(draft, final))
             answer = {"sampling_session_id": name}
-        self._end(request, model, answer | {"type": "save_weights_for_sampler"})
+        self._end(request, model, answer | {"type": "save_weights_for_sampler"}, record)
+        self._delete(old)
 
     def _write_checkpoint(
         self, request: TinkerRequest, model: Model, given: dict[str, Any], kind: str
-    ) -> Checkpoint:
+    ) -> tuple[Checkpoint, str | None]:
+        """The checkpoint, on disk, and the file that it replaces."""
         folder = "weights" if kind == "training" else "sampler_weights"
         name = bodies.file_name(given, "path")
         path = f"tinker://{model.id}/{folder}/{name}"
@@ -326,10 +352,7 @@ class Worker:
         checkpoint.metadata = given.get("user_metadata")
         if given.get("ttl_seconds") is not None:
             checkpoint.expires = checkpoint.created + given["ttl_seconds"]
-        self.store.put(checkpoint)
-        if old is not None and old.file != file:
-            self._delete(old.file)
-        return checkpoint
+        return checkpoint, None if old is None or old.file == file else old.file
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
         """Sample requests of one sampler, those with as many samples together."""
@@ -387,14 +410,5 @@ def failure(message: str, category: str) -> bytes:
 
 def made_model(name: str, given: dict[str, Any]) -> Model:
     """The record of a new model. Raises BadCall."""
-    model = Model(name, session_of(name), metadata=bodies.object_field(given, "user_metadata"))
-    lora = given.get("lora_config")
-    if lora is not None and not given["base_model"].endswith(":full"):
-        seed = 0 if lora.get("seed") is None else bodies.whole_field(lora, "seed") % 2**32
-        model.adapters = {
-            "rank": bodies.whole_field(lora, "rank", 1, MOST_RANK),
-            "seed": seed,
-            "attention": bool(lora.get("train_attn", True)),
-            "mlp": bool(lora.get("train_mlp", True)),
-        }
-    return model
+    metadata = bodies.metadata_field(given)
+    return Model(name, session_of(name), adapters=bodies.adapters(given), metadata=metadata)

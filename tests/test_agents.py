@@ -1,0 +1,447 @@
+"""Agents that are trained without changing them: tokens as they were sampled, rewards, failures, and learning."""
+
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scripted_engine import ScriptedEngine
+from test_trainer import ONE, TINY
+
+from tunix_lite.agents.batch import EpisodeGroups, check_algorithm
+from tunix_lite.agents.endpoint import Endpoint
+from tunix_lite.agents.episodes import Episode, OpenEpisodes
+from tunix_lite.agents.running import AgentConfig, Ended, Runner
+from tunix_lite.agents.sequences import SampledChoice, TokenSequence, add_choice, with_tokens_as_sampled
+from tunix_lite.agents.training import AgentTrainer
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.weighting import per_sequence
+from tunix_lite.api import DPO, ConfigError, RunFailed, correct
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rollout.live import DrawSettings
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.calls import Limits
+
+pytest.importorskip("openai")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED)
+
+
+# ---- calls become sequences
+
+
+def sequences(*sampled: SampledChoice) -> list[TokenSequence]:
+    found = []
+    for one in sampled:
+        add_choice(found, one)
+    return found
+
+
+def test_a_conversation_is_one_sequence():
+    """Prompt 2 5, sampled 7 1; the answer of a user, 8 9; sampled 6 1."""
+    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
+    second = SampledChoice((2, 5, 7, 1, 8, 9), (6, 1), (-0.3, -0.4))
+    [found] = sequences(first, second)
+    assert found.tokens == [2, 5, 7, 1, 8, 9, 6, 1]
+    assert found.is_sampled == [False, False, True, True, False, False, True, True]
+    assert found.logprobs == [0, 0, -0.1, -0.2, 0, 0, -0.3, -0.4]
+    assert found.num_calls == 2
+
+
+def test_a_prompt_that_differs_in_one_token_begins_a_sequence_of_its_own():
+    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
+    other = SampledChoice((2, 5, 7, 3, 8, 9), (6,), (-0.3,))
+    found = sequences(first, other)
+    assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 7, 3, 8, 9, 6]]
+    assert [sum(one.is_sampled) for one in found] == [2, 1]
+
+
+def test_what_two_branches_share_is_learned_from_once():
+    """Two calls go on from the same first answer: the second one reads it and does not learn it again."""
+    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
+    left = SampledChoice((2, 5, 7, 1, 8), (6,), (-0.3,))
+    right = SampledChoice((2, 5, 7, 1, 9), (4,), (-0.4,))
+    found = sequences(first, left, right)
+    assert [one.tokens for one in found] == [[2, 5, 7, 1, 8, 6], [2, 5, 7, 1, 9, 4]]
+    assert [one.is_sampled for one in found] == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1]]
+    # Choices of one call are sequences, and a prompt goes on with the one that it repeats.
+    found = sequences(first, SampledChoice((2, 5), (6, 1), (-0.5, -0.6)), SampledChoice((2, 5, 6, 1, 8), (3,), (-0.7,)))
+    assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 6, 1, 8, 3]]
+
+
+def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
+    """The answer `The` was sampled as `T` `h` `e`; its text alone would be cut into other tokens."""
+    asked = [{"role": "user", "content": "hi"}]
+    letters = [token for letter in "The" for token in tokenizer.encode(letter)]
+    said = [*letters, tokenizer.eos_ids[-1]]
+    assert tokenizer.encode("The") != letters
+    earlier = sequences(SampledChoice(tuple(tokenizer.prompt(asked)), tuple(said), (0.0,) * len(said)))
+    more = [*asked, {"role": "assistant", "content": "The"}, {"role": "user", "content": "more"}]
+    prompt = tokenizer.prompt(more)
+    assert not earlier[0].is_start_of(prompt)
+    found = with_tokens_as_sampled(prompt, earlier, tokenizer)
+    assert earlier[0].is_start_of(found)
+    assert tokenizer.decode(found, False) == tokenizer.decode(prompt, False)
+    # Another text is left as it is: the agent changed what was said.
+    more[1] = {"role": "assistant", "content": "Then"}
+    other = tokenizer.prompt(more)
+    assert with_tokens_as_sampled(other, earlier, tokenizer) == other
+
+
+# ---- groups
+
+
+def groups_of(rewards: list, sequences_of: list[list[TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
+    episodes = [Episode(str(i), {}, i, sequences=found) for i, found in enumerate(sequences_of)]
+    ended = [Ended(value, 0.1, "" if value is not None else "error", "it broke") for value in rewards]
+    return EpisodeGroups(episodes, ended, 2, on_error)
+
+
+def sequence(prompt: int, sampled: int) -> TokenSequence:
+    tokens = list(range(20, 20 + prompt + sampled))
+    mask = [False] * prompt + [True] * sampled
+    return TokenSequence(tokens, mask, [-0.5 if is_on else 0.0 for is_on in mask], 1)
+
+
+def test_rows_of_episodes_by_hand():
+    """Two groups of two. The second episode has two sequences, one of them wider than the others; the third failed."""
+    rewards = [1.0, 0.0, None, 1.0]
+    made = [[sequence(4, 3)], [sequence(4, 2), sequence(70, 5)], [sequence(4, 9)], [sequence(4, 10)]]
+    groups = groups_of(rewards, made)
+    # (r - mean) / std with G - 1: +- 0.5 / 0.7071; alone in its group: 0
+    np.testing.assert_allclose(groups.advantages_PG(GRPO()), [[0.70701, -0.70701], [0, 0]], atol=1e-4)
+    parts = list(groups.batches(GRPO(), shards=1))
+    assert [part.tokens.shape for part in parts] == [(32, 64), (16, 128)]
+    narrow, wide = parts
+    # 3 + 2 + 5 + 10 sampled tokens are learned from; those of the failed one are not there
+    for part, rows in ((narrow, 3), (wide, 1)):
+        weight = np.asarray(part.loss_weight)
+        assert (weight.any(axis=1)).sum() == rows
+        np.testing.assert_allclose(weight[weight > 0], 1 / 20, rtol=1e-6)
+        assert (part.token_mask.sum(axis=1) > 0).sum() == rows
+    assert (np.asarray(wide.advantages)[0, :75] == np.float32(groups.advantages_PG(GRPO())[0, 1])).all()
+    assert (np.asarray(wide.old_logprobs)[0, 70:75] == -0.5).all() and wide.old_logprobs[0, :70].sum() == 0
+    # Each sequence the same, however long: 1 / (4 sequences * tokens).
+    [narrow, wide] = groups.batches(GRPO(weighting=per_sequence), shards=1)
+    np.testing.assert_allclose(wide.loss_weight[0].sum(), 1 / 4, rtol=1e-5)
+    np.testing.assert_allclose(narrow.loss_weight.sum(), 3 / 4, rtol=1e-5)
+
+
+def test_groups_that_agree_can_be_left_out():
+    made = [[sequence(4, 3)] for _ in range(4)]
+    groups = groups_of([1.0, 1.0, 0.0, 1.0], made)
+    [part] = groups.batches(GRPO(agreeing_groups="drop"), shards=1)
+    assert (np.asarray(part.loss_weight).any(axis=1)).sum() == 2
+    agree = groups_of([1.0, 1.0, 0.0, 0.0], made)
+    assert list(agree.batches(GRPO(agreeing_groups="drop"), shards=1)) == []
+
+
+@pytest.mark.parametrize(
+    "on_error, mean", [("zero", 0.5), ("drop", 2 / 3), ("raise", "an agent failed .error.: it broke")]
+)
+def test_a_failed_episode_counts_as_on_error_says(on_error, mean):
+    groups = groups_of([1.0, 0.0, None, 1.0], [[sequence(4, 3)] for _ in range(4)], on_error)
+    if on_error == "raise":
+        with pytest.raises(RunFailed, match=mean):
+            _ = groups.metrics
+        return
+    assert groups.metrics["reward/mean"] == pytest.approx(mean)
+    assert groups.metrics["episodes/errors"] == 1
+    assert groups.kept_PG.all() == (on_error == "zero")
+
+
+def test_if_all_episodes_fail_the_training_stops():
+    with pytest.raises(RunFailed, match="all episodes failed; the first: it broke"):
+        _ = groups_of([None, None], [[], []]).metrics
+
+
+def test_what_agents_do_not_follow_is_named():
+    check_algorithm(GRPO())
+    for algorithm, message in [
+        (DPO(), "agents learn by GRPO"),
+        (GRPO(kl_coef=0.1), "kl_coef above 0"),
+        (GRPO(old_logprobs="rescored"), "old_logprobs=rescored"),
+        (GRPO(mask_truncated=True), "mask_truncated=true"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_algorithm(algorithm)
+
+
+# ---- agents at work, without a model
+
+
+@pytest.fixture
+def work(tokenizer):
+    """Runs an agent on examples {"number": i} against an engine that says `say(prompt)`."""
+    opened = []
+
+    def run(agent, count=1, say=lambda prompt: "The answer is 7.", reward=None, draw=None, seed=5, **config):
+        config = AgentConfig(**config)
+        episodes = OpenEpisodes(tokenizer, 256, config.max_calls)
+        engine = ScriptedEngine(tokenizer, say)
+        endpoint = Endpoint(engine, tokenizer, Limits("bundled", 256, 32, 300, is_lenient=True), episodes)
+        runner = Runner(agent, reward, episodes, endpoint.base_url, config)
+        opened.append((runner, endpoint))
+        episodes = [episodes.open({"number": i}, seed + i, draw) for i in range(count)]
+        return SimpleNamespace(ended=runner.run(episodes), episodes=episodes, engine=engine)
+
+    yield run
+    for runner, endpoint in opened:
+        runner.close()
+        endpoint.close()
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def say_hi(client, **settings):
+    return client.chat.completions.create(model="gpt-4o", messages=HI, **settings).choices[0].message.content
+
+
+def test_an_agent_with_two_turns_leaves_one_sequence(work, tokenizer):
+    def agent(client, example):
+        said = say_hi(client)
+        more = [*HI, {"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        client.chat.completions.create(model="gpt-4o", messages=more, max_tokens=10**6)
+        return example["number"] / 2
+
+    found = work(agent, count=3)
+    assert [one.reward for one in found.ended] == [0.0, 0.5, 1.0]
+    said = [*tokenizer.encode("The answer is 7."), tokenizer.eos_ids[-1]]
+    for episode in found.episodes:
+        [one] = episode.sequences
+        first = tokenizer.prompt(HI)
+        between = tokenizer.encode("\n<start_of_turn>user\nmore<end_of_turn>\n<start_of_turn>model\n")
+        assert one.tokens == [*first, *said, *between, *said]
+        assert sum(one.is_sampled) == 2 * len(said) == episode.num_tokens
+        np.testing.assert_allclose([x for x in one.logprobs if x], [-0.01 * (t + 1) for t in range(len(said))] * 2)
+
+
+def test_streams_and_texts_are_recorded_too(work, tokenizer):
+    def agent(client, example):
+        stream = client.chat.completions.create(model="x", messages=HI, stream=True, n=2)
+        texts = ["", ""]
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        # A text that goes on with what was said, as agents do that use /v1/completions.
+        first = client.completions.create(model="x", prompt="2 + 2 =", max_tokens=3).choices[0].text
+        client.completions.create(model="x", prompt=f"2 + 2 ={first} so", max_tokens=3)
+        return float(texts == ["The answer is 7."] * 2)
+
+    found = work(agent)
+    assert found.ended[0].reward == 1.0
+    assert [one.num_calls for one in found.episodes[0].sequences] == [1, 1, 2]
+
+
+def test_async_agents_get_an_async_client(work):
+    async def agent(client, example):
+        answer = await client.chat.completions.create(model="x", messages=HI)
+        return answer.choices[0].message.content
+
+    found = work(agent, count=2, reward=lambda text, example: float("7" in text))
+    assert [one.reward for one in found.ended] == [1.0, 1.0]
+
+
+def post_reward(client, body: bytes, path: str = "reward") -> int:
+    url = str(client.base_url).replace("/v1/", f"/{path}")
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        return urllib.request.urlopen(request, timeout=10).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_reward_may_come_by_http(work):
+    seen = []
+
+    def agent(client, example):
+        say_hi(client)
+        seen.extend(post_reward(client, body) for body in (b'{"reward": "x"}', b'{"reward": 1e999}', b"what"))
+        seen.append(post_reward(client, b'{"reward": 0.25}'))
+
+    found = work(agent)
+    assert found.ended[0].reward == 0.25
+    assert seen == [400, 400, 400, 200]
+
+
+def test_the_key_may_name_the_episode(work):
+    """For agents that set a key and not a path."""
+    import openai
+
+    def agent(client, example):
+        address = str(client.base_url).split("/episodes")[0]
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=client.api_key) as other:
+            say_hi(other)
+        other = openai.OpenAI(base_url=f"{address}/v1", api_key="what", max_retries=0)
+        with pytest.raises(openai.APIStatusError, match="no such episode"):
+            say_hi(other)
+        other.close()
+        return 1.0
+
+    found = work(agent)
+    assert found.ended[0].reward == 1.0, found.ended
+    assert len(found.episodes[0].sequences) == 1
+
+
+def test_failures_are_named_and_harm_no_other_episode(work):
+    late = threading.Event()
+    after = []
+
+    def agent(client, example):
+        number = example["number"]
+        if number == 0:
+            raise KeyError("answer")
+        if number == 1:
+            time.sleep(1.5)
+            try:
+                say_hi(client)
+            except Exception as error:
+                after.append(getattr(error, "status_code", error))
+            late.set()
+        if number == 2:
+            return {"reward": 1}
+        if number == 3:
+            return None
+        if number == 4:
+            return "a text"
+        say_hi(client)
+        return True
+
+    found = work(agent, count=6, timeout=1.0)
+    failures = [(one.failure, one.message) for one in found.ended]
+    assert failures[0][0] == "error" and "KeyError" in failures[0][1] and "test_agents.py, line" in failures[0][1]
+    assert failures[1] == ("timeout", "the agent took more than 1 s")
+    assert failures[2][0] == "no_reward" and "{'reward': 1}" in failures[2][1]
+    assert failures[3][0] == "no_reward" and "/episodes/ID/reward" in failures[3][1]
+    assert failures[4][0] == "no_reward" and "no reward for texts" in failures[4][1]
+    assert failures[5] == ("", "") and found.ended[5].reward == 1.0
+    # What an agent asks for after its time is refused, and not recorded.
+    assert late.wait(10) and after == [410]
+    assert found.episodes[1].sequences == []
+
+
+def test_a_model_that_does_not_answer_is_given_up(work):
+    found = work(lambda client, example: say_hi(client), say=lambda prompt: None, timeout=0.5)
+    assert found.ended[0].failure == "timeout"
+
+
+def test_an_episode_that_has_ended_gets_no_more_tokens(tokenizer):
+    """A call that was begun before the end of its episode, and comes to the engine after it."""
+    episodes = OpenEpisodes(tokenizer, 64, 8)
+    episode = episodes.open({}, 1)
+    with episodes.submitting(episode.id):
+        waiting = threading.Thread(target=episodes.close, args=(episode,))
+        waiting.start()
+        waiting.join(0.1)
+        # it ends when the sequences are with the engine, and not before
+        assert waiting.is_alive() and not episode.is_over
+    waiting.join(10)
+    with pytest.raises(BadCall, match="it is over"), episodes.submitting(episode.id):
+        raise AssertionError("not reached")
+
+
+def test_calls_are_bounded(work):
+    def agent(client, example):
+        while True:
+            say_hi(client)
+
+    found = work(agent, max_calls=3)
+    assert found.ended[0].failure == "error" and "it may make no more" in found.ended[0].message
+    assert len(found.engine.asked) == 3
+
+
+def test_training_draws_as_the_run_says_and_evaluation_as_the_agent_asks(work):
+    def agent(client, example):
+        say_hi(client, temperature=0, seed=3)
+        say_hi(client, temperature=0, seed=3)
+        return 1.0
+
+    trained = work(agent, count=2, draw=DrawSettings(temperature=0.9, top_p=0.8))
+    draws = [one.draw for one in trained.engine.asked]
+    assert {(draw.temperature, draw.top_p) for draw in draws} == {(0.9, 0.8)}
+    # Each call of each episode has a seed of its own, and the same one in another run.
+    assert len({draw.seed for draw in draws}) == 4
+    again = work(agent, count=2, draw=DrawSettings(temperature=0.9, top_p=0.8))
+    assert {one.draw.seed for one in again.engine.asked} == {draw.seed for draw in draws}
+    evaluated = work(agent)
+    assert {one.draw.temperature for one in evaluated.engine.asked} == {0.0}
+
+
+# ---- learning
+
+
+def two_turns(client, example):
+    answer = client.chat.completions.create(model="any", messages=HI, max_tokens=6)
+    said = answer.choices[0].message.content
+    more = [*HI, {"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+    said += client.chat.completions.create(model="any", messages=more, max_tokens=6).choices[0].message.content
+    return float(len(said))
+
+
+def test_a_step_learns_from_the_tokens_as_they_were_sampled():
+    settings = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
+    settings += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4"]
+    with AgentTrainer(two_turns, *settings) as trainer:
+        first = trainer.collect(0)
+        again = trainer.collect(0)
+        other = trainer.collect(1)
+
+        def tokens(groups):
+            return [one.tokens for episode in groups.episodes for one in episode.sequences]
+
+        # The same step draws the same; another step, and another episode of a group, does not.
+        assert tokens(first) == tokens(again) != tokens(other)
+        assert tokens(first)[0] != tokens(first)[1]
+        # What the sampler said of its tokens is what the model that learns says of them.
+        for episode in first.episodes:
+            for one in episode.sequences:
+                [scored] = trainer.client.logprobs([one.tokens])
+                wanted = [p for p, is_on in zip(scored, one.is_sampled) if is_on]
+                found = [p for p, is_on in zip(one.logprobs, one.is_sampled) if is_on]
+                np.testing.assert_allclose(found, wanted, atol=2e-5)
+        metrics = trainer.step(0)
+        # At ratios of 1 the loss is minus the sum of weights and advantages.
+        parts = list(first.batches(trainer.run.algorithm, 1))
+        wanted = -sum(float((np.float64(part.loss_weight) * part.advantages).sum()) for part in parts)
+        assert metrics["train/loss"] == pytest.approx(wanted, abs=1e-5)
+        assert metrics["train/sampler_gap_max"] < 1e-4 and metrics["train/skipped"] == 0
+        assert metrics["train/grad_norm"] > 0 and trainer.client.step == 1
+        assert tokens(trainer.collect(0)) is not None
+
+
+@pytest.mark.wide
+def test_the_example_learns():
+    """Fifteen updates of the example's agent, which asks with temperature 0 for a look at held-out problems."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from my_agent import agent
+
+    settings = ["task=arithmetic", "generation.max_prompt_length=128", ONE, "evaluation.num_examples=64"]
+    with AgentTrainer(agent, *settings) as trainer:
+        before = trainer.evaluate()
+        rows = [trainer.step(step) for step in range(15)]
+        after = trainer.evaluate()
+    assert before["eval/failed"] == after["eval/failed"] == 0
+    assert after["eval/reward"] > before["eval/reward"] + 0.2, (before, after)
+    assert all(row["episodes/sequences"] < 1.1 and row["train/sampler_gap_max"] < 1e-3 for row in rows)
+
+
+def test_a_text_is_graded_by_the_task(work):
+    from tunix_lite.agents.training import rewards_of
+    from tunix_lite.api import compose
+
+    reward = rewards_of(compose(["task=arithmetic"]).task)
+    found = work(lambda client, example: say_hi(client), reward=lambda text, example: reward(text, {"answer": "7"}))
+    assert found.ended[0].reward == 1.0 == float(correct("The answer is 7.", {"answer": "7"}))
+    assert json.dumps(found.ended[0].reward)

@@ -1,0 +1,154 @@
+"""A loop over HTTP gives the numbers of the same loop in Python, bit for bit, also when the server is killed in it."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from processes import free_port
+from test_tinker import listening
+from tinker_client import RANK, SEED, TARGETS, Client, InPython, OverHttp, loop
+
+import tunix_lite
+from tunix_lite.serving.tinker.store import Store
+
+pytest.importorskip("aiohttp")
+
+TINY = [
+    "model=random",
+    "model.architecture.num_layers=1",
+    "model.architecture.embed_dim=16",
+    "model.architecture.num_heads=2",
+    "model.architecture.head_dim=8",
+    "model.architecture.mlp_dim=16",
+    "model.architecture.max_positions=64",
+    "model.lora.base=fp32",
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
+    "rollout.num_slots=4",
+    "rollout.chunk=4",
+]
+LENGTHS = {"max_prompt_length": 16, "max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    with tunix_lite.Trainer(*TINY, **LENGTHS) as trainer:
+        yield trainer
+
+
+def new_client(trainer, is_full: bool):
+    return trainer.full() if is_full else trainer.adapter(rank=RANK, seed=SEED, targets=TARGETS)
+
+
+@pytest.mark.parametrize("base", ["bundled", "bundled:full"])
+def test_a_loop_over_http_is_the_loop_in_python(trainer, base, tmp_path):
+    is_full = base.endswith(":full")
+    client = new_client(trainer, is_full)
+    expected = loop(InPython(client), 2)
+    saved = tmp_path / "mine"
+    client.save(saved)
+    client.close()
+    # Of all weights there is one client at a time.
+    with listening(tmp_path / "state", trainer) as (http, server):
+        face = OverHttp(http, base)
+        assert loop(face, 2) == expected
+        checkpoint = server.store.get("checkpoint", face.save())
+        server.worker.live.forget(face.model)
+    mine, theirs = load(trainer, is_full, saved), load(trainer, is_full, tmp_path / "state" / checkpoint.file)
+    assert len(mine) == len(theirs) > 0 and all(map(np.array_equal, mine, theirs))
+
+
+def load(trainer, is_full: bool, folder: Path) -> list[np.ndarray]:
+    """Step, weights and optimizer of a checkpoint."""
+    client = new_client(trainer, is_full)
+    client.load(folder)
+    arrays = [np.asarray(x) for x in jax.tree.leaves(client.state)]
+    client.close()
+    return arrays
+
+
+class Process:
+    """`tunix-lite serve api=tinker` on a folder, which can be killed and started again at the same address."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.port = free_port()
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        command = ["-m", "tunix_lite", "serve", "api=tinker", "served_name=bundled", f"port={self.port}", *TINY]
+        command += [f"generation.{name}={value}" for name, value in LENGTHS.items()]
+        command += [f"state_folder={self.folder}", f"hydra.run.dir={self.folder.parent}/hydra"]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        with open(self.folder.with_suffix(".log"), "a") as log:
+            self._process = subprocess.Popen([sys.executable, *command], stderr=log, env=environment)
+
+    def kill(self) -> None:
+        """SIGKILL: it can write nothing more."""
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def client(self) -> Client:
+        return Client(f"http://127.0.0.1:{self.port}", patience=120.0)
+
+
+class Killing(Client):
+    """Kills the server a moment after it has begun certain calls, and starts it again."""
+
+    def __init__(self, process: Process, seed: int):
+        super().__init__(process.client.address, patience=120.0)
+        draw = random.Random(seed)
+        self.process = process
+        self.calls = 0
+        # A loop of six steps has about 60 calls.
+        self.places = {draw.randrange(5, 30): draw.uniform(0, 0.03), draw.randrange(35, 60): draw.uniform(0, 0.03)}
+        self.threads = []
+
+    def call(self, *arguments, **settings):
+        self.calls += 1
+        if self.calls in self.places:
+            self.threads.append(threading.Thread(target=self._kill, args=[self.places[self.calls]]))
+            self.threads[-1].start()
+        return super().call(*arguments, **settings)
+
+    def _kill(self, delay: float) -> None:
+        time.sleep(delay)
+        self.process.kill()
+        self.process.start()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_server_killed_twice_in_a_loop_changes_no_bit(trainer, seed, tmp_path):
+    client = new_client(trainer, is_full=False)
+    expected = loop(InPython(client), 6)
+    saved = tmp_path / "mine"
+    client.save(saved)
+    client.close()
+    process = Process(tmp_path / "state")
+    http = Killing(process, seed)
+    try:
+        face = OverHttp(http)
+        found = loop(face, 6)
+        path = face.save()
+        for thread in http.threads:
+            thread.join()
+        assert process.starts == 3
+    finally:
+        process.kill()
+    for mine, theirs in zip(expected, found, strict=True):
+        assert mine == theirs
+    store = Store(tmp_path / "state")
+    file = store.get("checkpoint", path).file
+    store.close()
+    mine, theirs = load(trainer, False, saved), load(trainer, False, tmp_path / "state" / file)
+    assert len(mine) == len(theirs) > 0 and all(map(np.array_equal, mine, theirs))

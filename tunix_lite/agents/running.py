@@ -1,0 +1,216 @@
+"""Agents at work: each episode in a thread of its own, with a time-out."""
+
+import asyncio
+import inspect
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from tunix_lite.agents.episodes import Episode, OpenEpisodes
+from tunix_lite.errors import ConfigError
+from tunix_lite.plain_text import shown
+
+# (client, example) -> the reward, a text that is graded, or None: the reward comes by HTTP
+Agent = Callable[[Any, dict], Any]
+ON_ERROR = ("raise", "zero", "drop")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """How agents are run.
+
+    Example: AgentConfig(timeout=30.0, on_error="zero").
+    """
+
+    # Seconds that an episode may take. A longer one has failed.
+    timeout: float = 120.0
+    # When an agent fails: raise stops the training, zero counts the episode as 0, drop learns
+    # nothing from it.
+    on_error: str = "raise"
+    # Episodes at once.
+    parallel: int = 32
+    # Calls of an episode, at most. One more is refused.
+    max_calls: int = 64
+    # Whether calls draw as generation.* says, whatever the agent asks for. Without it an agent that
+    # asks for temperature 0 would say the same in each episode. Evaluations draw as the agent asks.
+    own_sampling: bool = True
+
+    def __post_init__(self):
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0")
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error={self.on_error!r}; it is {', '.join(ON_ERROR)}")
+        if self.parallel < 1 or self.max_calls < 1:
+            raise ValueError("parallel and max_calls must be at least 1")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an episode ended.
+
+    Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s").
+    """
+
+    # None where it failed
+    reward: float | None
+    seconds: float
+    # "", error, timeout or no_reward
+    failure: str = ""
+    message: str = ""
+
+
+class NoReward(Exception):
+    """What an agent returned is no reward, in words."""
+
+
+class Runner:
+    """Runs an agent on examples, one episode each.
+
+    Example: Runner(agent, reward, episodes, endpoint.base_url, AgentConfig()).run(opened).
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        reward: Callable[[str, dict], float] | None,
+        episodes: OpenEpisodes,
+        base_url: Callable[[Episode], str],
+        config: AgentConfig,
+    ):
+        """reward: (completion, example) -> number, for agents that return a text."""
+        try:
+            import openai
+        except ImportError as error:
+            raise ConfigError(
+                "agents need aiohttp and openai: pip install 'tunix_lite[agents]'"
+            ) from error
+        self.agent = agent
+        self.reward = reward
+        self.episodes = episodes
+        self.base_url = base_url
+        self.config = config
+        # an object with `async def __call__`, too
+        called = vars(type(agent)).get("__call__")
+        self._is_async = any(inspect.iscoroutinefunction(one) for one in (agent, called))
+        # Clients of one address share their connections. It needs no certificates, which take long
+        # to load.
+        http = openai.DefaultHttpxClient(verify=False)
+        self._client = openai.OpenAI(
+            base_url="http://127.0.0.1", api_key="none", timeout=config.timeout, http_client=http
+        )
+
+    def close(self) -> None:
+        """Closes the connections of all clients."""
+        self._client.close()
+
+    def run(self, opened: Sequence[Episode]) -> list[Ended]:
+        """Runs the agent once for each episode, and closes it. How each ended, in their order.
+
+        A thread cannot be ended from outside: one that takes too long goes on, but its calls are
+        refused, and what it returns is not used.
+        """
+        waiting = deque(enumerate(opened))
+        began: dict[int, float] = {}
+        found: dict[int, Ended] = {}
+        ended: queue.SimpleQueue = queue.SimpleQueue()
+        try:
+            while waiting or began:
+                while waiting and len(began) < self.config.parallel:
+                    place, episode = waiting.popleft()
+                    began[place] = time.monotonic()
+                    words = (place, episode, ended)
+                    threading.Thread(target=self._run_one, args=words, daemon=True).start()
+                self._take_one(opened, began, found, ended)
+        finally:
+            for episode in opened:
+                self.episodes.close(episode)
+        return [found[place] for place in range(len(opened))]
+
+    def _take_one(
+        self,
+        opened: Sequence[Episode],
+        began: dict[int, float],
+        found: dict[int, Ended],
+        ended: queue.SimpleQueue,
+    ) -> None:
+        """Waits until an episode ends or takes too long. Removes it from `began`."""
+        first = min(began, key=began.get)
+        left = began[first] + self.config.timeout - time.monotonic()
+        try:
+            place, how = ended.get(timeout=max(0.0, left))
+        except queue.Empty:
+            place = first
+            message = f"the agent took more than {self.config.timeout:g} s"
+            how = Ended(None, self.config.timeout, "timeout", message)
+        # it may have been given up before
+        if place in began:
+            del began[place]
+            self.episodes.close(opened[place])
+            found[place] = how
+
+    def _run_one(self, place: int, episode: Episode, ended: queue.SimpleQueue) -> None:
+        """In a thread of its own."""
+        start = time.monotonic()
+        try:
+            reward = self._reward_of(self._returned(episode), episode)
+            how = Ended(reward, time.monotonic() - start)
+        except NoReward as error:
+            how = Ended(None, time.monotonic() - start, "no_reward", str(error))
+        except BaseException as error:
+            message = f"{type(error).__name__}: {_place_of(error)}{shown(str(error), 300)}"
+            how = Ended(None, time.monotonic() - start, "error", message)
+        ended.put((place, how))
+
+    def _returned(self, episode: Episode) -> Any:
+        """What the agent returns. It gets the client that it would use elsewhere."""
+        url = self.base_url(episode)
+        if self._is_async:
+            return asyncio.run(self._finish(url, episode))
+        client = self._client.with_options(base_url=url, api_key=episode.id)
+        return self.agent(client, episode.example)
+
+    async def _finish(self, url: str, episode: Episode) -> Any:
+        import openai
+
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        client = openai.AsyncOpenAI(
+            base_url=url, api_key=episode.id, timeout=self.config.timeout, http_client=http
+        )
+        async with client:
+            return await self.agent(client, episode.example)
+
+    def _reward_of(self, returned: Any, episode: Episode) -> float:
+        """The reward that an agent returned, or that was sent for it. Raises NoReward."""
+        if isinstance(returned, str):
+            if self.reward is None:
+                raise NoReward("the agent returned a text, and there is no reward for texts")
+            returned = self.reward(returned, episode.example)
+        if returned is None:
+            if episode.reward is None:
+                raise NoReward(
+                    "the agent returned None, and nobody sent a reward to /episodes/ID/reward"
+                )
+            return episode.reward
+        if not isinstance(returned, Real) or not math.isfinite(returned):
+            raise NoReward(
+                f"the agent returned {shown(returned)}; it is a finite number, a text, or None"
+            )
+        return float(returned)
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the agent's file where it failed."""
+    trace = error.__traceback__
+    frames = []
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    # the first frames are those of this file
+    own = [(file, line) for file, line in frames if file != __file__]
+    return f"{own[0][0]}, line {own[0][1]}: " if own else ""

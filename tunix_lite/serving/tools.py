@@ -1,0 +1,161 @@
+"""Tools in a chat: what a client offers, and the calls in what the model says.
+
+Tools go to the chat template, which writes them in the form that the model knows. Calls are read as
+in conversations of a run (environments/tool_calls.py). Nothing forces a model to call a tool, or
+its arguments to fit: the client checks them.
+"""
+
+import json
+import secrets
+from typing import Any
+
+from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.plain_text import shown
+from tunix_lite.serving.bad_call import BadCall
+
+# What a call begins with. A bare one begins with a bracket, at the start of what is said.
+MARKS = ("<tool_call>", "<function=", PYTHON_TAG, "```")
+BRACKETS = ("{", "[")
+NO_FORM = (
+    "the chat template of this model has no form for tools; leave tools out, and write into a "
+    "message which there are"
+)
+
+
+def tools_of(tools: Any, choice: Any, is_parallel: Any, tokenizer: Tokenizer) -> list[dict]:
+    """The tools of a body as chat templates read them; [] where none may be called.
+
+    choice, is_parallel: tool_choice and parallel_tool_calls. Raises BadCall, naming the field.
+    """
+    if choice not in (None, "none", "auto"):
+        raise BadCall(
+            f"tool_choice={shown(choice)} would force a call, which this server cannot; it is auto "
+            "or none",
+            "tool_choice",
+        )
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise BadCall("tools is a list of functions", "tools")
+    found = [_tool(one) for one in tools]
+    if not tokenizer.writes_tools:
+        raise BadCall(NO_FORM, "tools")
+    if choice == "none":
+        return []
+    if is_parallel is False:
+        raise BadCall(
+            "parallel_tool_calls=false is not supported; leave it out, and take the first call",
+            "parallel_tool_calls",
+        )
+    return found
+
+
+def _tool(tool: Any) -> dict:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    is_function = isinstance(function, dict) and tool.get("type") == "function"
+    if not is_function or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadCall(
+            f'a tool is {{"type": "function", "function": {{"name": ...}}}}; this is {shown(tool)}',
+            "tools",
+        )
+    # It says how answers are checked, and is nothing for the model.
+    function = {name: value for name, value in function.items() if name != "strict"}
+    return {"type": "function", "function": function}
+
+
+def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]:
+    """The messages with calls and results as chat templates read them: arguments as objects, and
+    each result with the name of its tool. Raises BadCall."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        is_of_tool = message["role"] == "tool"
+        if (calls or is_of_tool) and not tokenizer.writes_tools:
+            raise BadCall(NO_FORM, "messages")
+        if calls:
+            calls = [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
+            names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+            message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+        elif not isinstance(message.get("content"), str):
+            raise BadCall(f"content of a message is text; this is {shown(message)}", "messages")
+        if is_of_tool and "name" not in message and message.get("tool_call_id") in names:
+            message = {**message, "name": names[message["tool_call_id"]]}
+        found.append(message)
+    return found
+
+
+def _call(call: Any) -> dict:
+    """A call that the model made earlier, with its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadCall(
+            f"a call in tool_calls has a function with a name; this is {shown(call)}", "messages"
+        )
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadCall(
+                f"arguments of the call of {function['name']!r} are no JSON: {error}", "messages"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class CallReader:
+    """Divides what a model says into text and calls, while it comes.
+
+    Text that may be part of a call is held until the end. If it is none after all, it is text.
+
+    Example: reader.feed("I add.\\n<tool_") == "I add."; reader.end() is ("", [the call]).
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._released = 0
+
+    def feed(self, text: str) -> str:
+        """The text that is part of no call, as far as one can know."""
+        self._text += text
+        free = self._free()
+        released = self._text[self._released : free]
+        self._released = max(self._released, free)
+        return released
+
+    def end(self) -> tuple[str, list[dict]]:
+        """The rest of the text, and the calls as the API writes them.
+
+        One call that cannot be read makes all of it text, as the client gets to see it then.
+        """
+        calls = calls_in(self._text)
+        if not calls or any(call.problem for call in calls):
+            return self._text[self._released :], []
+        return "", [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+
+    def _free(self) -> int:
+        """Where the text ends that is no part of a call. White space before a call belongs to the
+        call: templates write their own."""
+        text = self._text
+        if text.lstrip().startswith(BRACKETS):
+            return 0
+        found = [at for mark in MARKS if (at := text.find(mark)) >= 0]
+        end = min(found, default=len(text))
+        if not found:
+            longest = max(map(len, MARKS)) - 1
+            for length in range(min(longest, len(text)), 0, -1):
+                if any(mark.startswith(text[-length:]) for mark in MARKS):
+                    end = len(text) - length
+                    break
+        return len(text[:end].rstrip())
