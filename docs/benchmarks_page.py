@@ -88,7 +88,7 @@ def _workload(name: str, one: dict) -> str:
         "rollout, tokens/s",
         "share of the peak",
         "peak memory, MB",
-        "first step more, s",
+        "first step longer, s",
         "import, s",
         "set-up, s",
     )

@@ -107,6 +107,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     },
     "serving": {
         "serving",
+        "environments.tool_calls",
         "models.tokenizer",
         "plain_text",
         "rollout.live",
@@ -171,9 +172,26 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "seeds",
         "types",
     },
+    # Programs of others that ask the model over HTTP, and learning from that.
+    "agents": {
+        "agents",
+        "algorithms",
+        "commands.program",
+        "config",
+        "errors",
+        "models.tokenizer",
+        "plain_text",
+        "rollout.live",
+        "runs.setup",
+        "serving",
+        "tasks.task",
+        "trainer",
+        "types",
+    },
     # Programs.
     "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax
     "api.py": {
+        "agents",
         "algorithms",
         "commands.evaluate",
         "commands.program",
@@ -373,6 +391,7 @@ def test_a_public_name_has_one_home():
 
 
 NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
+    "agents",
     "algorithms",
     "checkpoint.py",
     "checks",

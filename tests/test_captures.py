@@ -14,10 +14,12 @@ OTHERS = {
     "docs/advanced/distributed_training.md": (2, "an identity, and arithmetic that test_docs.py computes"),
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
     "docs/guide/a_step.md": (3, "test_a_step.py compares the page with docs/a_step.py"),
+    "docs/guide/agents.md": (1, "a run of minutes, with its date and machine"),
     "docs/guide/coming_from.md": (13, "commands of other projects, and tables that test_hints.py compares"),
     "docs/guide/export.md": (1, "a command of vLLM"),
     "docs/guide/generate.md": (1, "a file of prompts"),
     "docs/guide/preferences_and_distillation.md": (3, "formulas"),
+    "docs/guide/serve.md": (1, "what the openai client prints after 60 updates"),
     "docs/guide/tinker.md": (2, "what a server and the Tinker SDK print, which the tests do not install"),
 }
 # Made by docs/objective_pages.py, which tests/test_objective_pages.py holds: formulas as a run prints them.

@@ -110,7 +110,13 @@ ALLOWED = {
     'python -c "import jax; print(jax.devices())"',
     "python -m tunix_lite.conformance",  # both are run by test_conformance.py
     "python -m tunix_lite.conformance cispo",
+    # Packages that the tests do not install, and a script that needs them.
+    "pip install tinker==0.38.0 'tinker-cookbook[math-rl]==0.5.8'",
+    "python examples/tinker_loops.py outputs/cookbook rl_loop base_url=http://127.0.0.1:8000 batch_size=16 group_size=8"
+    "    learning_rate=5e-4 max_tokens=48 max_steps=60",
 }
+# Examples that take other settings than those of a run.
+NO_RUNS = ("tinker_loops.py",)
 
 
 # ---- reading pages
@@ -206,7 +212,11 @@ def test_every_command_in_the_docs_can_be_given(page, command, with_the_example)
 def of_a_run(words: list[str]) -> list[str] | None:
     """The overrides of a command that trains, its options taken out; None for any other command."""
     starts = [["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"]]
-    starts += [["python", str(script.relative_to(ROOT))] for script in (ROOT / "examples").glob("*.py")]
+    starts += [
+        ["python", str(script.relative_to(ROOT))]
+        for script in (ROOT / "examples").glob("*.py")
+        if script.name not in NO_RUNS
+    ]
     start = next((s for s in starts if words[: len(s)] == s), None)
     return None if start is None else without_options(words[len(start) :], RUN_OPTIONS)
 

@@ -228,7 +228,7 @@ def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told
     steps = 20_000 if how == "closed" else 6
     settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
     call = [sys.executable, "-c", ON_A_TERMINAL, how, str(folder / "metrics.jsonl"), sys.executable]
-    code = subprocess.run([*call, str(ROOT / "run_training.py"), *settings], timeout=300).returncode
+    code = subprocess.run([*call, str(ROOT / "run_training.py"), *settings], timeout=600).returncode
     status = json.loads((folder / "status.json").read_text())
     (last,) = Checkpoints(folder / "checkpoints").steps()
     assert code == 0 and last == status["steps"] == lines(folder)[-1]["step"]

@@ -60,7 +60,8 @@ def test_the_one_that_computes_least_is_chosen_and_the_gain_is_said():
     assert chosen(*words, "algorithm.num_generations=8").rows.packing == "sequences"
     # a pair shares a short prompt, and all have the longest completion: nothing is gained
     words = ["algorithm.num_generations=2", "generation.max_prompt_length=2", "generation.max_new_tokens=64"]
-    assert chosen(*words, lengths=FULL).rows.packing == "none"
+    plain = chosen(*words, lengths=FULL)
+    assert plain.rows.packing == "none" and "FLOPs against none: " in plain.packing_reason
 
 
 def test_settings_that_packed_rows_cannot_have_leave_one_sequence_a_row():
@@ -68,7 +69,7 @@ def test_settings_that_packed_rows_cannot_have_leave_one_sequence_a_row():
         found = chosen(*words)
         assert found.rows.packing == "none" and found.packing_reason == "auto: none, as these settings allow no other"
     packed = chosen("training.micro_batch_tokens=64")
-    assert packed.rows.packing == "prefix" and "of what sequences computes: prefix" in packed.packing_reason
+    assert packed.rows.packing == "prefix" and "FLOPs against sequences: prefix" in packed.packing_reason
     with pytest.raises(ConfigError, match="micro_batch_tokens=4 is less than the longest"):
         chosen("training.micro_batch_tokens=4")
 

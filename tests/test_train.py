@@ -335,6 +335,7 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
 
 # Rows of the page whose condition stands in the row; of a table it stands before it, and begins with "With".
 CONDITIONAL = {
+    "eval/failed",  # agents
     "perf/mfu",  # a device whose peak is known
     "rewards/weight_<name>",  # a weight with a schedule
     "time/<name>",  # a scorer

@@ -12,7 +12,8 @@ The last bits of float32 remain. A sum taken in another order flips a rounding t
 once in 2^16 times; a flipped value flips its neighbours, and a few layers later nothing is alike. A
 CPU's compiler chooses kernels, and with them the order, by the number of rows. So on a CPU sums are
 exact (`sum_exactly`) or in the order of the tokens (`sum_one_by_one`), and a single row is computed
-as two. Accelerators sum as their kernels do. In float32 and float64 nothing here changes a program.
+as two. On CPUs with AMX this order does not hold (docs/references/limits.md). Accelerators sum as
+their kernels do. In float32 and float64 nothing here changes a program.
 """
 
 from collections.abc import Callable
