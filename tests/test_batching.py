@@ -128,5 +128,22 @@ def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, part
     run = compose([*lengths, "training.prompts_per_step=16", "algorithm.num_generations=8", *more])
     rows = plan_rows(run, plan_batch(run, fsdp))
     new = run.generation.max_new_tokens + run.generation.max_new_tokens % 2
-    assert rows == RowLayout("prefix", parts, None, RowShape(new, lanes, 32), rows_per_part)
-    assert rows.width == 32 + lanes * new
+    shape = RowShape(new, lanes, 160 if new == 1024 else 32)  # 4128 columns have room for 129 more: four prompts
+    assert rows == RowLayout("prefix", parts, None, shape, rows_per_part)
+
+
+def test_a_row_has_room_for_more_prompts_where_they_add_a_thirty_second_at_most():
+    """Rows of 4 lanes: 32 + 4 x 256 = 1056 columns allow for 33 more, so one more prompt of 32; 32 + 4 x 600 = 2432
+    allow for 76, so two more."""
+
+    def row(*more: str) -> RowShape:
+        lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=256", "training.packing=prefix"]
+        run = compose([*lengths, "training.prompts_per_step=8", "algorithm.num_generations=8", *more])
+        return plan_rows(run, plan_batch(run, 1)).shape
+
+    assert row() == RowShape(256, 4, 64)
+    assert row("generation.max_new_tokens=600") == RowShape(600, 4, 96)
+    # no more than a micro-batch was given room for, and no more prompts than there are
+    assert row("training.micro_batch_tokens=1087") == RowShape(256, 4, 32)
+    assert row("training.micro_batch_tokens=1088") == RowShape(256, 4, 64)
+    assert row("training.prompts_per_step=1") == RowShape(256, 4, 32)

@@ -11,7 +11,7 @@ make the fewest tokens for a shard, empty rows counted.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunix_lite.config import RunConfig, TrainingConfig
 from tunix_lite.errors import ConfigError
@@ -22,6 +22,8 @@ from tunix_lite.learner.rows import RowLayout
 TOKENS_AT_ONCE = 2048
 # that a row of shared prompts may have in any case: then most of what can be shared is
 LANES = 4
+# of a row's width that room for further prompts may add to it
+MORE_PROMPTS_SHARE = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -253,11 +255,12 @@ def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> 
 
 def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
     """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
-    shares more."""
+    shares more. With room for further prompts where they are short beside the lanes."""
     # even: cuDNN wants it
     prompt, new = (length + length % 2 for length in lengths_of(run))
     shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
-    most = run.training.micro_batch_tokens or max(TOKENS_AT_ONCE, prompt + LANES * new)
+    tokens_given = run.training.micro_batch_tokens
+    most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
 
     def tokens(shape: RowShape) -> int:
         rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
@@ -265,4 +268,10 @@ def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
 
     # rounded, it may be a token too wide
     fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
-    return min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
+    shape = min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
+
+    added = MORE_PROMPTS_SHARE * shape.width
+    if tokens_given:
+        added = min(added, max(0, tokens_given - shape.width))
+    more_prompts = min(int(added // prompt), batch.prompts - 1)
+    return replace(shape, prefix_columns=prompt * (1 + more_prompts))

@@ -35,7 +35,7 @@ from tunix_lite.types import Params, Prompts
 
 # Tokens that read_first reads of a sequence, padding included, and those of all together.
 FIRST_WIDTHS = (32, 64, 128, 256)
-FIRST_TOKENS = 2048
+FIRST_TOKENS = 1024
 # And those of the pieces that follow: two of the widths of `extend`.
 PIECE_WIDTHS = (64, 256)
 
