@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tunix_lite.commands.program import compose
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.planning.resolved import check_decode_kernels
 from tunix_lite.rollout import fused_draw
 from tunix_lite.rollout.engine import make_sampler
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
@@ -236,3 +238,11 @@ def test_a_sampler_on_a_cpu_and_a_server_refuse_the_kernel_before_they_compute_a
 
     with pytest.raises(ValueError, match="rollout.head=fused: each request says what is cut off"):
         live_engine(Model(), GenerationConfig(), how)
+
+
+def test_a_run_that_cuts_tokens_off_refuses_the_kernel_before_it_starts():
+    run = compose(["model=gemma3_1b", "rollout.head=fused"])
+    check_decode_kernels(run, run.model.architecture, "cuda", 1)
+    cut = replace(run, generation=replace(run.generation, top_p=0.9))
+    with pytest.raises(ValueError, match="head=fused: it draws from all tokens"):
+        check_decode_kernels(cut, run.model.architecture, "cuda", 1)
