@@ -53,7 +53,9 @@ from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.resolved import resolve_run
 from tunix_lite.planning.roofline import predicted_seconds
 from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_sampler
+from tunix_lite.rollout.fused_draw import choose_head, fused_draw
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.train import train
@@ -350,6 +352,49 @@ def fused_decoding(setting: Setting) -> Iterator[dict]:
         yield check(f"{name}: values in the cache, largest difference", gaps[2], 0.0)
 
 
+def fused_drawing(setting: Setting) -> Iterator[dict]:
+    """The kernel that multiplies with the head and draws, against plain products: tokens, their log-probabilities, and
+    the time of both. On a CPU it is interpreted."""
+    on_device()
+    interpret = jax.default_backend() == "cpu"
+    rows, width, vocab = (20, 48, 300) if setting.tiny else (256, 1152, 262_144)
+    cfg = dataclasses.replace(FAMILIES["gemma3"], embed_dim=width, vocab_size=vocab)
+    keys_B, positions_B = jax.random.split(jax.random.key(0), rows), jnp.arange(rows)
+
+    @jax.jit
+    def plain(hidden_BD, table_VD):
+        scores_BV = decoder.logits({"embed": table_VD}, cfg, hidden_BD)
+        return sampling.draw(scores_BV, keys_B, positions_B, 0.9, GenerationConfig())[:2]
+
+    @jax.jit
+    def fused(hidden_BD, table_VD):
+        return fused_draw(cfg, hidden_BD, table_VD, keys_B, positions_B, 0.9, interpret)
+
+    # Sums in another order may turn a token whose score is as good as that of another one.
+    for dtype, most in ((jnp.float32, 0), (jnp.bfloat16, 1)):
+        name = f"fused drawing, {jnp.dtype(dtype).name}"
+        hidden_BD = jax.random.normal(jax.random.key(1), (rows, width), dtype)
+        table_VD = jax.random.normal(jax.random.key(2), (vocab, width), dtype) / width**0.5
+        with jax.default_matmul_precision("highest"):
+            expected = jax.device_get(plain(hidden_BD, table_VD))
+        found = jax.device_get(fused(hidden_BD, table_VD))
+        same = expected[0] == found[0]
+        yield check(f"{name}: tokens of {rows} that differ", int((~same).sum()), most)
+        gap = np.abs(expected[1] - found[1])[same].max()
+        yield check(f"{name}: log-probabilities, largest difference", gap, 1e-4)
+        times = [
+            median_seconds(lambda draw=draw, x=hidden_BD, y=table_VD: jax.block_until_ready(draw(x, y)))
+            for draw in (plain, fused)
+        ]
+        yield {"name": f"{name}: time", "ms, plain": round(1e3 * times[0], 3), "ms, fused": round(1e3 * times[1], 3)}
+
+
+def fused_kernels(setting: Setting) -> Iterator[dict]:
+    """The kernels of decoding against what they replace."""
+    yield from fused_decoding(setting)
+    yield from fused_drawing(setting)
+
+
 # ---- bf16: what the sampler says against what the trainer says
 
 
@@ -583,10 +628,11 @@ def real_model(option: str, setting: Setting) -> Iterator[dict]:
     yield from updating(cfg, setting, hardware, mesh, prompt, new)
 
 
-# (slots, top_p, attention), the most telling first
-DECODING = ((64, 1.0, "xla"), (64, 1.0, "fused"), (256, 1.0, "xla"), (256, 1.0, "fused"), (1, 1.0, "xla"))
-DECODING += ((16, 1.0, "xla"), (16, 1.0, "fused"), (64, 0.95, "xla"))
-TINY_DECODING = ((4, 1.0, "xla"), (4, 0.95, "xla"), (4, 1.0, "fused"))
+# (slots, top_p, rollout.attention, rollout.head), the most telling first
+DECODING = ((64, 1.0, "xla", "xla"), (64, 1.0, "fused", "fused"), (64, 1.0, "fused", "xla"))
+DECODING += ((256, 1.0, "xla", "xla"), (256, 1.0, "fused", "fused"), (256, 1.0, "fused", "xla"), (1, 1.0, "xla", "xla"))
+DECODING += ((16, 1.0, "xla", "xla"), (16, 1.0, "fused", "fused"), (64, 0.95, "xla", "xla"))
+TINY_DECODING = ((4, 1.0, "xla", "xla"), (4, 0.95, "xla", "xla"), (4, 1.0, "fused", "fused"))
 
 
 def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
@@ -596,23 +642,24 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
     bandwidth = copy_bandwidth(setting) if hardware is None else hardware.memory_bandwidth
     platform = jax.devices()[0].platform
     arms = TINY_DECODING if setting.tiny else DECODING
-    for slots, top_p, kernel in arms:
+    for slots, top_p, kernel, head in arms:
         name = f"decode, {slots} slots" + ("" if top_p == 1 else f", top_p={top_p}")
         name += "" if kernel == "xla" else f", attention={kernel}"
+        name += "" if head == "xla" else f", head={head}"
         if not setting.has(20):
             yield {"name": name, "skipped": "no time was left"}
             continue
+        new = chunk * chunks
+        generation = GenerationConfig(prompt, new, top_p=top_p)
         try:
             choose_decode_attention(kernel, cfg, jnp.bfloat16, platform, False, 1)
+            choose_head(head, cfg, generation, jnp.bfloat16, platform)
         except ValueError as error:
             yield {"name": name, "skipped": str(error)}
             continue
-        new = chunk * chunks
         asked = np.random.default_rng(0).integers(0, cfg.vocab_size, (slots, prompt)).tolist()
-        generation = GenerationConfig(prompt, new, top_p=top_p)
-        sample = make_sampler(
-            cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, RolloutConfig(slots, chunk, attention=kernel)
-        )
+        how = RolloutConfig(slots, chunk, attention=kernel, head=head)
+        sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, how)
         for _ in range(2):  # the first one compiles
             arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
         seconds = statistics.median(np.diff(arrivals)) / chunk
@@ -727,7 +774,7 @@ PARTS = {
     "resume": resume,
     "memory": memory,
     "quickstart": quickstart,
-    "decode": fused_decoding,
+    "decode": fused_kernels,
     "step": whole_step,
     "peers": beside,
 }

@@ -44,6 +44,11 @@ def live_engine(
         stop=(),
         stop_token_ids=(),
     )
+    if rollout.head == "fused":
+        raise ValueError(
+            "rollout.head=fused: each request says what is cut off, and the kernel draws from all "
+            "tokens; use auto or xla"
+        )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
         slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])

@@ -77,15 +77,17 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     temporaries.
 
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
-    scaled and drawn from, 3 x 4 x slots x V; where weights stay sharded, the head and a layer
-    gathered, and the next one on its way. Or while reading prompts, appending to slots, or parking
-    one, whichever is most: see `prefill_temporaries`, `appending` and `parking`.
+    scaled and drawn from, 3 x 4 x slots x V, or with `rollout.head=fused` five numbers for each
+    slot and piece of 64 tokens; where weights stay sharded, the head and a layer gathered, and the
+    next one on its way. Or while reading prompts, appending to slots, or parking one, whichever is
+    most: see `prefill_temporaries`, `appending` and `parking`.
     """
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
 
     scores_shape = (resolved.slots, resolved.cfg.vocab_size)
-    decoding = 12 * resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
+    scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
+    decoding = 20 * scores // 64 if resolved.run.rollout.head == "fused" else 12 * scores
     if not is_gathered:
         decoding += gathered_at_once(resolved)
     block, width, _ = memory.prompt_cache

@@ -43,6 +43,7 @@ from tunix_lite.planning.batch_size import (
     plan_rows,
     row_width,
 )
+from tunix_lite.rollout.fused_draw import choose_head
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
 
@@ -324,7 +325,7 @@ def resolve_run(
     with error_context("training"):
         implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
     with error_context("rollout"):
-        check_decode_attention(run, cfg, platform, mesh_shape["tp"])
+        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run, cfg, lora, mesh_shape, batch, rows, slots, implementation, attention_reason=reason
     )
@@ -396,7 +397,7 @@ def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, plat
             text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
             raise ValueError(text) from error
     with error_context("rollout"):
-        check_decode_attention(run, cfg, platform, sizes["tp"])
+        check_decode_kernels(run, cfg, platform, sizes["tp"])
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:
@@ -437,11 +438,13 @@ def choose_attention(
         return asked, "as training.attention says"
 
 
-def check_decode_attention(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
-    """Raises ValueError where decoding cannot use the kernel that `rollout.attention` asks for."""
+def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+    """Raises ValueError where decoding cannot use the kernels that `rollout.attention` and
+    `rollout.head` ask for."""
     dtype = DTYPES[run.training.mixed_precision]
     int8 = run.rollout.cache == "int8"
     decode_attention.choose_decode_attention(run.rollout.attention, cfg, dtype, platform, int8, tp)
+    choose_head(run.rollout.head, cfg, run.generation, dtype, platform)
 
 
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:

@@ -17,7 +17,12 @@ from jax.typing import DTypeLike
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
-from tunix_lite.rollout.engine import RolloutArrays, make_prepare, sampler_spec
+from tunix_lite.rollout.engine import (
+    RolloutArrays,
+    check_kernels,
+    make_prepare,
+    sampler_spec,
+)
 from tunix_lite.rollout.programs import (
     Programs,
     make_programs,
@@ -127,6 +132,7 @@ class CarrySampler:
         in_order = [completions[i] for i in order]
         every_prompt = [prompts[one.group] for one in in_order]
         cfg = self.programs.spec.cfg
+        check_kernels(self.programs.spec, self.rollout)
         check_prompts(every_prompt, cfg, self.generation, self.criteria.tokenizer)
         requests = self._requests(in_order)
 

@@ -27,6 +27,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
 from tunix_lite.rollout.engine import (
     RolloutArrays,
+    check_kernels,
     make_generate,
     make_prepare,
     sampler_spec,
@@ -485,6 +486,7 @@ def make_converse(
         criteria.check()
         programs, turn_programs = programs_of(partner.max_turn_tokens)
         asked = ConversationRequests.of(prompts, num_generations, generation, partner)
+        check_kernels(programs.spec, rollout)
         check_prompts(asked.prompts, cfg, generation, tokenizer)
         num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
         blocks = prompt_blocks(programs.spec, asked.in_order, asked.per_prompt, num_slots)

@@ -19,6 +19,7 @@ from tunix_lite.models import decode_attention, decoder
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size, current_mesh, gathered_sharding
+from tunix_lite.rollout.fused_draw import choose_head
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import (
@@ -70,7 +71,7 @@ def make_sampler(
         # What is asked is checked before anything is computed.
         criteria = StopCriteria(ends, generation.stop, tokenizer)
         criteria.check()
-        check_attention(spec, rollout)
+        check_kernels(spec, rollout)
         check_prompts(prompts, cfg, generation, tokenizer)
         limits = check_limits(limits, len(prompts) * num_generations, generation)
 
@@ -93,13 +94,14 @@ def make_sampler(
     return sample
 
 
-def check_attention(spec: SamplerSpec, rollout: RolloutConfig) -> None:
-    """Raises ValueError where decoding on the current mesh cannot use the kernel that
-    `rollout.attention` asks for."""
+def check_kernels(spec: SamplerSpec, rollout: RolloutConfig) -> None:
+    """Raises ValueError where decoding on the current mesh cannot use the kernels that
+    `rollout.attention` and `rollout.head` ask for."""
     platform = current_mesh().devices.flat[0].platform
     decode_attention.choose_decode_attention(
         rollout.attention, spec.cfg, spec.dtype, platform, spec.int8, axis_size("tp")
     )
+    choose_head(rollout.head, spec.cfg, spec.generation, spec.dtype, platform)
 
 
 def make_requests(
@@ -143,6 +145,7 @@ def sampler_spec(
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
         attention="fused" if rollout.attention == "fused" else "xla",
+        head="fused" if rollout.head == "fused" else "xla",
     )
     return spec, ends
 

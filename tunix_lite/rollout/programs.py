@@ -27,6 +27,7 @@ from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
+from tunix_lite.rollout.fused_draw import fused_draw
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Params
 
@@ -57,7 +58,9 @@ class SamplerSpec:
     holds: bool = False
     # what decodes attends with: xla, or fused (models/decode_attention.py)
     attention: str = "xla"
-    # whether the fused kernel is interpreted, as tests do where there is no GPU
+    # what multiplies with the head and draws: xla, or fused (rollout/fused_draw.py)
+    head: str = "xla"
+    # whether fused kernels are interpreted, as tests do where there is no GPU
     interpret: bool = False
 
     @property
@@ -484,10 +487,14 @@ def decode_step(
 ) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
     [B] each."""
-    logits_BV = next_logits(spec, slots, per_layer_params)
-    token_B, logprobs_B, full_logprobs_B = sampling.draw(
-        logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
-    )
+    if spec.head == "fused":
+        token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
+        full_logprobs_B = logprobs_B
+    else:
+        logits_BV = next_logits(spec, slots, per_layer_params)
+        token_B, logprobs_B, full_logprobs_B = sampling.draw(
+            logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
+        )
     after, reported_B = read_drawn(spec, slots, per_layer_params, token_B)
     return after, (reported_B, logprobs_B, full_logprobs_B)
 
@@ -496,6 +503,25 @@ def next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> ja
     """The scores of the next token of every slot, [B, V]."""
     # `hidden` is that of the newest token, of the prompt or of the completion.
     return constrain(decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab")
+
+
+def draw_fused(
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every slot and its log-probability, [B] each: one kernel, no logits."""
+    table_VD = rounding.stored(decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype)
+    return fused_draw(
+        spec.cfg,
+        slots.hidden,
+        table_VD,
+        slots.keys,
+        slots.num_drawn,
+        temperature,
+        spec.interpret,
+    )
 
 
 def read_drawn(

@@ -131,6 +131,9 @@ class RolloutConfig:
     # What attends while decoding: xla, fused (one kernel a layer, on NVIDIA GPUs), or auto, which
     # is xla today.
     attention: str = "auto"
+    # What multiplies with the output head and draws the token: xla, fused (one kernel that writes
+    # no logits, on NVIDIA GPUs), or auto, which is xla today.
+    head: str = "auto"
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
     # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"
@@ -161,8 +164,9 @@ class RolloutConfig:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
         if self.mesh_shape is not None:
             _check_own_mesh(self.mesh_shape)
-        if self.attention not in ("auto", "xla", "fused"):
-            raise ValueError(f"attention={self.attention!r}; it is auto, xla or fused")
+        for name in ("attention", "head"):
+            if getattr(self, name) not in ("auto", "xla", "fused"):
+                raise ValueError(f"{name}={getattr(self, name)!r}; it is auto, xla or fused")
 
     @property
     def is_stale(self) -> bool:

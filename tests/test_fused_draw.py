@@ -1,0 +1,248 @@
+"""The kernel that multiplies with the head and draws: against float64 sums, plain products, and published numbers."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_lite.commands.program import compose
+from tunix_lite.inference.live import live_engine
+from tunix_lite.models import decoder, weights
+from tunix_lite.models.decoder import Architecture
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.planning.resolved import check_decode_kernels
+from tunix_lite.rollout import fused_draw
+from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+
+SIZES = {"num_layers": 1, "embed_dim": 48, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 48}
+SIZES |= {"window": None, "pattern": ("global",), "query_scale": 32}
+# Three pieces of the vocabulary, of which the last is not full.
+CAPPED = Architecture(vocab_size=300, final_softcap=3.0, **SIZES)
+LLAMA = Architecture(vocab_size=300, tied=False, **SIZES)
+
+
+def on_mesh(fsdp: int, tp: int) -> None:
+    jax.set_mesh(make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp]))
+
+
+def row_keys(count: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and positions of so many rows."""
+    return jax.random.split(jax.random.key(3), count), jnp.arange(count) * 5
+
+
+def noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> np.ndarray:
+    """Row after row, as JAX draws it."""
+    folded = [jax.random.fold_in(key, position) for key, position in zip(keys, positions)]
+    return np.stack([np.float64(jax.random.gumbel(key, (vocab_size,))) for key in folded])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    above = logits - logits.max(axis=-1, keepdims=True)
+    return above - np.log(np.exp(above).sum(axis=-1, keepdims=True))
+
+
+# ---- the noise
+
+
+def test_the_words_of_threefry_are_the_published_ones():
+    """Key 0 and counter 0, from the known answers that come with the paper."""
+    zero = jnp.uint32(0)
+    words = fused_draw.threefry((zero, zero), zero)
+    assert [hex(word) for word in words] == ["0x6b200159", "0x99ba4efe"]
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 + 7])
+@pytest.mark.parametrize("count", [1, 7, 70_000])
+def test_the_noise_is_that_of_jax(seed, count):
+    key = jax.random.fold_in(jax.random.key(seed), 12)
+    found = fused_draw.gumbel(tuple(jax.random.key_data(key)), jnp.arange(count, dtype=jnp.uint32))
+    # A CPU's log may differ in its last bit.
+    np.testing.assert_allclose(found, jax.random.gumbel(key, (count,)), rtol=1e-6, atol=2e-7)
+
+
+# ---- the draw
+
+
+@pytest.mark.parametrize("rows_at_once", [16, 128], ids=["two programs of rows", "one"])
+def test_tokens_and_log_probabilities_are_those_of_sums_in_float64(rows_at_once, monkeypatch):
+    """20 rows, a soft cap of 3, and three temperatures; at 0 the best token, with log-probabilities of temperature 1."""
+    monkeypatch.setattr(fused_draw, "MOST_ROWS", rows_at_once)
+    on_mesh(1, 1)
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(20, 48)).astype(np.float32), rng.normal(0, 0.3, (300, 48)).astype(np.float32)
+    keys, positions = row_keys(20)
+    draw = jax.jit(partial(fused_draw.fused_draw, CAPPED, interpret=True))
+    logits = 3 * np.tanh(np.float64(hidden) @ np.float64(table).T / 3)
+    for temperature in (1.0, 0.6, 0.0):
+        tokens, logprobs = draw(hidden, table, keys, positions, np.float32(temperature))
+        scaled = logits / (temperature or 1.0)
+        scores = scaled + (noise(keys, positions, 300) if temperature else 0)
+        np.testing.assert_array_equal(tokens, scores.argmax(axis=-1))
+        expected = np.take_along_axis(log_softmax(scaled), scores.argmax(axis=-1)[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_the_first_of_equal_tokens_wins_and_the_last_one_stands_for_nan():
+    """Tokens 128 to 255, the second piece, have the logit -inf. The others are equal in row 0; in row 1 the best are tokens
+    40 and 290, in two pieces. Row 2 has a NaN, and row 3 is best at the last token."""
+    on_mesh(1, 1)
+    hidden, table = np.zeros((4, 48), np.float32), np.zeros((300, 48), np.float32)
+    hidden[:, 3], table[128:256, 3] = 1, -np.inf
+    hidden[1, 0], table[[40, 290], 0] = 2, 1
+    hidden[2, 1] = np.nan
+    hidden[3, 2], table[299, 2] = 1, 5
+    draw = jax.jit(partial(fused_draw.fused_draw, replace(CAPPED, final_softcap=None), interpret=True))
+    tokens, logprobs = draw(hidden, table, *row_keys(4), np.float32(0))
+    np.testing.assert_array_equal(tokens, [0, 40, 299, 299])
+    expected = [-np.log(172), 2 - np.log(2 * np.exp(2) + 170), np.nan, 5 - np.log(np.exp(5) + 171)]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
+
+
+def test_what_a_piece_gives_is_put_together_by_hand():
+    """Two rows of three pieces. Row 0: pieces with the logits (1, 2), (-inf, -inf) and (4). Row 1: a NaN."""
+    e = np.exp
+    inf, nan = np.inf, np.nan
+    score = jnp.array([[2.5, -inf, 2.5], [1.0, nan, 3.0]])
+    token = jnp.array([[1, 9, 4], [0, 9, 4]], jnp.int32)
+    logit, top = jnp.array([[2, 0, 4], [1, 0, 3.0]]), jnp.array([[2, -inf, 4], [1, 2, 3.0]])
+    total = jnp.array([[1 + e(-1), 0, 1], [1, nan, 1]])
+    tokens, logprobs = fused_draw.best_of_pieces(10, score, token, logit, top, total)
+    np.testing.assert_array_equal(tokens, [1, 9])
+    np.testing.assert_allclose(logprobs, [2 - np.log(e(1) + e(2) + e(4)), nan], rtol=1e-6)
+
+
+def decoded(cfg: Architecture, head: str, dtype=jnp.float32, slots: int = 4) -> tuple:
+    """(tokens, log-probabilities, those under the full distribution) of three steps of these slots."""
+    rng = np.random.default_rng(0)
+
+    def normal(x, scale: float = 0.3) -> np.ndarray:
+        return rng.normal(0, scale, x.shape).astype(np.float32)
+
+    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (299,), 0, dtype, 3, head=head, interpret=head == "fused")
+    programs = make_programs(spec)
+    empty = programs.make_slots(slots)
+
+    def at_home(x, like: jax.Array) -> jax.Array:
+        return jax.device_put(x, like.sharding)
+
+    filled = empty.replace(
+        hidden=at_home(jnp.asarray(normal(empty.hidden, 1.0), dtype), empty.hidden),
+        keys=at_home(row_keys(slots)[0], empty.keys),
+        limits=at_home(np.full(slots, 9, np.int32), empty.limits),
+        running=at_home(np.full(slots, True), empty.running),
+    )
+    _, chunk = programs.decode(filled, decoder.per_layer_params(params, cfg, dtype), np.float32(0.8))
+    return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs))
+
+
+def assert_same(cfg: Architecture, dtype=jnp.float32) -> None:
+    plain, fused = (decoded(cfg, head, dtype) for head in ("xla", "fused"))
+    np.testing.assert_array_equal(plain[0], fused[0])
+    for one, other in zip(plain[1:], fused[1:], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_decoding_with_a_head_of_its_own_draws_the_tokens_of_plain_products():
+    on_mesh(1, 1)
+    assert_same(LLAMA)
+
+
+@pytest.mark.wide
+def test_decoding_with_the_embedding_as_head_in_bfloat16_draws_the_tokens_of_plain_products():
+    on_mesh(1, 1)
+    assert_same(CAPPED, jnp.bfloat16)
+
+
+@pytest.mark.wide
+def test_each_device_draws_for_its_own_slots_from_its_own_part_of_the_vocabulary():
+    on_mesh(2, 2)
+    assert_same(CAPPED)
+
+
+# ---- what it is for, and what it refuses
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="there Triton itself compiles while lowering")
+def test_as_lowered_for_a_gpu_no_array_has_the_size_of_the_logits():
+    on_mesh(1, 1)
+    V, D, B = 262_144, 1152, 64
+    cfg = replace(CAPPED, vocab_size=V, embed_dim=D)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((B, D), (V, D))]
+    keys = jax.eval_shape(lambda: row_keys(B))
+    traced = jax.jit(partial(fused_draw.fused_draw, cfg)).trace(*shapes, *keys, jnp.float32(1))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in text
+    assert f"tensor<{B}x{V // 128}xf32>" in text and f"tensor<{B}x{V}x" not in text
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"platform": "cpu"}, "it runs on NVIDIA GPUs, not on cpu"),
+        ({"dtype": jnp.float64}, "it computes in float32 or bfloat16, not in float64"),
+        ({"cfg": replace(LLAMA, embed_dim=40)}, "it takes an embed_dim that is a multiple of 16, not 40"),
+        *(
+            ({"generation": cut}, "it draws from all tokens, and generation.top_k, top_p or min_p cuts some off")
+            for cut in (GenerationConfig(top_k=5), GenerationConfig(top_p=0.9), GenerationConfig(min_p=0.1))
+        ),
+        (
+            {"generation": GenerationConfig(repetition_penalty=1.5)},
+            "it changes no logits, and generation.repetition_penalty is 1.5",
+        ),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_one_line_and_auto_never_asks_for_it(changes, reason):
+    given = {"cfg": LLAMA, "generation": GenerationConfig(), "dtype": jnp.bfloat16, "platform": "cuda"}
+    assert fused_draw.choose_head("fused", **given) == "fused"
+    with pytest.raises(ValueError) as error:
+        fused_draw.choose_head("fused", **given | changes)
+    assert str(error.value) == f"head=fused: {reason}; use auto or xla"
+    assert fused_draw.choose_head("auto", **given | changes) == fused_draw.choose_head("xla", **given) == "xla"
+
+
+@pytest.mark.parametrize(
+    "option, value, reason",
+    [
+        ("jax_default_prng_impl", "rbg", "its noise is that of JAX's default generator, and jax.config has another"),
+        ("jax_threefry_partitionable", False, "its noise is that of JAX's default generator, and jax.config has"),
+        ("jax_high_dynamic_range_gumbel", True, "it draws noise of 23 bits, and jax_high_dynamic_range_gumbel asks"),
+    ],
+)
+def test_another_generator_is_refused(option, value, reason):
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        with pytest.raises(ValueError, match=reason):
+            fused_draw.choose_head("fused", LLAMA, GenerationConfig(), jnp.bfloat16, "cuda")
+    finally:
+        jax.config.update(option, before)
+
+
+def test_a_sampler_on_a_cpu_and_a_server_refuse_the_kernel_before_they_compute_anything():
+    on_mesh(1, 1)
+    how = RolloutConfig(head="fused")
+    sample = make_sampler(LLAMA, GenerationConfig(6, 4), (99,), 0, rollout=how)
+    with pytest.raises(ValueError, match="head=fused: it runs on NVIDIA GPUs, not on cpu"):
+        next(sample({}, [[1]], jax.random.key(0)))
+    with pytest.raises(ValueError, match="head='fussed'; it is auto, xla or fused"):
+        RolloutConfig(head="fussed")
+
+    class Model:
+        cfg = LLAMA
+
+    with pytest.raises(ValueError, match="rollout.head=fused: each request says what is cut off"):
+        live_engine(Model(), GenerationConfig(), how)
+
+
+def test_a_run_that_cuts_tokens_off_refuses_the_kernel_before_it_starts():
+    run = compose(["model=gemma3_1b", "rollout.head=fused"])
+    check_decode_kernels(run, run.model.architecture, "cuda", 1)
+    cut = replace(run, generation=replace(run.generation, top_p=0.9))
+    with pytest.raises(ValueError, match="head=fused: it draws from all tokens"):
+        check_decode_kernels(cut, run.model.architecture, "cuda", 1)
