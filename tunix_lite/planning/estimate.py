@@ -78,7 +78,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
 
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
     scaled and drawn from, 3 x 4 x slots x V, or with `rollout.head=fused` five numbers for each
-    slot and piece of 64 tokens; where weights stay sharded, the head and a layer gathered, and the
+    slot and piece of 128 tokens; where weights stay sharded, the head and a layer gathered, and the
     next one on its way. Or while reading prompts, appending to slots, or parking one, whichever is
     most: see `prefill_temporaries`, `appending` and `parking`.
     """
@@ -87,7 +87,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
 
     scores_shape = (resolved.slots, resolved.cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 20 * scores // 64 if resolved.run.rollout.head == "fused" else 12 * scores
+    decoding = 20 * scores // 128 if resolved.run.rollout.head == "fused" else 12 * scores
     if not is_gathered:
         decoding += gathered_at_once(resolved)
     block, width, _ = memory.prompt_cache

@@ -30,14 +30,14 @@ from tunix_lite.models.decoder import Architecture, softcap
 from tunix_lite.parallel.mesh import spec
 from tunix_lite.rollout.settings import GenerationConfig
 
-# Logits that a program holds in registers, rows times tokens.
-LOGITS_AT_ONCE = 8192
-# Rows that a program takes: tensor cores multiply at least 16. Up to 128 share what it reads of the
+# Rows that a program takes: tensor cores multiply at least 16. Up to 64 share what it reads of the
 # head; programs of other rows and the same piece run beside it and find the piece in the L2 cache.
+# With more rows an H100 has registers for one program a multiprocessor; with 64 it has them for
+# two, of which one reads the head while the other draws.
 FEWEST_ROWS = 16
-MOST_ROWS = 128
-# Tokens that a program takes at most.
-MOST_TOKENS = 128
+MOST_ROWS = 64
+# Tokens of a piece.
+TOKENS = 128
 # Columns of the head that are multiplied at once, at most and at least.
 MOST_COLUMNS = 64
 FEWEST_COLUMNS = 16
@@ -169,7 +169,7 @@ def _call(
     from jax.experimental.pallas import triton
 
     B, V = len(hidden_BD), len(table_VD)
-    R, W = program_sizes(B)
+    R = rows_of_program(B)
     part = 0 if vocab_axis is None else jax.lax.axis_index(vocab_axis)
     first_1 = jnp.full(1, part * V, jnp.int32)
 
@@ -178,30 +178,29 @@ def _call(
 
     inputs = (hidden_BD, table_VD, key_data_B2, temperature_1, first_1)
     dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
-    pieces = pl.cdiv(V, W)
+    pieces = pl.cdiv(V, TOKENS)
     call = pl.pallas_call(
-        partial(_kernel, cfg, R, W),
+        partial(_kernel, cfg, R),
         # Programs of one piece of the vocabulary follow each other.
         grid=(pl.cdiv(B, R), pieces),
         in_specs=[whole(x) for x in inputs],
         out_specs=[pl.BlockSpec((B, None), lambda r, p: (0, p))] * len(dtypes),
         out_shape=[jax.ShapeDtypeStruct((B, pieces), dtype) for dtype in dtypes],
-        compiler_params=triton.CompilerParams(num_warps=8 if R * W > 4096 else 4, num_stages=4),
+        compiler_params=triton.CompilerParams(num_warps=8 if R == MOST_ROWS else 4, num_stages=4),
         interpret=interpret,
         name="fused_draw",
     )
     return call(*inputs)
 
 
-def program_sizes(B: int) -> tuple[int, int]:
-    """(rows, tokens) of a program, where a device has B rows."""
+def rows_of_program(B: int) -> int:
+    """R, a power of two as Triton needs it, where a device has B rows."""
     power = 1 << (B - 1).bit_length()
-    R = max(FEWEST_ROWS, min(MOST_ROWS, power))
-    return R, min(MOST_TOKENS, LOGITS_AT_ONCE // R)
+    return max(FEWEST_ROWS, min(MOST_ROWS, power))
 
 
-def _kernel(cfg: Architecture, R: int, W: int, *refs: Any) -> None:
-    """R rows and W tokens of the vocabulary. What lies beyond the last row or token is read as the
+def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
+    """R rows and a piece of the vocabulary. What lies beyond the last row or token is read as the
     last one; several programs then write the same numbers of that row."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -209,6 +208,7 @@ def _kernel(cfg: Architecture, R: int, W: int, *refs: Any) -> None:
     hidden_BD, table_VD, key_data_B2, temperature_1, first_1, *out_refs = refs
     B, D = hidden_BD.shape
     V = len(table_VD)
+    W = TOKENS
     rows_R = jnp.minimum(pl.program_id(0) * R + jnp.arange(R), B - 1)
     at_W = pl.program_id(1) * W + jnp.arange(W)
     here_W = jnp.minimum(at_W, V - 1)
@@ -217,43 +217,43 @@ def _kernel(cfg: Architecture, R: int, W: int, *refs: Any) -> None:
     columns = int(np.gcd(D, MOST_COLUMNS))
     exact = jax.lax.Precision.HIGHEST if hidden_BD.dtype == jnp.float32 else None
 
-    def add_columns(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
+    def add_columns(i: jax.Array, sum_RW: jax.Array) -> jax.Array:
         at = i * columns + jnp.arange(columns)
         table = table_VD[here_W[:, None], at[None]]
         hidden = hidden_BD[rows_R[:, None], at[None]]
-        return sum_WR + triton.dot(table, hidden, trans_b=True, precision=exact)
+        return sum_RW + triton.dot(hidden, table, trans_b=True, precision=exact)
 
-    logits_WR = jax.lax.fori_loop(0, D // columns, add_columns, jnp.zeros((W, R), jnp.float32))
+    logits_RW = jax.lax.fori_loop(0, D // columns, add_columns, jnp.zeros((R, W), jnp.float32))
     temperature = temperature_1[0]
-    logits_WR = softcap(logits_WR, cfg.final_softcap)
-    logits_WR = logits_WR / jnp.where(temperature > 0, temperature, 1.0)
+    logits_RW = softcap(logits_RW, cfg.final_softcap)
+    logits_RW = logits_RW / jnp.where(temperature > 0, temperature, 1.0)
 
     # Noise. The key and the counter are those of the row and the token in the whole arrays.
-    token_W1 = (first_1[0] + at_W)[:, None]
-    keys = (key_data_B2[rows_R, 0][None], key_data_B2[rows_R, 1][None])
-    noise_WR = gumbel(keys, token_W1.astype(jnp.uint32))
-    scores_WR = logits_WR + jnp.where(temperature > 0, noise_WR, 0.0)
+    token_1W = (first_1[0] + at_W)[None]
+    keys = (key_data_B2[rows_R, 0][:, None], key_data_B2[rows_R, 1][:, None])
+    noise_RW = gumbel(keys, token_1W.astype(jnp.uint32))
+    scores_RW = logits_RW + jnp.where(temperature > 0, noise_RW, 0.0)
 
     # Tokens beyond the last have no part in it. Whether there is NaN is asked by itself, since a
     # maximum of Triton may drop it.
     lowest = jnp.float32(-jnp.inf)
-    is_token_W1 = (at_W < V)[:, None]
-    is_nan_WR = is_token_W1 & (scores_WR != scores_WR)
-    has_nan_R = jnp.max(is_nan_WR.astype(jnp.int32), axis=0) > 0
-    logits_WR = jnp.where(is_token_W1, logits_WR, lowest)
-    scores_WR = jnp.where(is_token_W1 & ~is_nan_WR, scores_WR, lowest)
-    top_R = jnp.max(jnp.where(is_nan_WR, lowest, logits_WR), axis=0)
+    is_token_1W = (at_W < V)[None]
+    is_nan_RW = is_token_1W & (scores_RW != scores_RW)
+    has_nan_R = jnp.max(is_nan_RW.astype(jnp.int32), axis=1) > 0
+    logits_RW = jnp.where(is_token_1W, logits_RW, lowest)
+    scores_RW = jnp.where(is_token_1W & ~is_nan_RW, scores_RW, lowest)
+    top_R = jnp.max(jnp.where(is_nan_RW, lowest, logits_RW), axis=1)
     # Of a piece of which every logit is -inf the sum is 0.
     base_R = jnp.where(top_R == lowest, 0.0, top_R)
-    sum_R = jnp.sum(jnp.exp(logits_WR - base_R[None]), axis=0)
+    sum_R = jnp.sum(jnp.exp(logits_RW - base_R[:, None]), axis=1)
 
     # The first of the best.
-    best_R = jnp.max(scores_WR, axis=0)
+    best_R = jnp.max(scores_RW, axis=1)
     last = first_1[0] + V - 1
-    is_best_WR = is_token_W1 & (scores_WR == best_R[None])
-    token_R = jnp.min(jnp.where(is_best_WR, token_W1, last), axis=0)
-    is_drawn_WR = token_W1 == token_R[None]
-    logit_R = jnp.sum(jnp.where(is_drawn_WR, logits_WR, 0.0), axis=0)
+    is_best_RW = is_token_1W & (scores_RW == best_R[:, None])
+    token_R = jnp.min(jnp.where(is_best_RW, token_1W, last), axis=1)
+    is_drawn_RW = token_1W == token_R[:, None]
+    logit_R = jnp.sum(jnp.where(is_drawn_RW, logits_RW, 0.0), axis=1)
     best_R = jnp.where(has_nan_R, jnp.nan, best_R)
     for ref, x in zip(out_refs, (best_R, token_R, logit_R, top_R, sum_R)):
         ref[rows_R] = x
