@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.engine import make_prepare, sampler_spec
+from tunix_lite.rollout.engine import check_kernels, make_prepare, sampler_spec
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.rollout.live_programs import make_live_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
@@ -61,6 +61,7 @@ def live_engine(
             rollout,
             jnp.float32,
         )
+        check_kernels(spec, rollout)
         if prepared is None:
             prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
             prepared = prepare(model.params)
