@@ -212,7 +212,8 @@ import os, pty, select, signal, sys
 how, metrics, *call = sys.argv[1:]
 pid, terminal = pty.fork()
 if pid == 0:  # it has the terminal, and gets SIGHUP when that is closed
-    if how == "nohup": signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # what runs the tests may ignore SIGHUP itself, and that is inherited
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
     os.execv(call[0], call)
 while not os.path.exists(metrics) or open(metrics).read().count(chr(10)) < 2:
     if select.select([terminal], [], [], 0.05)[0]: os.read(terminal, 65536)
