@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,8 +50,9 @@ SIZES = [
 COUNTED = {"decode_steps": "rollout/decode_steps", "reread_tokens": "rollout/reread_tokens"}
 
 
+@cache
 def lengths_of(step: int, rows: int, longest: int) -> list[int]:
-    """Of the completions of the prompts of a step, in their order."""
+    """Of the completions of the prompts of a step, in their order. Kept, since carry asks for each completion."""
     lengths = long_tails(rows, longest)
     random.Random(step).shuffle(lengths)
     return lengths
