@@ -23,6 +23,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import is_quantized, is_weight
 from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.planning.sizes import table_bytes, tables
+from tunix_lite.rollout import fused_draw
 from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
@@ -87,7 +88,9 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
 
     scores_shape = (resolved.slots, resolved.cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 20 * scores // 128 if resolved.run.rollout.head == "fused" else 12 * scores
+    decoding = 12 * scores
+    if resolved.run.rollout.head == "fused":
+        decoding = 5 * 4 * scores // fused_draw.TOKENS
     if not is_gathered:
         decoding += gathered_at_once(resolved)
     block, width, _ = memory.prompt_cache
