@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -44,12 +44,14 @@ from tunix_lite.models.rounding import (
     added,
     at_least_float32,
     inverse_root,
+    is_rounded,
     mean_square,
     stored,
     wide,
 )
 from tunix_lite.models.weights import (
     Weight,
+    are_plain,
     fan_in,
     for_compute,
     is_quantized,
@@ -59,7 +61,7 @@ from tunix_lite.models.weights import (
     stacked,
     zeros,
 )
-from tunix_lite.parallel.mesh import constrain, constrain_gradient, move
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
 from tunix_lite.types import Params
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
@@ -283,26 +285,48 @@ def per_layer_params(
     params: Params,
     cfg: Architecture,
     dtype: DTypeLike,
+    join_qkv: bool = False,
 ) -> Params:
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
 
-    Norms keep their dtype, as they do in training, and quantised weights their codes.
+    Norms keep their dtype, as they do in training, and quantised weights their codes. join_qkv: a
+    layer has one weight `qkv`, [D, N + 2 K, H], in place of q, k and v, which must be plain.
     """
 
     def cast(leaf: Any) -> Any:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
-    return jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
+    tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
+    if join_qkv:
+        for w in tree["layers"]:
+            w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
+    return tree
 
 
-def per_layer_shardings(shardings: Any, cfg: Architecture) -> Any:
+def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = False) -> Any:
     """The shardings of what `per_layer_params` returns, given those of the parameters."""
 
     def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
         return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
-    return by_layer(shardings, cfg, of_layer)
+    tree = by_layer(shardings, cfg, of_layer)
+    if join_qkv:
+        for w in tree["layers"]:
+            w["qkv"], *_ = [w.pop(name) for name in "qkv"]
+    return tree
+
+
+def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
+    """Whether sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
+
+    On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
+    take longer than one. Where values are rounded, they stay as the trainer computes them.
+    """
+    axis = current_rules()["heads"]
+    are_whole = axis is None or mesh.shape[axis] == 1
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and are_whole and not is_rounded(dtype) and are_plain(params)
 
 
 def by_layer(
@@ -413,6 +437,7 @@ def forward_by_layer(
     tp_reduce_dtype: DTypeLike = jnp.float32,
     attend_norms: bool = False,
     products: "Products | None" = None,
+    angles: dict[str, Angles] | None = None,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
     layer keeps, in a list.
@@ -420,10 +445,11 @@ def forward_by_layer(
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): which earlier tokens the queries see, and the cache of
     their keys and values, are its business. tp_reduce_dtype: as `forward` takes it. attend_norms:
-    as `block` takes it. products: None has plain ones.
+    as `block` takes it. products: None has plain ones. angles: of the positions, by kind of layer;
+    None: they are computed here.
     """
     products = Products(tp_reduce_dtype) if products is None else products
-    angles = rope_angles_by_kind(cfg, positions_BT)
+    angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     kept = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
@@ -584,7 +610,11 @@ def attention_part(
 ) -> tuple[jax.Array, Any]:
     """Attention of one layer, from normed hidden states to what is added to the residual stream,
     [B, T, D]; and what `attend_fn` keeps."""
-    q_BTNH, k_BTKH, v_BTKH = products.qkv(x_BTD, w)
+    if "qkv" in w:
+        ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
+        q_BTNH, k_BTKH, v_BTKH = jnp.split(project(x_BTD, w["qkv"]), ends, axis=2)
+    else:
+        q_BTNH, k_BTKH, v_BTKH = products.qkv(x_BTD, w)
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
             # The bias is repeated for all tokens and then rounded, so that its gradient is summed

@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from tunix_lite.models.rounding import added, by_rows, product, stored, wide
+from tunix_lite.models.matmul import matmul
+from tunix_lite.models.rounding import added, by_rows, is_rounded, product, stored, wide
 from tunix_lite.parallel.mesh import (
     MeshSizes,
     constrain_gradient,
@@ -255,6 +256,8 @@ def project(
     matrix = weight.reshape(rows.shape[1], -1)
 
     def multiply(rows: jax.Array) -> jax.Array:
+        if not is_rounded(rows.dtype):
+            return matmul(rows, matrix)
         return product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)
 
     # The name is one of those that decoder.REMAT keeps.

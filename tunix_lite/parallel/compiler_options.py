@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.parallel.mesh import current_platform
+
 # By platform, options of its compiler by name.
 OptionsByPlatform = Mapping[str, Mapping[str, str | bool]]
 
@@ -41,8 +43,7 @@ class JitByPlatform:
         return self._of_mesh().lower(*args)
 
     def _of_mesh(self) -> Callable:
-        mesh = jax.sharding.get_mesh()
-        platform = jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
+        platform = current_platform()
         if platform not in self._by_platform:
             options = self.options.get(platform, {})
             if options:

@@ -487,6 +487,13 @@ def current_mesh() -> Mesh:
     return mesh
 
 
+def current_platform() -> str:
+    """The platform of the current mesh's devices; without a mesh, JAX's default one. It cannot be
+    called inside jit."""
+    mesh = jax.sharding.get_mesh()
+    return jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
+
+
 def devices_taken(mesh: Mesh) -> str:
     """How many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first ones"."""
     seen = jax.device_count(mesh.devices.flat[0].platform)

@@ -386,6 +386,8 @@ def _update(resolved: ResolvedRun, shapes: Shapes) -> Any:
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     """The programs of the rollout, and the weights by layer, placed as they read them."""
     run = resolved.run
+    acting = shapes.acting(resolved)
+    mesh = jax.tree.leaves(acting)[0].sharding.mesh
     spec = SamplerSpec(
         resolved.cfg,
         run.generation,
@@ -396,12 +398,15 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
         run.rollout.cache == "int8",
         jnp.dtype(run.training.tp_reduce_dtype),
         holds=resolved.converses,
+        on_cpu=mesh.devices.flat[0].platform == "cpu",
         **run.rollout.kernels,
     )
-    acting = shapes.acting(resolved)
-    by_layer = partial(decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype)
+    join_qkv = decoder.joins_qkv(acting, resolved.dtype, mesh)
+    by_layer = partial(
+        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, join_qkv=join_qkv
+    )
     shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = decoder.per_layer_shardings(shardings, resolved.cfg)
+    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, join_qkv)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
     if resolved.converses and run.generation.stop:

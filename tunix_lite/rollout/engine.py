@@ -20,7 +20,12 @@ from tunix_lite.models.decode_products import choose_products
 from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
-from tunix_lite.parallel.mesh import axis_size, current_mesh, gathered_sharding
+from tunix_lite.parallel.mesh import (
+    axis_size,
+    current_mesh,
+    current_platform,
+    gathered_sharding,
+)
 from tunix_lite.rollout.fused_draw import choose_head
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
@@ -99,7 +104,7 @@ def make_sampler(
 def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
     """Raises ValueError where decoding with these weights on the current mesh cannot use the
     kernels that `rollout.attention`, `rollout.head` and `rollout.products` ask for."""
-    platform = current_mesh().devices.flat[0].platform
+    platform = current_platform()
     decode_attention.choose_decode_attention(
         rollout.attention, spec.cfg, spec.dtype, platform, spec.int8, axis_size("tp")
     )
@@ -149,6 +154,7 @@ def sampler_spec(
         chunk=min(rollout.chunk, generation.max_new_tokens),
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
+        on_cpu=current_platform() == "cpu",
         **rollout.kernels,
     )
     return spec, ends
@@ -315,9 +321,14 @@ def make_prepare(
     cfg: Architecture,
     dtype: DTypeLike,
     gather: bool,
+    may_join: bool = True,
 ) -> Callable[[Params], dict[str, jax.Array]]:
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
-    computation, and, if `gather`, gathered over fsdp, once instead of for every token."""
+    computation, and, if `gather`, gathered over fsdp, once instead of for every token.
+
+    may_join: q, k and v of a layer are joined where `decoder.joins_qkv` says so; False keeps the
+    names of all weights.
+    """
     compiled = {}
 
     def prepare(params: Params) -> Params:
@@ -325,10 +336,11 @@ def make_prepare(
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         place = (treedef, *leaves)
         if place not in compiled:
-            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg)
+            join_qkv = may_join and decoder.joins_qkv(params, dtype, current_mesh())
+            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, join_qkv)
             if gather:
                 shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype)
+            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv)
             compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 

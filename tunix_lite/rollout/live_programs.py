@@ -23,6 +23,7 @@ from tunix_lite.rollout.programs import (
     PromptCache,
     SamplerSpec,
     Slots,
+    StepAngles,
     at_home,
     counting_jit,
     make_prompt_cache,
@@ -30,6 +31,7 @@ from tunix_lite.rollout.programs import (
     next_logits,
     prefill,
     read_drawn,
+    repeat,
     resize,
 )
 from tunix_lite.types import Params
@@ -185,7 +187,7 @@ def live_decode(
     """Draws `spec.chunk` tokens in every slot."""
     temperature_B1 = how.temperature[:, None]
 
-    def step(slots: Slots, _: None) -> tuple[Slots, tuple]:
+    def step(slots: Slots, angles: StepAngles) -> tuple[Slots, tuple]:
         logits_BV = next_logits(spec, slots, per_layer_params)
         token_B, logprobs_B, full_logprobs_B = sampling.draw(
             logits_BV, slots.keys, slots.num_drawn, temperature_B1, spec.generation
@@ -196,10 +198,10 @@ def live_decode(
             token_B, logprobs_B, full_logprobs_B = draw_cut_off(slots, full_BV, how)
         if has_top:
             top = likeliest_tokens(full_BV)
-        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B)
+        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
         return after, (reported_B, logprobs_B, full_logprobs_B, top)
 
-    slots, (*drawn, top) = jax.lax.scan(step, slots, None, length=spec.chunk)
+    slots, (*drawn, top) = repeat(spec, step, slots)
     report = DecodedChunk(*drawn, slots.requests, slots.running, slots.num_taken)
     report, top = jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), (report, top))
     return slots, report, top

@@ -33,6 +33,9 @@ from tunix_lite.rollout.fused_draw import fused_draw
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Params
 
+# Rotary angles of the tokens that a step reads, by kind of layer; None: each layer computes them.
+StepAngles = dict[str, decoder.Angles] | None
+
 
 @dataclass(frozen=True)
 class SamplerSpec:
@@ -65,6 +68,8 @@ class SamplerSpec:
     # what multiplies with the weights of layers while decoding: xla, or fused
     # (models/decode_products.py)
     products: str = "xla"
+    # whether it runs on CPUs, whose decode program reads some arrays in another layout
+    on_cpu: bool = False
     # whether fused kernels are interpreted, as tests do where there is no GPU
     interpret: bool = False
 
@@ -479,12 +484,28 @@ def decode_chunk(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot, as `generation` says."""
 
-    def step(slots: Slots, _: None) -> tuple[Slots, tuple[jax.Array, ...]]:
-        return decode_step(spec, generation, slots, per_layer_params, temperature)
+    def step(slots: Slots, angles: StepAngles) -> tuple[Slots, tuple[jax.Array, ...]]:
+        return decode_step(spec, generation, slots, per_layer_params, temperature, angles)
 
-    slots, drawn = jax.lax.scan(step, slots, None, length=spec.chunk)
+    slots, drawn = repeat(spec, step, slots)
     report = DecodedChunk(*drawn, slots.requests, slots.running, slots.num_taken)
     return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
+
+
+def repeat(
+    spec: SamplerSpec,
+    step: Callable[[Slots, StepAngles], tuple[Slots, Any]],
+    slots: Slots,
+) -> tuple[Slots, Any]:
+    """step(slots, angles) `spec.chunk` times: the slots, and what the steps return beside them,
+    stacked."""
+    angles = None
+    if spec.on_cpu:
+        # XLA for CPUs would compute sin and cos once more for each head of each layer. A slot that
+        # runs moves on by one token a step; what one that has ended computes is not used.
+        positions = slots.lengths + jnp.arange(spec.chunk)[:, None]
+        angles = decoder.rope_angles_by_kind(spec.cfg, positions[:, :, None])
+    return jax.lax.scan(step, slots, angles, length=spec.chunk)
 
 
 def decode_step(
@@ -493,6 +514,7 @@ def decode_step(
     slots: Slots,
     per_layer_params: Params,
     temperature: jax.Array,
+    angles: StepAngles,
 ) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
     [B] each."""
@@ -504,7 +526,7 @@ def decode_step(
         token_B, logprobs_B, full_logprobs_B = sampling.draw(
             logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
         )
-    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B)
+    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
     return after, (reported_B, logprobs_B, full_logprobs_B)
 
 
@@ -538,6 +560,7 @@ def read_drawn(
     slots: Slots,
     per_layer_params: Params,
     token_B: jax.Array,
+    angles: StepAngles,
 ) -> tuple[Slots, jax.Array]:
     """The slots after every running one has read the token drawn for it; and these tokens, -1 for
     slots that do not run."""
@@ -555,6 +578,7 @@ def read_drawn(
         spec.tp_reduce_dtype,
         attend_norms=is_fused,
         products=products_of(spec),
+        angles=angles,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.

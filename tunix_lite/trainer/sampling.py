@@ -133,7 +133,10 @@ class SamplingEngine:
         self.model = model
         self.rollout = rollout
         self.generation = GenerationConfig(min(max_prompt_length, most), min(max_new_tokens, most))
-        self._prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
+        how = (model.cfg, model.dtype, rollout.weights != "sharded")
+        self._prepare = make_prepare(*how)
+        # Adapters are attached by the names of weights.
+        self._prepare_named = make_prepare(*how, may_join=False)
         self._base: Params | None = None
         self._engine: LiveEngine | None = None
         self._holds: object | None = None
@@ -172,10 +175,10 @@ class SamplingEngine:
         if frozen is None:
             return self._prepare(params)
         if self._base is None:
-            self._base = self._prepare(frozen)
+            self._base = self._prepare_named(frozen)
         if params is None:
             return self._base
-        adapters = self._prepare(params)
+        adapters = self._prepare_named(params)
         layers = []
         for base, mine in zip(self._base["layers"], adapters["layers"]):
             attached = {

@@ -1,0 +1,95 @@
+"""What is computed otherwise on a CPU, because XLA is faster so: it is the same computation."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import decode_random, random_params, set_mesh
+
+from tunix_lite.models import attention, decoder
+from tunix_lite.models.matmul import matmul
+from tunix_lite.models.weights import Lora
+from tunix_lite.parallel.mesh import current_mesh
+from tunix_lite.rollout import engine
+from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.settings import GenerationConfig
+
+
+@pytest.mark.parametrize(("R", "I", "O"), [(12, 3, 8), (12, 8, 3), (12, 4, 4), (1, 3, 12), (5, 1, 1)])
+def test_the_gradients_of_a_product_are_those_of_numpy(R, I, O):
+    rng = np.random.default_rng(0)
+    rows, matrix, cotangent = (rng.normal(size=shape) for shape in ((R, I), (I, O), (R, O)))
+    out, pull_back = jax.vjp(matmul, *(jnp.asarray(x, jnp.float32) for x in (rows, matrix)))
+    of_rows, of_matrix = pull_back(jnp.asarray(cotangent, jnp.float32))
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(out, rows @ matrix)
+    close(of_rows, cotangent @ matrix.T)
+    close(of_matrix, rows.T @ cotangent)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (64, 32), (32, 32)])
+def test_a_gradient_of_a_weight_is_one_of_the_fast_products(rows, columns):
+    def loss(x, matrix):
+        return jnp.sum(jnp.sin(matmul(x, matrix)))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, rows), (rows, columns))]
+    text = jax.jit(jax.grad(loss, 1)).lower(*shapes).compile().as_text()
+    summed = re.findall(r" dot\([^)]*\), lhs_contracting_dims=\{(\d)\}", text)
+    assert summed and set(summed) == {"1"}, "a product over the first dim is one of Eigen's"
+
+
+@pytest.mark.parametrize("family", [{}, {"qkv_bias": True, "qk_norm": False}])
+def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, family):
+    set_mesh(1, 1)
+    cfg = replace(cfg, **family)
+    params = random_params(cfg)
+    tokens = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))
+
+    @partial(jax.jit, static_argnums=1)
+    def hidden(params, join_qkv):
+        layers = decoder.per_layer_params(params, cfg, jnp.float32, join_qkv)
+        assert ("qkv" in layers["layers"][0]) == join_qkv != ("q" in layers["layers"][0])
+
+        def attend(layer, *qkv):
+            return attention.xla(cfg, cfg.kinds[layer] == "local", meta, *qkv), None
+
+        return decoder.forward_by_layer(layers, cfg, tokens, meta.positions, attend)[0]
+
+    np.testing.assert_allclose(hidden(params, True), hidden(params, False), rtol=2e-5, atol=2e-6)
+
+
+def test_only_plain_whole_weights_of_a_cpu_are_joined(cfg):
+    set_mesh(1, 1)
+    params = random_params(cfg)
+    assert decoder.joins_qkv(params, jnp.float32, current_mesh())
+    assert not decoder.joins_qkv(params, jnp.bfloat16, current_mesh()), "rounded as the trainer rounds"
+    adapted = params | {"layers": params["layers"] | {"q": Lora(params["layers"]["q"], None, None, None, 1.0)}}
+    assert not decoder.joins_qkv(adapted, jnp.float32, current_mesh())
+    set_mesh(1, 2)
+    assert not decoder.joins_qkv(params, jnp.float32, current_mesh()), "heads are divided over tp"
+    set_mesh(2, 1)
+    prepared = engine.make_prepare(cfg, jnp.float32, gather=False)(random_params(cfg))["layers"][0]["qkv"]
+    assert prepared.shape == (16, 4 + 2 + 2, 8) and prepared.sharding.shard_shape(prepared.shape) == (8, 8, 8)
+
+
+def test_decoding_on_a_cpu_draws_the_same_tokens(cfg):
+    set_mesh(1, 1)
+    plain, on_cpu = (decode_random(cfg, on_cpu=on_cpu) for on_cpu in (False, True))
+    np.testing.assert_array_equal(on_cpu[0], plain[0])
+    np.testing.assert_allclose(on_cpu[1:], plain[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_on_a_cpu_computes_the_angles_of_a_chunk_once(cfg):
+    set_mesh(1, 1)
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (31,), 0, jnp.float32, 3, on_cpu=True)
+    programs = make_programs(spec)
+    slots = programs.make_slots(2)
+    layers = decoder.per_layer_params(random_params(cfg), cfg, jnp.float32)
+    text = programs.decode.lower(slots, layers, np.float32(1)).as_text()
+    sines = re.findall(r"stablehlo.sine .*tensor<(\S+)>", text)
+    assert sines == ["3x2x1x1x4xf32"] * 2, "of 3 steps and 2 slots, once for each kind of layer"
