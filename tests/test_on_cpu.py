@@ -12,6 +12,7 @@ from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.matmul import matmul
+from tunix_lite.models.unfused import unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.rollout import engine
@@ -93,3 +94,34 @@ def test_decoding_on_a_cpu_computes_the_angles_of_a_chunk_once(cfg):
     text = programs.decode.lower(slots, layers, np.float32(1)).as_text()
     sines = re.findall(r"stablehlo.sine .*tensor<(\S+)>", text)
     assert sines == ["3x2x1x1x4xf32"] * 2, "of 3 steps and 2 slots, once for each kind of layer"
+
+
+def test_a_transpose_before_a_gradient_of_a_weight_is_not_fused_with_arithmetic():
+    def loss(x, scale, matrix):
+        return jnp.sum(jnp.sin(matmul(x * scale, matrix)))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 32), (256, 1), (32, 64))]
+    text = jax.jit(jax.grad(loss, 2)).lower(*shapes).compile().as_text()
+    assert " call(" in text, "XLA has inlined what must stay apart"
+    computations = re.findall(r"^%\S+ \([^)]*\) -> [^{]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    moved = [body for body in computations if re.search(r"f32\[32,256\]\{1,0\} copy\(", body)]
+    assert not any(" multiply(" in body for body in moved)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_scores_of_one_query_on_a_cpu_are_those_of_numpy(groups):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(3, 2, groups, 8)), rng.normal(size=(3, 2, 5, 8))
+    scores = attention._scores_on_cpu(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32))
+    expected = np.zeros((3, 2, groups, 5))
+    for b, head, query, key in np.ndindex(expected.shape):
+        expected[b, head, query, key] = q[b, head, query] @ k[b, head, key]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_fused_keeps_its_value_and_its_gradient():
+    x = jnp.asarray([[1.0, -2.0], [jnp.nan, jnp.inf]])
+    np.testing.assert_array_equal(unfused(x), x)
+    np.testing.assert_array_equal(jax.vmap(unfused)(x), x)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(with_unfused_cotangent(x))))(jnp.asarray([0.0, 1.0]))
+    np.testing.assert_allclose(gradient, np.cos([0.0, 1.0]), rtol=1e-6)

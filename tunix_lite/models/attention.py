@@ -22,12 +22,14 @@ from jax.typing import DTypeLike
 from tunix_lite.models.rounding import (
     at_least_float32,
     by_rows,
+    is_rounded,
     product,
     softmax,
     stored,
     sum_one_by_one,
     wide,
 )
+from tunix_lite.models.unfused import with_unfused_cotangent
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
 from tunix_lite.types import RowBatch
 
@@ -136,13 +138,21 @@ def attend(
         to_scores = partial(
             jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
         )
-        scores = checkpoint_name(to_scores(q, k_BKSH.astype(dtype)), name)
+        k = k_BKSH.astype(dtype)
+        if T == 1 and not is_rounded(dtype):
+            scores = jax.lax.platform_dependent(q, k, cpu=_scores_on_cpu, default=to_scores)
+        else:
+            scores = to_scores(q, k)
+        scores = checkpoint_name(scores, name)
         if k_scales_BKS is not None:
             scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
         if cfg.attn_softcap is not None:
             scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
 
         probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
+        if not is_rounded(dtype):
+            # The backward pass multiplies first, and then passes through the softmax.
+            probs = with_unfused_cotangent(probs)
         if v_scales_BKS is not None:
             probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
         weighted_sum = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
@@ -150,6 +160,12 @@ def attend(
 
     out = by_rows(attended, q, 2) if T == 1 else attended(q)
     return out.reshape(B, T, N, H)
+
+
+def _scores_on_cpu(q_BKGH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
+    """Scores of one query position, [B, K, G, S], where a key head serves G query heads. With the
+    keys as the first factor, XLA's CPU kernel need not transpose them."""
+    return jnp.einsum("bksh,bkgh->bksg", k_BKSH, q_BKGH).swapaxes(2, 3)
 
 
 # ---- xla: plain products

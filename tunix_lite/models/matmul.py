@@ -3,11 +3,13 @@
 The gradient of a weight is rows^T times the cotangent. It is a sum over all tokens, which are the
 first dim of both factors. XLA for CPUs has two libraries for products. The faster one, YNNPACK,
 sums over the last dim of its first factor. Any other product goes to Eigen. So on a CPU we first
-transpose the factor with fewer columns. Other platforms need no such copy.
+transpose the factor with fewer columns, in a kernel of its own. Other platforms need no such copy.
 """
 
 import jax
 import jax.numpy as jnp
+
+from tunix_lite.models.unfused import unfused
 
 
 @jax.custom_vjp
@@ -40,5 +42,5 @@ def _summed_on_cpu(rows: jax.Array, cotangent: jax.Array) -> jax.Array:
     # Without the barriers XLA would undo the transposes, and multiply as `_summed` does.
     barrier = jax.lax.optimization_barrier
     if rows.shape[1] <= cotangent.shape[1]:
-        return jnp.matmul(barrier(rows.T), cotangent)
-    return barrier(jnp.matmul(barrier(cotangent.T), rows)).T
+        return jnp.matmul(barrier(unfused(rows).T), cotangent)
+    return barrier(jnp.matmul(barrier(unfused(cotangent).T), rows)).T
