@@ -105,7 +105,26 @@ def test_a_transpose_before_a_gradient_of_a_weight_is_not_fused_with_arithmetic(
     assert " call(" in text, "XLA has inlined what must stay apart"
     computations = re.findall(r"^%\S+ \([^)]*\) -> [^{]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
     moved = [body for body in computations if re.search(r"f32\[32,256\]\{1,0\} copy\(", body)]
-    assert not any(" multiply(" in body for body in moved)
+    assert moved and not any(" multiply(" in body for body in moved)
+
+
+def attended(cfg, q_BTNH, k_BKSH):
+    mask = jnp.ones((len(q_BTNH), q_BTNH.shape[1], k_BKSH.shape[2]), bool)
+    return attention.attend(cfg, q_BTNH, k_BKSH, k_BKSH, mask).sum()
+
+
+def test_the_product_before_the_backward_pass_of_a_softmax_is_not_fused_with_it(cfg):
+    arrays = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 2, 3, 8))
+    text = jax.jit(jax.grad(partial(attended, cfg), 0)).lower(*arrays).as_text()
+    assert text.count('inlineable = "false"') >= 1
+    assert "inlineable" not in jax.jit(partial(attended, cfg)).lower(*arrays).as_text(), "forward it is as it was"
+
+
+def test_one_query_is_multiplied_with_the_keys_first(cfg):
+    arrays = jnp.ones((5, 1, 4, 8)), jnp.ones((5, 2, 3, 8))
+    text = jax.jit(partial(attended, cfg)).lower(*arrays).as_text()
+    first = re.search(r"dot_general .*: \(tensor<(\S+)xf32>, tensor<(\S+)xf32>\)", text)
+    assert first.groups() == ("5x2x3x8", "5x2x2x8"), "keys [B, K, S, H], then queries [B, K, G, H]"
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ M_ARENA_MAX = -8
 # of madvise(2)
 MADV_HUGEPAGE = 14
 HUGE_PAGE = 2 << 20
+HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+# Addresses that are reserved for the heap, at most. A step on a CPU that needs more is rare.
+MOST_RESERVED = 64 << 30
 
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
@@ -35,13 +39,12 @@ def take_gpu_memory() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep and reuse large blocks that were freed, in pages of 2 MiB where Linux has
-    them. Returns whether glibc took its settings.
+    """Makes glibc keep and reuse large blocks that were freed, in huge pages where Linux has them.
+    Returns whether glibc took its settings.
 
     Call it at the start of a program, before jax. XLA's CPU backend allocates its temporaries anew
     in every call. By default glibc maps and unmaps them each time, and the page faults took a third
-    of an update (docs/log.md, 2026-11-21). With pages of 4 KiB the processor searches its page
-    tables for most of what a step reads. The price: the process never gives memory back.
+    of an update (docs/log.md, 2026-11-21). The price: the process never gives memory back.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -51,8 +54,9 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20))
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if is_set:
-        ask_for_huge_pages(memory_of_machine() // 2)
+    if is_set and can_reserve_addresses():
+        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        ask_for_huge_pages(min(of_machine // 2, MOST_RESERVED))
     return is_set
 
 
@@ -60,11 +64,10 @@ def ask_for_huge_pages(size: int) -> bool:
     """Reserves addresses for `size` bytes of glibc's heap, and asks Linux for huge pages there.
     Returns whether Linux agreed.
 
-    No memory is taken until it is used. The heap must keep what is freed (keep_freed_memory), and
-    then serves later allocations from these addresses.
+    The heap must keep what is freed (keep_freed_memory). It then serves later blocks from these
+    addresses. Linux gives memory when an address is first written. calloc writes all that it gives
+    from here, so a large array of zeros takes its memory at once.
     """
-    if _promises_are_counted():
-        return False
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -72,7 +75,6 @@ def ask_for_huge_pages(size: int) -> bool:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     block = libc.malloc(size)
     if not block:
-        # a limit of the user's, such as ulimit -v
         return False
     first = -(-block // HUGE_PAGE) * HUGE_PAGE
     length = (block + size - first) // HUGE_PAGE * HUGE_PAGE
@@ -81,14 +83,32 @@ def ask_for_huge_pages(size: int) -> bool:
     return has_agreed
 
 
-def memory_of_machine() -> int:
-    """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _promises_are_counted() -> bool:
-    """Whether Linux counts reserved addresses as used memory (vm.overcommit_memory=2)."""
+def can_reserve_addresses() -> bool:
+    """Whether reserved addresses cost nothing in this process, and huge pages have 2 MiB."""
     try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-    except OSError:
-        return True
+        huge_page = int(HUGE_PAGE_FILE.read_text())
+        counts_addresses = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except (OSError, ValueError):
+        return False
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    # glibc then fills every block that it gives.
+    is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get("GLIBC_TUNABLES", "")
+    return (
+        huge_page == HUGE_PAGE
+        and not counts_addresses
+        and set(limits) == {resource.RLIM_INFINITY}
+        and not is_filled
+        and _malloc_is_of_glibc()
+    )
+
+
+def _malloc_is_of_glibc() -> bool:
+    """Whether no other allocator, such as tcmalloc, stands in for glibc's."""
+    try:
+        of_glibc = ctypes.CDLL("libc.so.6").malloc
+    except (OSError, AttributeError):
+        return False
+    in_use = ctypes.CDLL(None).malloc
+    return (
+        ctypes.cast(of_glibc, ctypes.c_void_p).value == ctypes.cast(in_use, ctypes.c_void_p).value
+    )
