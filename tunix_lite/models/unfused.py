@@ -1,12 +1,12 @@
-"""A value that XLA computes in kernels of its own, and does not fuse with what reads it.
+"""A value that XLA computes in kernels of its own, apart from what computes it and what reads it.
 
-XLA for CPUs fuses a cheap operation into each one that reads its result. That is slow in two
-cases. A transpose that is fused with arithmetic visits memory in strides, where a plain transpose
-goes block by block. And a product that is fused with a softmax leaves its fast kernel. An
-`optimization_barrier` does not help, because XLA for CPUs removes it before it fuses. A call of a
-function that must not be inlined does help.
+XLA for CPUs joins operations into one kernel where it can. That is slow in two cases. A transpose
+that is joined with arithmetic reads memory in strides, where a plain transpose goes block by block.
+And one kernel for a product and the backward pass of a softmax is slower than two. An
+`optimization_barrier` does not keep operations apart: XLA for CPUs removes it before it joins them.
+A call of a function that must not be inlined does.
 
-Use it on CPUs only: other compilers fuse well.
+Use it on CPUs only. What XLA makes for other platforms was not looked at.
 """
 
 import jax
@@ -27,7 +27,7 @@ def unfused(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def with_unfused_cotangent(x: jax.Array) -> jax.Array:
-    """x. On a CPU its cotangent is `unfused`."""
+    """x. On a CPU its cotangent is `unfused`. It has no forward-mode derivative (jax.jvp)."""
     return x
 
 
