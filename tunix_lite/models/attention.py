@@ -151,8 +151,8 @@ def attend(
 
         probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
         if not is_rounded(dtype):
-            # In the backward pass the product that makes this cotangent is faster in a kernel of its
-            # own than in one with the softmax.
+            # In the backward pass a product makes this cotangent. It is faster in a kernel of its own
+            # than in one with the softmax.
             probs = with_unfused_cotangent(probs)
         if v_scales_BKS is not None:
             probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
