@@ -151,7 +151,7 @@ def attend(
 
         probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
         if not is_rounded(dtype):
-            # In the backward pass a product makes this cotangent. It is faster in a kernel of its own
+            # In the backward pass a product makes this cotangent. It is faster in its own kernel
             # than in one with the softmax.
             probs = with_unfused_cotangent(probs)
         if v_scales_BKS is not None:
