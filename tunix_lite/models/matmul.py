@@ -3,9 +3,8 @@
 The gradient of a weight is rows^T times the cotangent. It is a sum over all tokens, which are the
 first dim of both factors. XLA for CPUs has two libraries for products, YNNPACK and Eigen. YNNPACK
 sums over the last dim of its first factor. Any other product goes to Eigen. So on a CPU we first
-transpose the factor with fewer columns, in a kernel of its own. Of the whole update this was the
-faster way on an AMD EPYC and on an Intel Xeon (docs/log.md, 2026-11-24). Other platforms need no
-such copy.
+transpose the factor with fewer columns, in a kernel of its own. That kernel was timed on an Intel
+Xeon only (docs/log.md, 2026-11-24). Other platforms need no such copy.
 """
 
 import jax
