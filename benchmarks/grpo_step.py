@@ -1,6 +1,7 @@
 """One GRPO step on a fixed workload, on one device: rollout, reference pass, update. Prints one JSON line.
 
-    python benchmarks/grpo_step.py [--repeats 7] [--packing none|prefix] [--remat none|dots|...] [--dtype fp32|bf16]
+    python benchmarks/grpo_step.py [--repeats 7] [--packing none|prefix] [--remat save_all|none|...] [--dtype fp32|bf16]
+        [--unroll]
 
 6 layers, embed 256, 4 heads, 1 key/value head, head dim 64, mlp 1024, vocabulary 512, computed in float32 by default; 8
 prompts x 8 generations, prompts of 32 tokens, exactly 64 new ones; KL 0.04 against a reference; one update with AdamW.
@@ -35,6 +36,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.decoder import Architecture
+from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
@@ -77,8 +79,9 @@ class FixedWork:
     prompts: list[list[int]]
 
     @classmethod
-    def make(cls, packing: str, remat: str = "none", dtype_name: str = "fp32") -> "FixedWork":
-        """packing: a name of ROWS. remat: a name of decoder.REMAT. dtype_name: of learner.policy.DTYPES."""
+    def make(cls, packing: str, remat: str = "none", dtype_name: str = "fp32", scan_layers: bool = True) -> "FixedWork":
+        """packing: a name of ROWS. remat: a name of decoder.REMAT. dtype_name: of learner.policy.DTYPES. scan_layers:
+        of decoder.forward."""
         keep_freed_memory()
         jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
         rng = np.random.default_rng(0)
@@ -86,11 +89,13 @@ class FixedWork:
         generation, dtype = GenerationConfig(PROMPT_LENGTH, NEW_TOKENS), DTYPES[dtype_name]
         generate = make_generate(CFG, generation, eos_ids=(CFG.vocab_size,), pad_id=0, dtype=dtype)
         rows = ROWS[packing]
-        policy = make_policy(CFG, generate, 1.0, dtype, jax.tree.map(jnp.copy, params), rows, remat=remat)
+        reference = jax.tree.map(jnp.copy, params)
+        policy = make_policy(CFG, generate, 1.0, dtype, reference, rows, remat=remat, scan_layers=scan_layers)
         optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
         state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
-        train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts)
+        options = update_options(scan_layers)
+        train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts, compiler_options=options)
         prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
         return cls(generate, policy, train_step, rows, state, prompts)
 
@@ -128,11 +133,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=arguments.count, default=7, help="steps that are timed, after one more")
     parser.add_argument("--packing", choices=ROWS, default="none", help="prefix shares prompts")
     parser.add_argument("--remat", choices=decoder.REMAT, default="none", help="what the update computes again")
+    parser.add_argument("--unroll", action="store_true", help="training.scan_layers=false")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
     args = parser.parse_args()
     repeats = args.repeats
 
-    work = FixedWork.make(args.packing, args.remat, args.dtype)
+    work = FixedWork.make(args.packing, args.remat, args.dtype, not args.unroll)
     times = {"rollout": [], "reference": [], "update": [], "step": []}
     for step in range(repeats + 1):
         began = time.perf_counter()
@@ -160,6 +166,7 @@ def main() -> None:
                 "benchmark": "grpo_step",
                 "packing": args.packing,
                 "remat": args.remat,
+                "scan_layers": not args.unroll,
                 "dtype": args.dtype,
                 "seconds": medians,
                 "repeats": repeats,

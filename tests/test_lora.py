@@ -224,8 +224,8 @@ class Likelihood:
         return -jnp.sum(batch.loss_weight * scores.logprobs), {}
 
 
-def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1):
-    policy = make_policy(CFG, None, 1.0)
+def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1, **scoring):
+    policy = make_policy(CFG, None, 1.0, **scoring)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
     params = adapters_of(lora)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
@@ -249,6 +249,16 @@ def test_only_adapters_learn_and_the_base_stays(storage):
         assert not np.array_equal(a, first[0]) and not np.array_equal(b, first[1]), path
     moments = [x for x in jax.tree.leaves(state.opt_state) if getattr(x, "ndim", 0)]
     assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def test_layers_apart_learn_what_scanned_layers_learn():
+    """With a quantised base, dropout and layers of both kinds."""
+    lora, frozen = dataclasses.replace(LORA, dropout=0.3, base="nf4"), base_of("nf4")
+    scanned, losses = one_update(lora, frozen, steps=2)
+    for remat in ("none", "save_all"):
+        apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat=remat)
+        np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
 
 
 def test_gradients_of_adapters_are_those_of_the_merged_weight():

@@ -1,5 +1,6 @@
 """What is computed otherwise on a CPU, because XLA is faster so: it is the same computation."""
 
+import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,11 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.matmul import matmul
 from tunix_lite.models.unfused import unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora
+from tunix_lite.parallel.compiler_options import options_of_mesh, update_options
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.rollout import engine
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout import programs as rollout_programs
+from tunix_lite.rollout.programs import SamplerSpec, computed_ahead, make_programs
 from tunix_lite.rollout.settings import GenerationConfig
 
 
@@ -96,6 +99,20 @@ def test_decoding_on_a_cpu_computes_the_angles_of_a_chunk_once(cfg):
     assert sines == ["3x2x1x1x4xf32"] * 2, "of 3 steps and 2 slots, once for each kind of layer"
 
 
+def test_the_noise_of_a_chunk_is_that_of_its_steps(cfg, monkeypatch):
+    set_mesh(1, 1)
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (31,), 0, jnp.float32, 3, on_cpu=True)
+    keys = jax.random.split(jax.random.key(3), 2)
+    slots = make_programs(spec).make_slots(2).replace(keys=keys, num_drawn=np.array([0, 5]))
+    noise = jax.jit(partial(computed_ahead, spec))(slots).noise_BV
+    for step, slot in itertools.product(range(3), range(2)):
+        key = jax.random.fold_in(keys[slot], slots.num_drawn[slot] + step)
+        np.testing.assert_array_equal(noise[step, slot], jax.random.gumbel(key, (cfg.vocab_size,)))
+
+    monkeypatch.setattr(rollout_programs, "NOISE_AT_ONCE", 3 * 2 * cfg.vocab_size - 1)
+    assert jax.eval_shape(partial(computed_ahead, spec), slots).noise_BV is None, "too much to hold"
+
+
 def test_a_transpose_before_a_gradient_of_a_weight_is_not_fused_with_arithmetic():
     def loss(x, scale, matrix):
         return jnp.sum(jnp.sin(matmul(x * scale, matrix)))
@@ -144,3 +161,44 @@ def test_what_is_not_fused_keeps_its_value_and_its_gradient():
     np.testing.assert_array_equal(jax.vmap(unfused)(x), x)
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(with_unfused_cotangent(x))))(jnp.asarray([0.0, 1.0]))
     np.testing.assert_allclose(gradient, np.cos([0.0, 1.0]), rtol=1e-6)
+
+
+def gradient_program(cfg, options=None, **forward):
+    """The compiled gradient of the hidden states of 4 sequences of 64 tokens with respect to all weights."""
+    set_mesh(1, 1)
+    tokens = np.zeros((4, 64), np.int32)
+    meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))
+
+    def loss(params):
+        return jnp.sum(jnp.sin(decoder.forward(params, cfg, tokens, meta, **forward)))
+
+    return jax.jit(jax.grad(loss)).lower(random_params(cfg)).compile(compiler_options=options)
+
+
+def test_layers_apart_are_no_loop_and_their_angles_are_computed_once(cfg):
+    scanned, text = (gradient_program(cfg, scan_layers=scan).as_text() for scan in (True, False))
+    assert scanned.count(" while(") == text.count(" while(") + 2, "a loop forward, and one backward"
+    assert len(re.findall(r" sine\(", text)) == 2, "for each kind of layer once"
+    joined = re.findall(r"= f32\[3,16,24\]\S* concatenate\((.*?)\)", text)
+    assert [operands.count("%") for operands in joined] == [3, 3], "gradients of gate and up: one part for each layer"
+
+
+def test_layers_apart_are_compiled_for_little_memory(cfg):
+    set_mesh(1, 1)
+    options = options_of_mesh(update_options(scan_layers=False))
+    assert options_of_mesh(update_options(scan_layers=True)) is None
+    usual, small = (gradient_program(cfg, given, scan_layers=False) for given in (None, options))
+    used, least = (program.memory_analysis().temp_size_in_bytes for program in (usual, small))
+    assert least < used, "XLA has not obeyed"
+
+
+def test_a_feed_forward_of_many_tokens_is_not_one_kernel(cfg):
+    def fed(tokens, dtype=jnp.float32):
+        w = {"gate": jnp.ones((16, 24), dtype), "up": jnp.ones((16, 24), dtype), "down": jnp.ones((24, 16), dtype)}
+        x_BTD = jnp.ones((2, tokens, 16), dtype)
+        return jax.jit(partial(decoder.gated_mlp, cfg=cfg)).lower(x_BTD, w).as_text()
+
+    set_mesh(1, 1)
+    assert "inlineable" in fed(tokens=3)
+    assert "inlineable" not in fed(tokens=1), "decoding is as it was"
+    assert "inlineable" not in fed(3, jnp.bfloat16), "rounded values have kernels of their own"

@@ -70,9 +70,12 @@ class TrainingConfig:
     # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
     # bfloat16, too).
     mixed_precision: str = "fp32"
-    # Gradient checkpointing, what the backward pass recomputes: none, dots, save_qkv_out, or block
-    # (all).
+    # Gradient checkpointing, what the backward pass recomputes: save_all (nothing), none (norms and
+    # activations), dots, save_qkv_out, or block (all).
     remat: str = "none"
+    # true compiles one layer and loops over all. false compiles each: slower to start, faster to
+    # run.
+    scan_layers: bool = True
     # Attention kernel: xla, cudnn (NVIDIA) or splash (TPU). auto takes the one for the device if
     # possible, else xla.
     attention: str = "auto"

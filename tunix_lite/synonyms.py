@@ -315,7 +315,7 @@ MODEL = (
             "true": "training.remat=block",
             "false": "training.remat=none",
         },
-        note="training.remat is none, dots, save_qkv_out or block",
+        note="training.remat is save_all, none, dots, save_qkv_out or block",
         TRL="gradient_checkpointing",
         verl="enable_gradient_checkpointing",
         Lightning="activation_checkpointing",
@@ -326,10 +326,11 @@ MODEL = (
             "full": "training.remat=block",
             "save_qkv_proj": "",
         },
-        note="training.remat is none, dots, save_qkv_out or block; block computes a whole layer "
-        "again, as remat_policy=full does",
+        note="training.remat is save_all, none, dots, save_qkv_out or block; block computes a "
+        "whole layer again, as remat_policy=full does",
         MaxText="remat_policy",
     ),
+    word("training.scan_layers={}", MaxText="scan_layers"),
     word(
         values={
             "full": "training.remat=block",

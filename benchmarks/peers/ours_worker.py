@@ -31,6 +31,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.decoder import Architecture
+from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.batch_size import plan_batch, plan_rows
 from tunix_lite.rollout.engine import make_generate
@@ -40,6 +41,10 @@ from tunix_lite.types import Graded, Rollout, TrainState
 IMPORTED = time.perf_counter()
 
 from turns import Turns, reward
+
+# training.scan_layers and training.remat: with few layers and enough memory these make the fastest update. The peers
+# have no loop over layers and no gradient checkpointing either.
+FORWARD = {"scan_layers": False, "remat": "save_all"}
 
 
 @dataclass
@@ -114,7 +119,9 @@ class Run:
         reference = base if self.lora else jax.tree.map(jnp.copy, base)
         self.state = TrainState(put(np.int32(0)), trained, init_opt_state(optimizer, trained))
         self.policy = self._policy(work, reference)
-        self.update = TrainStep(self.policy, self.algorithm, optimizer, self.rows.num_parts, lora=self.lora)
+        options = update_options(FORWARD["scan_layers"])
+        parts = self.rows.num_parts
+        self.update = TrainStep(self.policy, self.algorithm, optimizer, parts, lora=self.lora, compiler_options=options)
 
     def _layout(self, work: dict, packing: str) -> RowLayout:
         """Rows as a run with this packing plans them: all in one pass, or, where most completions are short, in
@@ -136,7 +143,8 @@ class Run:
         slots = RolloutConfig(num_slots=work["slots"])
         generate = make_generate(self.cfg, generation, (self.cfg.vocab_size,), work["pad_id"], rollout=slots)
         limited = partial(generate, limits=work["lengths"])
-        policy = make_policy(self.cfg, timed("rollout", limited, self.turns), 1.0, reference=reference, rows=self.rows)
+        sample = timed("rollout", limited, self.turns)
+        policy = make_policy(self.cfg, sample, 1.0, reference=reference, rows=self.rows, **FORWARD)
         policy.scorers["reference"] = timed("reference", policy.scorers["reference"], self.turns)
         return policy
 

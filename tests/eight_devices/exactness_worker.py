@@ -71,6 +71,7 @@ class Way:
     parts: int = 1
     packing: str = "none"
     remat: str = "none"
+    scan_layers: bool = True
     sync_every: int = 1
     rules: dict = field(default_factory=dict)
     wide: bool = False  # float64
@@ -111,7 +112,8 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     state = TrainState(put(np.int32(0)), params, (optax.TraceState(kept), optax.EmptyState()))
     rows = rows_of(way)
     reduced = {} if way.reduce_dtype is None else {"reduce_dtype": jnp.dtype(way.reduce_dtype)}
-    policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, remat=way.remat, **reduced)
+    forward = {"remat": way.remat, "scan_layers": way.scan_layers, **reduced}
+    policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, **forward)
     policy, batch = (policy, batch) if prepare is None else prepare(policy, rows, batch)
     step = TrainStep(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
     floats = jnp.float64 if way.wide else jnp.float32

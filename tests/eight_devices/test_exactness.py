@@ -187,18 +187,18 @@ WAYS = [
     ("plain", {"fsdp": 8, "packing": "prefix", "remat": "block", "rules": REPLICATED}, {}),
     ("head", {"fsdp": 2, "tp": 4, "parts": 2, "packing": "sequences", "remat": "block", "rules": SEQ}, {"blocks": 3, "pieces": 3}),
     ("head", {"tp": 8, "parts": 4, "packing": "prefix", "remat": "save_qkv_out"}, {"blocks": 2}),
-    ("head", {"parts": 8, "packing": "sequences"}, {"blocks": 4, "pieces": 2}),
+    ("head", {"parts": 8, "packing": "sequences", "remat": "save_all", "scan_layers": False}, {"blocks": 4, "pieces": 2}),
     ("adapters", {"fsdp": 2, "tp": 4, "parts": 8, "packing": "prefix", "remat": "dots", "sync_every": 4, "rules": REPLICATED}, {"pieces": 2}),
     ("adapters", {"fsdp": 4, "tp": 2, "packing": "sequences", "remat": "save_qkv_out", "rules": SEQ}, {"blocks": 4}),
-    ("adapters", {"tp": 8, "remat": "block", "rules": SEQ}, {"pieces": 3}),
+    ("adapters", {"tp": 8, "remat": "block", "rules": SEQ, "scan_layers": False}, {"pieces": 3}),
 ]  # fmt: skip
 WIDE = [
-    ("plain", {"tp": 8, "packing": "prefix", "rules": SEQ}, {"blocks": 3}),
+    ("plain", {"tp": 8, "packing": "prefix", "rules": SEQ, "remat": "save_all"}, {"blocks": 3}),
     ("head", {"fsdp": 8, "parts": 2, "packing": "sequences", "remat": "block", "sync_every": 2}, {"blocks": 4}),
     ("head", {"fsdp": 4, "tp": 2, "parts": 2, "packing": "prefix", "remat": "dots", "rules": REPLICATED}, {"pieces": 2}),
     ("adapters", {"fsdp": 2, "tp": 4, "parts": 8, "remat": "save_qkv_out", "sync_every": 4, "rules": SEQ}, {}),
     ("adapters", {"parts": 4, "remat": "dots"}, {"pieces": 3, "blocks": 4}),
-    ("adapters", {"fsdp": 4, "tp": 2, "parts": 4, "packing": "sequences", "sync_every": 2}, {}),
+    ("adapters", {"fsdp": 4, "tp": 2, "parts": 4, "packing": "sequences", "sync_every": 2, "scan_layers": False}, {}),
 ]  # fmt: skip
 
 
@@ -279,7 +279,8 @@ def test_the_ways_hold_every_value_twice():
     ways = [way | {"model": name} | cuts for name, way, cuts in WAYS + WIDE]
     for key, values in {
         "packing": ("sequences", "prefix"),
-        "remat": ("block", "dots", "save_qkv_out"),
+        "remat": ("block", "dots", "save_qkv_out", "save_all"),
+        "scan_layers": (False,),
         "sync_every": (2, 4),
         "parts": (2, 4, 8),
         "rules": (SEQ, REPLICATED),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from tunix_lite.algorithms.algorithm import Algorithm, Policy, check_loss
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import apply_update, widen
 from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
@@ -44,6 +45,8 @@ class TrainStep:
     seed: int = 0
     # micro-batches after which the gradient crosses the mesh
     sync_every: int = 1
+    # of the compiler, by platform
+    compiler_options: OptionsByPlatform = field(default_factory=dict)
 
     def __post_init__(self):
         check_loss(self.algorithm)
@@ -71,6 +74,7 @@ class TrainStep:
             in_shardings=shardings,
             out_shardings=(of_state, None),
             donate_argnums=0,
+            compiler_options=options_of_mesh(self.compiler_options),
         )
 
     def update(

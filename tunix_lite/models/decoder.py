@@ -10,7 +10,8 @@ differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 25
 What calls what:
 
     weights -> layer_weights                 the table of parameters, which everything else reads
-    forward                                  training: whole rows, a scan over stacked layers
+    forward                                  training: whole rows, a scan over stacked layers or
+                                             one layer after the other
         embed -> block (one layer) -> norm
     forward_by_layer                         sampling: one layer after the other, with a cache
         embed -> block (each layer) -> norm
@@ -22,7 +23,8 @@ What calls what:
 
 The layers are stacked, `layers/<name>` with a leading dim over them, and the kind of each layer is
 data beside them: training scans over single layers, so that compile time grows neither with depth
-nor with the pattern. Sampling runs layer by layer on what `per_layer_params` returns.
+nor with the pattern, unless training.scan_layers=false. Sampling runs layer by layer on what
+`per_layer_params` returns.
 """
 
 from collections.abc import Callable
@@ -49,6 +51,7 @@ from tunix_lite.models.rounding import (
     stored,
     wide,
 )
+from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.models.weights import (
     Weight,
     are_plain,
@@ -356,6 +359,7 @@ def forward(
     attend: Callable[..., jax.Array] = attention.xla,
     reduce_dtype: DTypeLike = jnp.float32,
     tp_reduce_dtype: DTypeLike = jnp.float32,
+    scan_layers: bool = True,
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
 
@@ -363,32 +367,78 @@ def forward(
     the forward pass keeps for the backward pass, a name of REMAT. attend: one of
     attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
     mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
-    taken in, as weights.project takes it.
+    taken in, as weights.project takes it. scan_layers: the program has one layer and runs it in a
+    loop; else it has all of them, which takes longer to compile and less to run.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
+    if not scan_layers:
+        # Else XLA for CPUs would compute sines and cosines again in each layer.
+        angles = jax.tree.map(unfused_on_cpu, angles)
     declared = layer_weights(cfg)
-    are_local = np.array([kind == "local" for kind in cfg.kinds])
-    all_alike = bool(are_local.all() or not are_local.any())
+    are_local = [kind == "local" for kind in cfg.kinds]
 
-    def layer(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
-        w, is_local = of_layer
-        # Where all layers are of one kind, it is known while compiling.
-        is_local = bool(are_local[0]) if all_alike else is_local
+    def layer(
+        is_local: bool | jax.Array,
+        x_BTD: jax.Array,
+        w: dict[str, Any],
+    ) -> jax.Array:
         w = {
             name: for_compute(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()
         }
-        products = Products(tp_reduce_dtype)
 
         def attend_fn(*qkv: jax.Array) -> tuple[jax.Array, None]:
             return attend(cfg, is_local, meta, *qkv), None
 
-        return block(x_BTD, w, cfg, select_kind(angles, is_local), attend_fn, products)
+        angles_of_kind = select_kind(angles, is_local)
+        x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, Products(tp_reduce_dtype))
+        return x_BTD
+
+    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
+    run = _scanned if scan_layers else _unrolled
+    x_BTD = run(layer, x_BTD, params["layers"], are_local, REMAT[remat])
+    return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
+
+
+def _scanned(
+    layer: Callable[..., jax.Array],
+    x_BTD: jax.Array,
+    stacked: dict[str, Any],
+    are_local: list[bool],
+    policy: Callable[..., bool],
+) -> jax.Array:
+    """layer(is_local, x_BTD, its weights), one after the other in a loop over stacked weights."""
+    # Where all layers are of one kind, it is known while compiling.
+    all_alike = len(set(are_local)) == 1
+
+    def body(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
+        w, is_local = of_layer
+        return layer(are_local[0] if all_alike else is_local, x_BTD, w), None
 
     # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
-    layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
-    x_BTD, _ = jax.lax.scan(layer, x_BTD, (params["layers"], are_local))
-    return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.lax.scan(body, x_BTD, (stacked, np.array(are_local)))[0]
+
+
+def _unrolled(
+    layer: Callable[..., jax.Array],
+    x_BTD: jax.Array,
+    stacked: dict[str, Any],
+    are_local: list[bool],
+    policy: Callable[..., bool],
+) -> jax.Array:
+    """As `_scanned`, but each layer has a place of its own in the program, and its kind is known
+    while compiling."""
+    of_kind = {
+        is_local: jax.checkpoint(partial(layer, is_local), policy=policy)
+        for is_local in set(are_local)
+    }
+    leaves, structure = jax.tree.flatten(stacked)
+    # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each i.
+    of_layers = zip(*(jax.lax.split(leaf, [1] * len(are_local)) for leaf in leaves))
+    for is_local, of_layer in zip(are_local, of_layers):
+        w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
+        x_BTD = of_kind[is_local](x_BTD, w)
+    return x_BTD
 
 
 def select_kind(by_kind: dict[str, Any], is_local: bool | jax.Array) -> Any:
@@ -410,10 +460,12 @@ def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
     )
 
 
-# What the forward pass keeps for the backward pass, which computes the rest again: at least norms,
-# activations and whatever else is cheap. Weights in the compute dtype are never kept: gathered over
-# fsdp, layer after layer, they would be the whole model.
+# What the forward pass keeps for the backward pass, which computes the rest again. Except with
+# save_all, that is at least norms, activations and whatever else is cheap, and weights in the
+# compute dtype: gathered over fsdp, layer after layer, they would be the whole model.
 REMAT = {
+    # everything, also weights as they were gathered and cast
+    "save_all": jax.checkpoint_policies.everything_saveable,
     # every product
     "none": _and_kernels(KEPT("product", "scores", "attended")),
     # products with weights, nothing within attention
@@ -553,7 +605,10 @@ class Products:
     def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
         """activation(gate(x)) * up(x), [B, T, F]."""
         gate_BTF = ACTIVATIONS[activation](wide(project(x_BTD, w["gate"])))
-        return stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
+        gated_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
+        # On a CPU one kernel for the three products of many tokens is slower than three.
+        one_token = x_BTD.shape[1] == 1
+        return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
 
     def down(self, hidden_BTF: jax.Array, w: dict[str, Any]) -> jax.Array:
         """What the feed-forward adds to the residual stream, [B, T, D]."""

@@ -1,10 +1,11 @@
 """A value that XLA computes in kernels of its own, apart from what computes it and what reads it.
 
-XLA for CPUs joins operations into one kernel where it can. That is slow in two cases. A transpose
+XLA for CPUs joins operations into one kernel where it can. That is slow in some cases. A transpose
 that is joined with arithmetic reads memory in strides, where a plain transpose goes block by block.
-And one kernel for a product and the backward pass of a softmax is slower than two. An
-`optimization_barrier` does not keep operations apart: XLA for CPUs removes it before it joins them.
-A call of a function that must not be inlined does.
+One kernel for a product and the backward pass of a softmax is slower than two, and so is one kernel
+for the products and the activation of a feed-forward. An `optimization_barrier` does not keep
+operations apart: XLA for CPUs removes it before it joins them. A call of a function that must not
+be inlined does.
 
 Use it on CPUs only. What XLA makes for other platforms was not looked at.
 """
@@ -25,6 +26,11 @@ def unfused(x: jax.Array) -> jax.Array:
         return _itself(x)
 
 
+def unfused_on_cpu(x: jax.Array) -> jax.Array:
+    """x; where a program is compiled for CPUs, `unfused`."""
+    return jax.lax.platform_dependent(x, cpu=unfused, default=lambda x: x)
+
+
 @jax.custom_vjp
 def with_unfused_cotangent(x: jax.Array) -> jax.Array:
     """x. On a CPU its cotangent is `unfused`. It has no forward-mode derivative (jax.jvp)."""
@@ -32,7 +38,7 @@ def with_unfused_cotangent(x: jax.Array) -> jax.Array:
 
 
 def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.platform_dependent(cotangent, cpu=unfused, default=lambda x: x),)
+    return (unfused_on_cpu(cotangent),)
 
 
 with_unfused_cotangent.defvjp(lambda x: (x, None), _backward)

@@ -20,6 +20,18 @@ OptionsByPlatform = Mapping[str, Mapping[str, str | bool]]
 # Gemma 3 1B was copied, from 0.6 on it was not (docs/log.md, 24 November 2026).
 FOR_DECODING: OptionsByPlatform = {"tpu": {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}}
 
+# XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
+# once. Where each layer has kernels of its own that is a third to a half of an update's memory, and
+# nothing is faster for it (docs/log.md, 24 November 2026).
+FOR_UNROLLED_UPDATES: OptionsByPlatform = {
+    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+}
+
+
+def update_options(scan_layers: bool) -> OptionsByPlatform:
+    """The options of an update, by platform; scan_layers: of decoder.forward."""
+    return {} if scan_layers else FOR_UNROLLED_UPDATES
+
 
 class JitByPlatform:
     """A function under jit, compiled with the options of the platform of the current mesh; without
@@ -45,12 +57,18 @@ class JitByPlatform:
     def _of_mesh(self) -> Callable:
         platform = current_platform()
         if platform not in self._by_platform:
-            options = self.options.get(platform, {})
-            if options:
-                options = known_options(platform, tuple(options.items()))
-            jitted = jax.jit(self.function, compiler_options=options or None, **self.jit_options)
+            options = options_of_mesh(self.options)
+            jitted = jax.jit(self.function, compiler_options=options, **self.jit_options)
             self._by_platform[platform] = jitted
         return self._by_platform[platform]
+
+
+def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:
+    """The options of the current mesh's platform that its compiler knows, as jax.jit takes them;
+    None: there are none."""
+    platform = current_platform()
+    found = options.get(platform, {})
+    return known_options(platform, tuple(found.items())) or None if found else None
 
 
 @cache

@@ -324,7 +324,9 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
 
     block: nothing. save_qkv_out: q, k, v and what attention gives, n(2N + 2K)H. dots: q, k, v, the
     output and the feed-forward's three products, n((N + 2K)H + 2D + 2F). none: those, what
-    attention gives, and its scores in float32 where they are made all at once.
+    attention gives, and its scores in float32 where they are made all at once. save_all: what
+    jax.vjp returns for a layer of Gemma 3, n(7F + 14D + 3(N + K)H) and three times the scores in
+    float32, and n(F + 4D + 2(N + K)H) beside them.
     """
     # Elements of one token of one layer on a device.
     cfg = resolved.cfg
@@ -339,17 +341,22 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
 
     # What remat keeps of them.
     remat = resolved.run.training.remat
+    heads_of_token = (heads + kv_heads) * cfg.head_dim
     of_a_token = {
         "block": 0,
         "save_qkv_out": qkv + attended_out,
         "dots": products,
         "none": products + attended_out,
+        "save_all": cfg.mlp_dim // tp + 4 * residual + 2 * heads_of_token,
     }
     elements = rows * width * (residual + of_a_token[remat])
     kept = elements * jnp.dtype(resolved.dtype).itemsize
-    if remat == "none" and resolved.attention == "xla":
+    if remat == "save_all":
+        kept += 4 * rows * width * (7 * cfg.mlp_dim // tp + 14 * residual + 3 * heads_of_token)
+    if remat in ("none", "save_all") and resolved.attention == "xla":
         scores = (heads * math.prod(part) for part in attended(resolved, rows, width))
-        kept += 4 * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
+        times = 3 if remat == "save_all" else 1
+        kept += 4 * times * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
     return cfg.num_layers * kept
 
 

@@ -283,7 +283,8 @@ class HardwareCosts:
     def update(self, batch: Batch, work: RowWork) -> float:
         # Backward is two passes; recomputation is one more.
         training = self.resolved.run.training
-        again = {"none": 0.0, "dots": 0.1, "save_qkv_out": 0.6}.get(training.remat, 1.0)
+        share = {"save_all": 0.0, "none": 0.0, "dots": 0.1, "save_qkv_out": 0.6}
+        again = share.get(training.remat, 1.0)
         passes = (3 if self.resolved.lora is None else 2) + again
         resident = estimate.resident(self.resolved)
         state = 2 * (resident["parameters"] + resident["optimizer"])

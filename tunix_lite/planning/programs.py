@@ -29,6 +29,7 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
+from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import gathered_sharding, make_mesh, set_rules, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
@@ -280,6 +281,7 @@ def policy_of(
         attend=attention.IMPLEMENTATIONS[resolved.attention],
         reduce_dtype=jnp.dtype(training.reduce_dtype),
         tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+        scan_layers=training.scan_layers,
     )
     others = {
         name: policy_of(resolved.as_scorer(name), reference=params).scorers["reference"]
@@ -322,6 +324,7 @@ def _description(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
 
 def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
     """The run's update; policy: None means one that only scores."""
+    training = resolved.run.training
     return TrainStep(
         policy_of(resolved) if policy is None else policy,
         resolved.run.algorithm,
@@ -329,7 +332,8 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.rows.num_parts,
         resolved.lora,
         resolved.run.seed,
-        resolved.run.training.sync_gradients_every,
+        training.sync_gradients_every,
+        update_options(training.scan_layers),
     )
 
 

@@ -19,11 +19,11 @@ from tunix_lite.parallel.mesh import constrain
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.programs import (
+    Ahead,
     DecodedChunk,
     PromptCache,
     SamplerSpec,
     Slots,
-    StepAngles,
     at_home,
     counting_jit,
     make_prompt_cache,
@@ -187,18 +187,23 @@ def live_decode(
     """Draws `spec.chunk` tokens in every slot."""
     temperature_B1 = how.temperature[:, None]
 
-    def step(slots: Slots, angles: StepAngles) -> tuple[Slots, tuple]:
+    def step(slots: Slots, ahead: Ahead) -> tuple[Slots, tuple]:
         logits_BV = next_logits(spec, slots, per_layer_params)
         token_B, logprobs_B, full_logprobs_B = sampling.draw(
-            logits_BV, slots.keys, slots.num_drawn, temperature_B1, spec.generation
+            logits_BV,
+            slots.keys,
+            slots.num_drawn,
+            temperature_B1,
+            spec.generation,
+            noise_BV=ahead.noise_BV,
         )
         top = None
         full_BV = logits_BV / jnp.where(temperature_B1 > 0, temperature_B1, 1.0)
         if has_cutoffs:
-            token_B, logprobs_B, full_logprobs_B = draw_cut_off(slots, full_BV, how)
+            token_B, logprobs_B, full_logprobs_B = draw_cut_off(slots, full_BV, how, ahead)
         if has_top:
             top = likeliest_tokens(full_BV)
-        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
+        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, ahead)
         return after, (reported_B, logprobs_B, full_logprobs_B, top)
 
     slots, (*drawn, top) = repeat(spec, step, slots)
@@ -211,6 +216,7 @@ def draw_cut_off(
     slots: Slots,
     full_BV: jax.Array,
     how: SlotSampling,
+    ahead: Ahead,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `sampling.draw`, with what each slot cuts off. full_BV: logits over the temperature."""
     is_random_B1 = how.temperature[:, None] > 0
@@ -218,8 +224,9 @@ def draw_cut_off(
         full_BV, how.top_k[:, None], how.top_p[:, None], how.min_p[:, None]
     )
     left_BV = jnp.where(is_random_B1, cut_BV, full_BV)
-    keys_B = jax.vmap(jax.random.fold_in)(slots.keys, slots.num_drawn)
-    noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, full_BV.shape[1:]))(keys_B)
+    noise_BV = ahead.noise_BV
+    if noise_BV is None:
+        noise_BV = sampling.gumbel_noise(slots.keys, slots.num_drawn, full_BV.shape[1])
     scores_BV = left_BV + jnp.where(is_random_B1, noise_BV, 0.0)
     token_B, full_logprobs_B = jax.lax.platform_dependent(
         scores_BV, full_BV, cpu=sampling.best_on_cpu, default=sampling.best

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from tunix_lite.models import attention, decode_attention, decoder, rounding
 from tunix_lite.models.decode_products import FusedProducts
 from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, JitByPlatform, OptionsByPlatform
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
@@ -33,8 +34,20 @@ from tunix_lite.rollout.fused_draw import fused_draw
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Params
 
-# Rotary angles of the tokens that a step reads, by kind of layer; None: each layer computes them.
-StepAngles = dict[str, decoder.Angles] | None
+# Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
+NOISE_AT_ONCE = 2**22
+
+
+class Ahead(NamedTuple):
+    """What a step finds computed. None: it is computed where it is used.
+
+    Example: step(slots, Ahead()).
+    """
+
+    # rotary angles of the tokens that the step reads, by kind of layer
+    angles: dict[str, decoder.Angles] | None = None
+    # what sampling.gumbel_noise gives for the tokens that the step draws
+    noise_BV: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -484,8 +497,8 @@ def decode_chunk(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot, as `generation` says."""
 
-    def step(slots: Slots, angles: StepAngles) -> tuple[Slots, tuple[jax.Array, ...]]:
-        return decode_step(spec, generation, slots, per_layer_params, temperature, angles)
+    def step(slots: Slots, ahead: Ahead) -> tuple[Slots, tuple[jax.Array, ...]]:
+        return decode_step(spec, generation, slots, per_layer_params, temperature, ahead)
 
     slots, drawn = repeat(spec, step, slots)
     report = DecodedChunk(*drawn, slots.requests, slots.running, slots.num_taken)
@@ -494,18 +507,32 @@ def decode_chunk(
 
 def repeat(
     spec: SamplerSpec,
-    step: Callable[[Slots, StepAngles], tuple[Slots, Any]],
+    step: Callable[[Slots, Ahead], tuple[Slots, Any]],
     slots: Slots,
 ) -> tuple[Slots, Any]:
-    """step(slots, angles) `spec.chunk` times: the slots, and what the steps return beside them,
+    """step(slots, ahead) `spec.chunk` times: the slots, and what the steps return beside them,
     stacked."""
-    angles = None
-    if spec.on_cpu:
-        # XLA for CPUs would compute sin and cos once more for each head of each layer. A slot that
-        # runs moves on by one token a step; what one that has ended computes is not used.
-        positions = slots.lengths + jnp.arange(spec.chunk)[:, None]
-        angles = decoder.rope_angles_by_kind(spec.cfg, positions[:, :, None])
-    return jax.lax.scan(step, slots, angles, length=spec.chunk)
+    ahead = computed_ahead(spec, slots) if spec.on_cpu else Ahead()
+    return jax.lax.scan(step, slots, ahead, length=spec.chunk)
+
+
+def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
+    """For a CPU: what all steps of a chunk find computed, each array with a leading dim of
+    `spec.chunk`.
+
+    A slot that runs moves on by one token a step. What a slot that has ended computes is not used.
+    """
+    # XLA for CPUs would compute sin and cos once more for each head of each layer.
+    step_T1 = jnp.arange(spec.chunk)[:, None]
+    positions_TB = slots.lengths + step_T1
+    angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
+    if positions_TB.size * spec.cfg.vocab_size > NOISE_AT_ONCE:
+        return Ahead(angles)
+
+    # One large array is drawn in threads; the small one of a step is not.
+    gumbel_noise = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
+    noise_TBV = jax.vmap(gumbel_noise, (None, 0))(slots.keys, slots.num_drawn + step_T1)
+    return Ahead(angles, unfused(constrain(noise_TBV, "seq", "batch", "vocab")))
 
 
 def decode_step(
@@ -514,7 +541,7 @@ def decode_step(
     slots: Slots,
     per_layer_params: Params,
     temperature: jax.Array,
-    angles: StepAngles,
+    ahead: Ahead,
 ) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
     [B] each."""
@@ -524,9 +551,15 @@ def decode_step(
     else:
         logits_BV = next_logits(spec, slots, per_layer_params)
         token_B, logprobs_B, full_logprobs_B = sampling.draw(
-            logits_BV, slots.keys, slots.num_drawn, temperature, generation, slots.seen
+            logits_BV,
+            slots.keys,
+            slots.num_drawn,
+            temperature,
+            generation,
+            slots.seen,
+            ahead.noise_BV,
         )
-    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
+    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, ahead)
     return after, (reported_B, logprobs_B, full_logprobs_B)
 
 
@@ -560,7 +593,7 @@ def read_drawn(
     slots: Slots,
     per_layer_params: Params,
     token_B: jax.Array,
-    angles: StepAngles,
+    ahead: Ahead,
 ) -> tuple[Slots, jax.Array]:
     """The slots after every running one has read the token drawn for it; and these tokens, -1 for
     slots that do not run."""
@@ -578,7 +611,7 @@ def read_drawn(
         spec.tp_reduce_dtype,
         attend_norms=is_fused,
         products=products_of(spec),
-        angles=angles,
+        angles=ahead.angles,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.

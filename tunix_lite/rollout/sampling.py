@@ -41,14 +41,16 @@ def draw(
     temperature: jax.Array | float,
     generation: GenerationConfig,
     seen_BV: jax.Array | None = None,
+    noise_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, their log-probabilities under the distribution that was drawn from, and those under
     the full one, [B] each, float32.
 
     The full distribution is softmax(logits / temperature), which the trainer computes. positions_B:
-    tokens of the completion so far. seen_BV: the tokens that the repetition penalty is for. At
-    temperature 0 the best token is taken, with log-probabilities as at temperature 1 and nothing
-    cut off, as cutting off never removes the best token.
+    tokens of the completion so far. seen_BV: the tokens that the repetition penalty is for.
+    noise_BV: `gumbel_noise` of these keys and positions; None: it is drawn here. At temperature 0
+    the best token is taken, with log-probabilities as at temperature 1 and nothing cut off, as
+    cutting off never removes the best token.
     """
     # What is left of the full distribution; the same array where nothing changes it.
     full_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
@@ -60,8 +62,8 @@ def draw(
         left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
-    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
-    noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
+    if noise_BV is None:
+        noise_BV = gumbel_noise(keys_B, positions_B, logits_BV.shape[1])
     noise_BV = jnp.where(temperature > 0, noise_BV, 0.0)
     tokens_B, full_logprobs_B = jax.lax.platform_dependent(
         left_BV + noise_BV, full_BV, cpu=best_on_cpu, default=best
@@ -71,6 +73,17 @@ def draw(
     if left_BV is full_BV:
         return tokens_B, full_logprobs_B, full_logprobs_B
     return tokens_B, logprobs_of(left_BV, tokens_B), full_logprobs_B
+
+
+def gumbel_noise(
+    keys_B: jax.Array,
+    positions_B: jax.Array,
+    vocab_size: int,
+) -> jax.Array:
+    """What is added to the logits of the next token of each row, [B, V] float32. It depends on the
+    key of the row and on the number of tokens drawn so far, positions_B."""
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys_B)
 
 
 def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -259,6 +259,7 @@ def exact_gradient(learner: Learner, state: TrainState, experience: Experience) 
             None,
             resolved.rows,
             remat=run.training.remat,
+            scan_layers=run.training.scan_layers,
         )
         if resolved.teacher is not None:
             policy = replace(policy, scores=with_divergence(policy.scores, resolved.teacher))
@@ -293,6 +294,7 @@ def _kept(
         learner.train_step.lora,
         run.seed,
         run.training.sync_gradients_every,
+        learner.train_step.compiler_options,
     )
     # Copies, because an update donates its state. The number of the step is that of dropout.
     copied = jax.tree.map(jnp.copy, (state.step, state.params))

@@ -101,6 +101,7 @@ class Trainer:
             "attend": attention.IMPLEMENTATIONS[name],
             "reduce_dtype": jnp.dtype(training.reduce_dtype),
             "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
+            "scan_layers": training.scan_layers,
         }
 
     @property
