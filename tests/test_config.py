@@ -252,7 +252,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["sharding.train.mlp=dp"], "sharding: train.mlp='dp'; it is fsdp, tp or null"),
         (["sharding.rollout.residual_seq=tp"], "sharding: rollout.residual_seq: sampling takes one token at a time"),
         (["sharding.train.batch=null"], "sharding: batch: sequences are divided over fsdp"),
-        (["training.remat=all"], "training: remat='all'; it is none, dots, save_qkv_out or block"),
+        (["training.remat=all"], "training: remat='all'; it is save_all, none, dots, save_qkv_out or block"),
         (["training.attention=flash"], "training.attention=flash: there is no such value; write training.attention=auto"),
         (["training.micro_batch_size=most"], "training: micro_batch_size='most'; it is a number, auto, or null"),
         (["training.packing=none", "training.micro_batch_tokens=99"], "micro_batch_tokens=99 is for packed rows, and packing is none"),

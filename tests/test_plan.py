@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import EOS, ragged_prompts, random_params, set_mesh
@@ -30,6 +32,7 @@ from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source
+from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -60,6 +63,30 @@ def case_of(cfg, overrides=(), fsdp=2, tp=2) -> ResolvedRun:
     run = compose(["model=random", *SMALL, *LENGTHS, *overrides])
     run = replace(run, model=replace(run.model, architecture=cfg))
     return resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+
+
+# Rows times columns, 35, divides the size of no weight.
+ODD = Architecture(64, 2, 22, 3, 1, 16, 44, query_scale=16, pattern=("global",), window=None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_save_all_keeps_is_what_jax_keeps(precision):
+    case = case_of(ODD, ["training.remat=save_all", f"training.mixed_precision={precision}"], 1, 1)
+    rows, width = 5, 7
+    meta = attention.one_sequence_per_row(jnp.ones((rows, width), bool))
+
+    def kept(params):
+        tokens = np.zeros((rows, width), np.int32)
+        hidden = partial(decoder.forward, cfg=ODD, tokens_BT=tokens, meta=meta, dtype=case.dtype)
+        return jax.vjp(partial(hidden, remat="save_all", scan_layers=False), params)[1]
+
+    set_mesh(1, 1)
+    residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(ODD)).jaxpr.outvars}
+    of_tokens = [
+        x for x in residuals.values() if x.size % (rows * width) == 0 and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    counted = sum(x.size * x.dtype.itemsize for x in of_tokens)
+    assert estimate.kept_layers(case, rows, width) == pytest.approx(counted, rel=0.15)
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
