@@ -70,8 +70,8 @@ class TrainingConfig:
     # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
     # bfloat16, too).
     mixed_precision: str = "fp32"
-    # Gradient checkpointing, what the backward pass recomputes: save_all (nothing), none (norms and
-    # activations), dots, save_qkv_out, or block (all).
+    # Gradient checkpointing, what is recomputed: save_all (nothing), none (little), dots,
+    # save_qkv_out or block (all).
     remat: str = "none"
     # true compiles one layer and loops over all. false compiles each: slower to start, faster to
     # run.
