@@ -36,7 +36,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "files": {"files", "plain_text"},
     # Processes and arrays.
     "distributed": {"distributed", "errors", "files.addresses", "marked_processes"},
-    "parallel": {"parallel", "distributed.host_memory", "distributed.join"},
+    "parallel": {"parallel", "distributed.join"},
     # A model, what it samples, and what it learns from that.
     "models": {"models", "errors", "files", "parallel", "plain_text", "types", "__init__"},
     "rollout": {"rollout", "distributed.allgather", "models", "parallel", "plain_text", "types"},

@@ -1,6 +1,5 @@
 """How glibc's heap is set up: what was freed is kept, in huge pages where Linux has them."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -37,25 +36,6 @@ bytearray(64 << 20)
 print(host_memory.ask_for_huge_pages(2 << 30))
 """
 
-# Prints how much of 2,000 blocks of 100 KiB, which were written and freed, the process holds before and after.
-GIVEN_BACK = """
-import ctypes, re
-from tunix_lite.distributed import host_memory
-assert host_memory.keep_freed_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-held = lambda: int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-begin = held()
-blocks = [libc.malloc(100 << 10) for _ in range(2000)]
-for block in blocks:
-    ctypes.memset(block, 1, 100 << 10)
-for block in blocks[:-1]:  # the last one holds the heap's end
-    libc.free(block)
-print(held() - begin > 150)
-host_memory.give_back_freed_memory()
-print(held() - begin < 50)
-"""
-
 
 def printed(code: str, **variables: str) -> str:
     words = [sys.executable, "-c", code]
@@ -83,8 +63,3 @@ def test_a_heap_that_fills_its_blocks_is_left_alone(variable):
 @pytest.mark.parametrize(("most", "reserves"), [("1 << 30", "False"), ("4 << 30", "True")])
 def test_addresses_that_are_limited_are_not_reserved(most, reserves):
     assert printed(LIMITED.replace("MOST", most)) == reserves, "a block that cannot be had is no error"
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_freed_memory_is_kept_until_it_is_given_back():
-    assert printed(GIVEN_BACK).split() == ["True", "True"]

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
+from tunix_lite.commands.program import compose
+from tunix_lite.learner import step as learner_step
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.matmul import matmul
 from tunix_lite.models.unfused import unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora
 from tunix_lite.parallel.compiler_options import options_of_mesh, update_options
 from tunix_lite.parallel.mesh import current_mesh
+from tunix_lite.planning import programs as planned_programs
+from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.rollout import engine
 from tunix_lite.rollout import programs as rollout_programs
 from tunix_lite.rollout.programs import SamplerSpec, computed_ahead, make_programs
@@ -190,6 +194,23 @@ def test_layers_apart_are_compiled_for_little_memory(cfg):
     usual, small = (gradient_program(cfg, given, scan_layers=False) for given in (None, options))
     used, least = (program.memory_analysis().temp_size_in_bytes for program in (usual, small))
     assert least < used, "XLA has not obeyed"
+
+
+def test_the_setting_reaches_the_compiler_of_an_update(monkeypatch):
+    seen = []
+    monkeypatch.setattr(learner_step, "options_of_mesh", seen.append)
+    small = ["model=random", "training.prompts_per_step=1", "algorithm.num_generations=2", "training.packing=none"]
+    run = compose([*small, "training.scan_layers=false"])
+    case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
+    set_mesh(1, 1)
+    loops = (
+        planned_programs.lowered(case, planned_programs.abstract(case))["update"]().as_text().count("stablehlo.while")
+    )
+    assert seen == [update_options(scan_layers=False)]
+    run = compose(small)
+    case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
+    scanned = planned_programs.lowered(case, planned_programs.abstract(case))["update"]().as_text()
+    assert scanned.count("stablehlo.while") == loops + 2 and seen[1] == {}
 
 
 def test_a_feed_forward_of_many_tokens_is_not_one_kernel(cfg):

@@ -82,10 +82,11 @@ def test_what_save_all_keeps_is_what_jax_keeps(precision):
 
     set_mesh(1, 1)
     residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(ODD)).jaxpr.outvars}
-    of_tokens = [
-        x for x in residuals.values() if x.size % (rows * width) == 0 and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    counted = sum(x.size * x.dtype.itemsize for x in of_tokens)
+    floats = [x for x in residuals.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    of_tokens = [x.size * x.dtype.itemsize for x in floats if x.size % (rows * width) == 0]
+    # Weights in float32 are kept where they are.
+    matrices = ODD.num_layers * estimate.layer_elements(case) * jnp.dtype(case.dtype).itemsize
+    counted = sum(of_tokens) + matrices
     assert estimate.kept_layers(case, rows, width) == pytest.approx(counted, rel=0.15)
 
 

@@ -73,8 +73,8 @@ class TrainingConfig:
     # Gradient checkpointing, what is recomputed: save_all (nothing), none (little), dots,
     # save_qkv_out or block (all).
     remat: str = "none"
-    # true compiles one layer and loops over all. false compiles each: slower to start, faster to
-    # run.
+    # true compiles one layer and loops over all. false compiles each: a slow start, fast steps on
+    # CPUs.
     scan_layers: bool = True
     # Attention kernel: xla, cudnn (NVIDIA) or splash (TPU). auto takes the one for the device if
     # possible, else xla.

@@ -44,8 +44,7 @@ def keep_freed_memory() -> bool:
 
     Call it at the start of a program, before jax. XLA's CPU backend allocates its temporaries anew
     in every call. By default glibc maps and unmaps them each time, and the page faults took a third
-    of an update (docs/log.md, 2026-11-21). The price: the process gives memory back only where it
-    calls `give_back_freed_memory`.
+    of an update (docs/log.md, 2026-11-21). The price: the process never gives memory back.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -59,20 +58,6 @@ def keep_freed_memory() -> bool:
         of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         ask_for_huge_pages(min(of_machine // 2, MOST_RESERVED))
     return is_set
-
-
-def give_back_freed_memory() -> None:
-    """Gives Linux the pages of all blocks that were freed, also where keep_freed_memory was called.
-
-    For after a program was compiled: the compiler frees hundreds of megabytes, in pieces too small
-    for the temporaries of the program, which would otherwise come on top of them.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    # musl, another C library, has no malloc_trim.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
 
 
 def ask_for_huge_pages(size: int) -> bool:

@@ -19,6 +19,7 @@ from tunix_lite.learner.optim import Optimizer, apply_update, make_optimizer, wi
 from tunix_lite.learner.step import TrainStep, dropout_keys
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.weights import Table
+from tunix_lite.parallel.compiler_options import options_of_mesh
 from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 
@@ -45,7 +46,8 @@ def gradient_program(step: TrainStep, params: Params) -> Callable[..., Sums]:
         )
         return widen(grads), metrics
 
-    return jax.jit(gradients, out_shardings=(places, None))
+    options = options_of_mesh(step.compiler_options)
+    return jax.jit(gradients, out_shardings=(places, None), compiler_options=options)
 
 
 def loss_program(step: TrainStep) -> Callable[..., Metrics]:

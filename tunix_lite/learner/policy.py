@@ -41,8 +41,8 @@ def make_policy(
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
     frozen params of the KL term, or None. rows: how a batch is laid out where `collect` asks for
-    scores. scoring: `remat`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as decoder.forward
-    takes them.
+    scores. scoring: `remat`, `scan_layers`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as
+    decoder.forward takes them.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """

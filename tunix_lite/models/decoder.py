@@ -460,9 +460,9 @@ def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
     )
 
 
-# What the forward pass keeps for the backward pass, which computes the rest again. Except with
-# save_all, that is at least norms, activations and whatever else is cheap, and weights in the
-# compute dtype: gathered over fsdp, layer after layer, they would be the whole model.
+# What the forward pass keeps for the backward pass, which computes the rest again. Only save_all
+# computes nothing again. The others compute at least norms, activations and weights in the compute
+# dtype: gathered over fsdp, layer after layer, these would be the whole model.
 REMAT = {
     # everything, also weights as they were gathered and cast
     "save_all": jax.checkpoint_policies.everything_saveable,
@@ -606,7 +606,7 @@ class Products:
         """activation(gate(x)) * up(x), [B, T, F]."""
         gate_BTF = ACTIVATIONS[activation](wide(project(x_BTD, w["gate"])))
         gated_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
-        # On a CPU one kernel for the three products of many tokens is slower than three.
+        # On a CPU one kernel for this and the products gate, up and down is slower than several.
         one_token = x_BTD.shape[1] == 1
         return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
 

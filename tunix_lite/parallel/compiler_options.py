@@ -22,7 +22,7 @@ FOR_DECODING: OptionsByPlatform = {"tpu": {"xla_tpu_msa_inefficient_use_to_copy_
 
 # XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
 # once. Where each layer has kernels of its own that is a third to a half of an update's memory, and
-# nothing is faster for it (docs/log.md, 24 November 2026).
+# nothing is faster for it (docs/log.md, 25 November 2026).
 FOR_UNROLLED_UPDATES: OptionsByPlatform = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
@@ -89,7 +89,8 @@ def known_options(
         names = ", ".join(name for name, _ in options)
         warnings.warn(
             f"the compiler for {platform} does not know {names}, so programs are compiled without "
-            "it; they may move more bytes. A newer version of the compiler may know it",
+            "it; they may move more bytes or take more memory. A newer version of the compiler may "
+            "know it",
             stacklevel=2,
         )
         return {}

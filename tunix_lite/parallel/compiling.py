@@ -13,8 +13,6 @@ from typing import Any
 
 import jax
 
-from tunix_lite.distributed.host_memory import give_back_freed_memory
-
 # jax's own variable, which comes before our setting
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 # Programs that compile faster are not worth a file.
@@ -36,7 +34,6 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
         key = (structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
         if key not in executables:
             executables[key] = lower(*args).compile()
-            give_back_freed_memory()
         return executables[key]
 
     return compiled

@@ -188,6 +188,11 @@ def _cache(trial: Trial) -> Iterator[Trial]:
         yield _with(trial, "rollout", cache="int8")
 
 
+def _scan(trial: Trial) -> Iterator[Trial]:
+    if not trial.run.training.scan_layers:
+        yield _with(trial, "training", scan_layers=True)
+
+
 def _remat(trial: Trial) -> Iterator[Trial]:
     if trial.run.training.remat != "block":
         yield _with(trial, "training", remat="block")
@@ -272,6 +277,7 @@ CHANGES = (
     _rollout,
     _slots,
     _cache,
+    _scan,
     _remat,
     _half,
     _micro_batch,

@@ -326,7 +326,8 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
     output and the feed-forward's three products, n((N + 2K)H + 2D + 2F). none: those, what
     attention gives, and its scores in float32 where they are made all at once. save_all: what
     jax.vjp returns for a layer of Gemma 3, n(7F + 14D + 3(N + K)H) and three times the scores in
-    float32, and n(F + 4D + 2(N + K)H) beside them.
+    float32, and n(F + 4D + 2(N + K)H) beside them; and the layer's matrices as they are computed
+    with. What a program without a loop over layers keeps more than these is not known.
     """
     # Elements of one token of one layer on a device.
     cfg = resolved.cfg
@@ -352,6 +353,7 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
     elements = rows * width * (residual + of_a_token[remat])
     kept = elements * jnp.dtype(resolved.dtype).itemsize
     if remat == "save_all":
+        kept += layer_elements(resolved) * jnp.dtype(resolved.dtype).itemsize
         kept += 4 * rows * width * (7 * cfg.mlp_dim // tp + 14 * residual + 3 * heads_of_token)
     if remat in ("none", "save_all") and resolved.attention == "xla":
         scores = (heads * math.prod(part) for part in attended(resolved, rows, width))

@@ -1,8 +1,9 @@
 """What the numbers of a run depend on, kept beside its checkpoints: a run goes on only from a
 checkpoint of the same run.
 
-What never changes an answer is not in it: the mesh, micro-batches, remat, slots, and how long and
-how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
+What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
+how long and how often. Packing is kept, so that training.packing=auto goes on as the run began; it
+may differ.
 """
 
 import dataclasses

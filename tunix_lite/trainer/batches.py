@@ -33,6 +33,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, source
 from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.planning.programs import policy_of
 from tunix_lite.runs.learner import sampler_of_run
 from tunix_lite.runs.setup import find_parts
@@ -151,7 +152,14 @@ def gradient_of_batch(
         training = trainer.run.training
         every = training.sync_gradients_every if is_of_run else 1
         step = TrainStep(
-            policy, algorithm, None, rows.num_parts, client.lora, trainer.run.seed, every
+            policy,
+            algorithm,
+            None,
+            rows.num_parts,
+            client.lora,
+            trainer.run.seed,
+            every,
+            update_options(training.scan_layers),
         )
         return gradient_program(step, client.params)
 

@@ -16,6 +16,7 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.models.weights import Table
+from tunix_lite.parallel.compiler_options import OptionsByPlatform
 from tunix_lite.trainer.data import masked
 from tunix_lite.trainer.losses import TokenLoss
 from tunix_lite.types import Params, RowBatch, TokenScores, TrainState
@@ -55,11 +56,14 @@ class TrainerPrograms:
     seed: int
     # of the schedule of a run
     max_steps: int = 1
+    # of the gradients, by platform
+    compiler_options: OptionsByPlatform = field(default_factory=dict)
     kept: dict[str, OrderedDict] = field(default_factory=dict)
 
     def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Callable:
         """As learner.apart.gradient_program."""
         step = partial(TrainStep, self.policy, loss, None, lora=lora, seed=self.seed)
+        step = partial(step, compiler_options=self.compiler_options)
         key = loss, lora, shardings_of(params)
         return self.once("gradients", key, lambda: gradient_program(step(), params))
 

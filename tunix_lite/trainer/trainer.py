@@ -31,6 +31,7 @@ from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
+from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, set_rules
 from tunix_lite.seeds import check_seed
 from tunix_lite.trainer.batches import Collecting
@@ -58,8 +59,9 @@ class Trainer:
     ):
         """settings: as on the command line of run_training.py, or one RunConfig (`compose`).
 
-        Read are model, training.mixed_precision, remat and attention, rollout, sharding, optimizer
-        and seed. max_prompt_length, max_new_tokens: of samples, at most. Raises ConfigError.
+        Read are model, training.mixed_precision, remat, scan_layers, attention, reduce_dtype and
+        tp_reduce_dtype, rollout, sharding, optimizer and seed. max_prompt_length, max_new_tokens:
+        of samples, at most. Raises ConfigError.
         """
         if len(settings) == 1 and isinstance(settings[0], RunConfig):
             self.run = settings[0]
@@ -81,7 +83,9 @@ class Trainer:
         self._full: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
         self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed, self.run.training.max_steps)
+        training = self.run.training
+        options = update_options(training.scan_layers)
+        self.programs = TrainerPrograms(self._policy(), self.run.seed, training.max_steps, options)
 
     def _policy(self) -> Policy:
         scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
