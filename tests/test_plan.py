@@ -70,7 +70,7 @@ ODD = Architecture(64, 2, 22, 3, 1, 16, 44, query_scale=16, pattern=("global",),
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_save_all_keeps_is_what_jax_keeps(precision):
+def test_what_save_all_keeps_of_tokens_is_near_what_jax_keeps(precision):
     case = case_of(ODD, ["training.remat=save_all", f"training.mixed_precision={precision}"], 1, 1)
     rows, width = 5, 7
     meta = attention.one_sequence_per_row(jnp.ones((rows, width), bool))
@@ -84,10 +84,8 @@ def test_what_save_all_keeps_is_what_jax_keeps(precision):
     residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(ODD)).jaxpr.outvars}
     floats = [x for x in residuals.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     of_tokens = [x.size * x.dtype.itemsize for x in floats if x.size % (rows * width) == 0]
-    # Weights in float32 are kept where they are.
     matrices = ODD.num_layers * estimate.layer_elements(case) * jnp.dtype(case.dtype).itemsize
-    counted = sum(of_tokens) + matrices
-    assert estimate.kept_layers(case, rows, width) == pytest.approx(counted, rel=0.15)
+    assert estimate.kept_layers(case, rows, width) - matrices == pytest.approx(sum(of_tokens), rel=0.15)
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:

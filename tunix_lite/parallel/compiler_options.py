@@ -21,8 +21,8 @@ OptionsByPlatform = Mapping[str, Mapping[str, str | bool]]
 FOR_DECODING: OptionsByPlatform = {"tpu": {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}}
 
 # XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
-# once. Where each layer has kernels of its own that is a third to a half of an update's memory, and
-# nothing is faster for it (docs/log.md, 25 November 2026).
+# once. For six layers without a loop that was 1,052 MB of temporaries in place of 979, and nothing
+# was faster for it (docs/log.md, 25 November 2026).
 FOR_UNROLLED_UPDATES: OptionsByPlatform = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }

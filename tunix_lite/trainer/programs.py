@@ -62,8 +62,8 @@ class TrainerPrograms:
 
     def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Callable:
         """As learner.apart.gradient_program."""
-        step = partial(TrainStep, self.policy, loss, None, lora=lora, seed=self.seed)
-        step = partial(step, compiler_options=self.compiler_options)
+        settings = {"lora": lora, "seed": self.seed, "compiler_options": self.compiler_options}
+        step = partial(TrainStep, self.policy, loss, None, **settings)
         key = loss, lora, shardings_of(params)
         return self.once("gradients", key, lambda: gradient_program(step(), params))
 
