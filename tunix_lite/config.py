@@ -70,7 +70,7 @@ class TrainingConfig:
     # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
     # bfloat16, too).
     mixed_precision: str = "fp32"
-    # Gradient checkpointing, what is recomputed: save_all (nothing), none (little), dots,
+    # Gradient checkpointing, what is recomputed: save_all (least), none (little), dots,
     # save_qkv_out or block (all).
     remat: str = "none"
     # true compiles one layer and loops over all. false compiles each: a slow start, fast steps on

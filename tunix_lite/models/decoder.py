@@ -41,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from tunix_lite.models import attention
+from tunix_lite.models.activations import ACTIVATIONS, gated
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import (
     added,
@@ -404,7 +405,7 @@ def _scanned(
     x_BTD: jax.Array,
     stacked: dict[str, Any],
     are_local: list[bool],
-    policy: Callable[..., bool],
+    policy: Callable[..., bool] | None,
 ) -> jax.Array:
     """layer(is_local, x_BTD, its weights), one after the other in a loop over stacked weights."""
     # Where all layers are of one kind, it is known while compiling.
@@ -414,8 +415,9 @@ def _scanned(
         w, is_local = of_layer
         return layer(are_local[0] if all_alike else is_local, x_BTD, w), None
 
-    # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
-    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    if policy is not None:
+        # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return jax.lax.scan(body, x_BTD, (stacked, np.array(are_local)))[0]
 
 
@@ -424,14 +426,13 @@ def _unrolled(
     x_BTD: jax.Array,
     stacked: dict[str, Any],
     are_local: list[bool],
-    policy: Callable[..., bool],
+    policy: Callable[..., bool] | None,
 ) -> jax.Array:
     """As `_scanned`, but each layer has a place of its own in the program, and its kind is known
     while compiling."""
-    of_kind = {
-        is_local: jax.checkpoint(partial(layer, is_local), policy=policy)
-        for is_local in set(are_local)
-    }
+    of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
+    if policy is not None:
+        of_kind = {kind: jax.checkpoint(fn, policy=policy) for kind, fn in of_kind.items()}
     leaves, structure = jax.tree.flatten(stacked)
     # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each i.
     of_layers = zip(*(jax.lax.split(leaf, [1] * len(are_local)) for leaf in leaves))
@@ -460,12 +461,14 @@ def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
     )
 
 
-# What the forward pass keeps for the backward pass, which computes the rest again. Only save_all
-# computes nothing again. The others compute at least norms, activations and weights in the compute
-# dtype: gathered over fsdp, layer after layer, these would be the whole model.
+# What the forward pass keeps for the backward pass, which computes the rest again. With save_all
+# that is the activation of the feed-forward alone (activations.gated). The others compute at least
+# norms, activations and weights in the compute dtype: gathered over fsdp, layer after layer, these
+# would be the whole model.
 REMAT = {
-    # everything, also weights as they were gathered and cast
-    "save_all": jax.checkpoint_policies.everything_saveable,
+    # Everything, also weights as they were gathered and cast. None has no jax.checkpoint, which
+    # would copy each kept array once more.
+    "save_all": None,
     # every product
     "none": _and_kernels(KEPT("product", "scores", "attended")),
     # products with weights, nothing within attention
@@ -580,8 +583,6 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 # ---- one layer
 
-ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
-
 
 @dataclass(frozen=True)
 class Products:
@@ -604,8 +605,7 @@ class Products:
 
     def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
         """activation(gate(x)) * up(x), [B, T, F]."""
-        gate_BTF = ACTIVATIONS[activation](wide(project(x_BTD, w["gate"])))
-        gated_BTF = stored(gate_BTF * wide(project(x_BTD, w["up"])), x_BTD.dtype)
+        gated_BTF = gated(activation, project(x_BTD, w["gate"]), project(x_BTD, w["up"]))
         # On a CPU one kernel for this and the products gate, up and down is slower than several.
         one_token = x_BTD.shape[1] == 1
         return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)

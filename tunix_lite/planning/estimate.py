@@ -325,8 +325,8 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
     block: nothing. save_qkv_out: q, k, v and what attention gives, n(2N + 2K)H. dots: q, k, v, the
     output and the feed-forward's three products, n((N + 2K)H + 2D + 2F). none: those, what
     attention gives, and its scores in float32 where they are made all at once. save_all: what
-    jax.vjp returns for a layer of Gemma 3, n(7F + 14D + 3(N + K)H) and three times the scores in
-    float32, and n(F + 4D + 2(N + K)H) beside them; and the layer's matrices as they are computed
+    jax.vjp returns for a layer of Gemma 3, n(14D + 3(N + K)H) and three times the scores in
+    float32, and n(3F + 4D + 2(N + K)H) beside them; and the layer's matrices as they are computed
     with. What a program without a loop over layers keeps more than these is not known.
     """
     # Elements of one token of one layer on a device.
@@ -348,13 +348,13 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
         "save_qkv_out": qkv + attended_out,
         "dots": products,
         "none": products + attended_out,
-        "save_all": cfg.mlp_dim // tp + 4 * residual + 2 * heads_of_token,
+        "save_all": 3 * (cfg.mlp_dim // tp) + 4 * residual + 2 * heads_of_token,
     }
     elements = rows * width * (residual + of_a_token[remat])
     kept = elements * jnp.dtype(resolved.dtype).itemsize
     if remat == "save_all":
         kept += layer_elements(resolved) * jnp.dtype(resolved.dtype).itemsize
-        kept += 4 * rows * width * (7 * cfg.mlp_dim // tp + 14 * residual + 3 * heads_of_token)
+        kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
     if remat in ("none", "save_all") and resolved.attention == "xla":
         scores = (heads * math.prod(part) for part in attended(resolved, rows, width))
         times = 3 if remat == "save_all" else 1

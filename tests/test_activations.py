@@ -1,0 +1,83 @@
+"""The activation of a gated feed-forward: against numpy in float64, and what its backward pass keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_lite.models.activations import ACTIVATIONS, gated
+from tunix_lite.parallel.compiler_options import FOR_UNROLLED_UPDATES
+
+
+def activated(activation, x):
+    """In float64: gelu with tanh as published, and silu."""
+    if activation == "gelu":
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
+def test_every_activation_is_tested():
+    assert set(ACTIVATIONS) == {"gelu", "silu"}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_gated_activation_and_its_gradient_are_those_of_numpy(activation):
+    gate = np.concatenate([np.linspace(-12, 12, 481), [-88.0, 88.0]])
+    rng = np.random.default_rng(0)
+    up, cotangent = rng.normal(size=(2, len(gate)))
+    out, pull_back = jax.vjp(lambda *x: gated(activation, *x), *(jnp.asarray(x, jnp.float32) for x in (gate, up)))
+    of_gate, of_up = pull_back(jnp.asarray(cotangent, jnp.float32))
+
+    small = 1e-4
+    slope = (activated(activation, gate + small) - activated(activation, gate - small)) / (2 * small)
+    for found, expected in (
+        (out, activated(activation, gate) * up),
+        (of_gate, cotangent * up * slope),
+        (of_up, cotangent * activated(activation, gate)),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_in_bfloat16_values_and_gradients_are_rounded_once(activation):
+    gate, up, cotangent = (
+        jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(1).normal(size=(3, 1000)) * [[4], [1], [1]]
+    )
+    out, pull_back = jax.vjp(lambda *x: gated(activation, *x), gate, up)
+    wide = [np.asarray(x, np.float64) for x in (gate, up, cotangent)]
+    expected = activated(activation, wide[0]) * wide[1], wide[2] * activated(activation, wide[0])
+    for found, exact in zip((out, pull_back(cotangent)[1]), expected, strict=True):
+        assert found.dtype == jnp.bfloat16
+        # half a unit in the last of 8 bits
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8 * 1.001, atol=4e-6)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_keeps_gate_and_up_alone(activation, dtype):
+    def kept(gate, up):
+        return jax.vjp(lambda *x: gated(activation, *x), gate, up)[1]
+
+    given = jax.ShapeDtypeStruct((8, 16), dtype)
+    assert [(x.shape, str(x.dtype)) for x in jax.tree.leaves(jax.eval_shape(kept, given, given))] == [
+        ((8, 16), dtype)
+    ] * 2
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_compiler_keeps_no_more(activation):
+    """Where forward and backward pass are one program, XLA could keep what both compute. In a chain of layers that
+    would be in memory at once: of each layer's three hidden arrays (gate, up, gated) only these."""
+    T, D, F, layers = 64, 8, 1024, 6
+
+    def loss(ws, x):
+        for gate, up, down in ws:
+            x = x + gated(activation, x @ gate, x @ up) @ down
+        return jnp.sum(x**2)
+
+    shape = jax.ShapeDtypeStruct
+    ws = [(shape((D, F), jnp.float32), shape((D, F), jnp.float32), shape((F, D), jnp.float32))] * layers
+    program = jax.jit(jax.grad(loss)).lower(ws, shape((T, D), jnp.float32)).compile(FOR_UNROLLED_UPDATES["cpu"])
+    of_hidden = 4 * T * F
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    assert temporaries < (3 * layers + 4) * of_hidden

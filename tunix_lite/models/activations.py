@@ -1,0 +1,68 @@
+"""The activation of a gated feed-forward, and a backward pass that keeps only two products for it.
+
+By itself, jax.vjp would keep the activation, its tanh and more for the backward pass: up to eight
+arrays as large as the products. These take memory, and the forward pass makes them one by one.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.models.rounding import stored, wide
+
+# Of the tokens' hidden values, elementwise. gelu is in its tanh form.
+ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, elementwise, computed in float32 at least and kept as gate is.
+
+    activation: a name of ACTIVATIONS. gate, up: of one shape and dtype. The backward pass computes
+    the activation again, from gate and up. It has no forward-mode derivative (jax.jvp).
+    """
+    return stored(ACTIVATIONS[activation](wide(gate)) * wide(up), gate.dtype)
+
+
+def _forward(
+    activation: str, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return gated(activation, gate, up), (gate, up)
+
+
+def _backward(
+    activation: str, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    gate, up = kept
+    activated, slope = SLOPES[activation](wide(gate))
+    of_gate = wide(cotangent) * wide(up) * slope
+    of_up = wide(cotangent) * activated
+    return stored(of_gate, gate.dtype), stored(of_up, up.dtype)
+
+
+gated.defvjp(_forward, _backward)
+
+
+# ---- activations with their derivatives
+# These compute the same functions by another formula than ACTIVATIONS. With the same one, the
+# compiler would see that the forward pass has computed it, and keep that for the backward pass.
+
+
+def _gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x sigmoid(2 u), where u = sqrt(2 / pi) (x + 0.044715 x^3), and its derivative. It is gelu,
+    because tanh(u) = 2 sigmoid(2 u) - 1."""
+    scale = math.sqrt(2 / math.pi)
+    share = jax.nn.sigmoid(2 * scale * (x + 0.044715 * x**3))
+    twice_slope_of_u = 2 * scale * (1 + 3 * 0.044715 * x**2)
+    return x * share, share + x * share * (1 - share) * twice_slope_of_u
+
+
+def _silu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x sigmoid(x) and its derivative, where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
+    share = 0.5 + 0.5 * jnp.tanh(0.5 * x)
+    return x * share, share + x * share * (1 - share)
+
+
+SLOPES = {"gelu": _gelu_and_slope, "silu": _silu_and_slope}
