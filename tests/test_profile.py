@@ -49,8 +49,8 @@ def event(name: str, start: float, duration: float, **stats) -> SimpleNamespace:
     return SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats.items())
 
 
-def traced(events: list) -> SimpleNamespace:
-    return SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])])
+def traced(*threads: list) -> SimpleNamespace:
+    return SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events) for events in threads])])
 
 
 def test_an_operation_that_goes_on_after_its_event_lasts_until_its_end(step_profile):
@@ -61,8 +61,34 @@ def test_an_operation_that_goes_on_after_its_event_lasts_until_its_end(step_prof
         event("first", 9000, 700, _p=2, **of),
         event("python", 0, 10**6),
     ]
-    found = step_profile.durations_of(traced(events))
-    assert found == {("jit_update", "first"): [pytest.approx(4e-6), pytest.approx(7e-7)]}
+    Span = step_profile.Span
+    found = step_profile.spans_of(traced(events))
+    assert found == {("jit_update", "first"): [Span(1000, 5000, True), Span(9000, 9700, False)]}
+
+
+def test_an_end_in_another_thread_counts_for_copies_alone(step_profile):
+    here = [
+        event(name, 0, 10, _p=i, hlo_module="jit_update", hlo_op=name) for i, name in enumerate(["fusion", "copy.7"])
+    ]
+    there = [event(f"end: {name}", 900, 0, _c=i) for i, name in enumerate(["fusion", "copy.7"])]
+    Span = step_profile.Span
+    found = step_profile.spans_of(traced(here, there))
+    assert found == {("jit_update", "fusion"): [Span(0, 10, True)], ("jit_update", "copy.7"): [Span(0, 900, True)]}
+
+
+def test_time_is_divided_among_what_runs_and_copies_that_wait_get_what_nothing_else_has(step_profile):
+    Span = step_profile.Span
+    spans = {
+        "a": [Span(0, 1000, False), Span(2000, 3000, True)],
+        "b": [Span(500, 1500, True)],
+        "waits": [Span(200, 1800, True)],
+        "copies": [Span(2500, 3500, False)],
+    }
+    found = step_profile.seconds_by_operation(spans, copies={"waits", "copies"})
+    # a: 500 alone, half of 500 beside b, 500 alone, half of 500 beside the copy that ends with its event
+    assert found == pytest.approx({"a": 1500e-9, "b": 750e-9, "waits": 300e-9, "copies": 750e-9})
+    # 0 to 1800, and 2000 to 3500
+    assert sum(found.values()) == pytest.approx(3300e-9)
 
 
 def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
@@ -70,8 +96,12 @@ def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
     (tmp_path / "module_0002.jit_update.cpu_after_optimizations.txt").write_text(
         "HloModule jit_update, of other shapes"
     )
-    durations = {("jit_update", name): [2e-6, 3e-6] for name in ("first", "second", "third")}
-    found = {each.kernel.name: each for each in step_profile.found_operations(durations, tmp_path, repeats=2)}
+    # 2 microseconds each, one after the other, two times
+    spans = {
+        ("jit_update", name): [step_profile.Span(2000 * i + at, 2000 * (i + 1) + at, False) for at in (0, 50_000)]
+        for i, name in enumerate(("first", "second", "third"))
+    }
+    found = {each.kernel.name: each for each in step_profile.found_operations(spans, tmp_path, repeats=2)}
     assert {name: each.label for name, each in found.items()} == {
         "first": "matmul",
         "second": "attention, but its products",
