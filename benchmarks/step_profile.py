@@ -147,7 +147,8 @@ def spans_of(data: jax.profiler.ProfileData) -> Spans:
     began: dict[int, tuple[float, tuple[str, str], float, object]] = {}
     ended: dict[int, tuple[float, object]] = {}
     found = collections.defaultdict(list)
-    events = ((id(line), event) for plane in data.planes for line in [*plane.lines] for event in line.events)
+    lines = enumerate(line for plane in data.planes for line in plane.lines)
+    events = ((thread, event) for thread, line in lines for event in line.events)
     for number, (thread, event) in enumerate(events):
         stats = dict(event.stats)
         if "hlo_op" in stats and "hlo_module" in stats:
@@ -157,8 +158,9 @@ def spans_of(data: jax.profiler.ProfileData) -> Spans:
             ended[stats["_c"]] = (event.start_ns, thread)
     for number, (start, key, end_of_event, thread) in began.items():
         end, thread_of_end = ended.get(number, (end_of_event, thread))
-        is_known = thread_of_end == thread or key[1].startswith("copy")
-        found[key].append(Span(start, max(end, end_of_event) if is_known else end_of_event, end > end_of_event))
+        if thread_of_end != thread and not key[1].startswith("copy"):
+            end = end_of_event
+        found[key].append(Span(start, max(end, end_of_event), goes_on=end > end_of_event))
     return found
 
 
@@ -173,11 +175,11 @@ def seconds_by_operation(spans: dict[Hashable, list[Span]], copies: set[Hashable
         for number, span in enumerate(of_key):
             is_copy = key in copies and span.goes_on
             edges += [(span.began, 1, key, number, is_copy), (span.ended, 0, key, number, is_copy)]
-    # At one moment ends come first: an operation that begins where another ends does not run beside it.
-    edges.sort(key=lambda edge: edge[:2])
+    # A span may have no length. So at one moment what begins comes first.
+    edges.sort(key=lambda edge: (edge[0], not edge[1]))
     found = dict.fromkeys(spans, 0.0)
     running: dict[bool, set] = {False: set(), True: set()}
-    for (moment, begins, key, number, is_copy), (following, *_) in itertools.pairwise([*edges, edges[-1]]):
+    for (moment, begins, key, number, is_copy), (following, *_) in itertools.pairwise(edges):
         (running[is_copy].add if begins else running[is_copy].discard)((key, number))
         counted = running[False] or running[True]
         for of_key, _ in counted:
@@ -263,6 +265,11 @@ def product_shape(computation: Computation, dot: Instruction) -> str:
 # ---- tables
 
 
+def ratio(amount: float, of: float) -> float:
+    """0 where nothing is divided by nothing: a copy that only waited has no seconds."""
+    return amount / of if of else 0.0
+
+
 def table_of_classes(phase: str, wall: float, operations: list[Operation], peak: float) -> list[str]:
     """The classes of a phase, the slowest first, and what is left for the host."""
     sums = collections.defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
@@ -273,15 +280,15 @@ def table_of_classes(phase: str, wall: float, operations: list[Operation], peak:
     lines += ["|---|---|---|---|---|---|---|---|"]
     busy = sum(seconds for seconds, *_ in sums.values())
     for label, (seconds, flops, moved, times) in sorted(sums.items(), key=lambda item: -item[1][0]):
-        rate = flops / seconds / 1e9 if seconds else 0.0
+        rate = ratio(flops, seconds) / 1e9
         lines.append(
-            f"| {label} | {seconds:.4f} | {seconds / busy:.1%} | {times:,.0f} | {flops / 1e9:.1f} | "
+            f"| {label} | {seconds:.4f} | {ratio(seconds, busy):.1%} | {times:,.0f} | {flops / 1e9:.1f} | "
             f"{rate:,.0f} | {rate / peak:.0%} | {moved / 1e9:.2f} |"
         )
     flops = sum(each.flops for each in operations)
     lines.append(
-        f"| while any operation runs | {busy:.4f} | | | {flops / 1e9:.1f} | {flops / busy / 1e9:,.0f} | "
-        f"{flops / busy / 1e9 / peak:.0%} | |"
+        f"| while any operation runs | {busy:.4f} | | | {flops / 1e9:.1f} | {ratio(flops, busy) / 1e9:,.0f} | "
+        f"{ratio(flops, busy) / 1e9 / peak:.0%} | |"
     )
     lines.append(f"| the phase | {wall:.4f} | | | | {flops / wall / 1e9:,.0f} | {flops / wall / 1e9 / peak:.0%} | |")
     return lines
@@ -295,7 +302,7 @@ def table_of_programs(found: list[tuple[str, Operation]], peak: float) -> list[s
             sums[phase, each.program][i] += value
     lines = ["| phase | program | s | GFLOP | GFLOP/s | of the peak | GB moved |", "|---|---|---|---|---|---|---|"]
     for (phase, program), (seconds, flops, moved) in sorted(sums.items(), key=lambda item: -item[1][0]):
-        rate = flops / seconds / 1e9 if seconds else 0.0
+        rate = ratio(flops, seconds) / 1e9
         lines.append(
             f"| {phase} | {program.removeprefix('jit_')} | {seconds:.4f} | {flops / 1e9:.1f} | {rate:,.0f} | "
             f"{rate / peak:.0%} | {moved / 1e9:.2f} |"
@@ -315,8 +322,8 @@ def table_of_operations(found: list[tuple[str, Operation]], peak: float, most: i
     ]
     for (phase, label, shape), group in ranked[:most]:
         seconds, times = sum(each.seconds for each in group), sum(each.times for each in group)
-        rate = sum(each.flops for each in group) / seconds / 1e9
-        moved = sum(each.moved_bytes for each in group) / seconds / 1e9
+        rate = ratio(sum(each.flops for each in group), seconds) / 1e9
+        moved = ratio(sum(each.moved_bytes for each in group), seconds) / 1e9
         lines.append(
             f"| {phase} | {label} | {shape} | {1000 * seconds:.1f} | {times:,.0f} | {rate:,.0f} | "
             f"{rate / peak:.0%} | {moved:,.1f} |"

@@ -429,7 +429,7 @@ def _sums(
 
 
 def _activated(x: jax.Array, activation: str) -> jax.Array:
-    """decoder.ACTIVATIONS. Triton has exp and no tanh, and tanh(y) is 1 - 2 / (exp(2 y) + 1)."""
+    """One of ACTIVATIONS. Triton has exp and no tanh, and tanh(y) is 1 - 2 / (exp(2 y) + 1)."""
     if activation == "silu":
         return x / (1 + jnp.exp(-x))
     y = np.sqrt(2 / np.pi).astype(np.float32) * (x + 0.044715 * x * x * x)

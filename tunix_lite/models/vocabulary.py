@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from tunix_lite.models.rounding import stored
+from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 from tunix_lite.types import TokenScores
 
@@ -184,7 +185,10 @@ def _forward(
         shrink = jnp.exp(top - higher)
         exps = jnp.exp(real - higher[..., None])
         rebased_so_far = rebased(weighted, total, top, higher)
-        weighted = rebased_so_far + jnp.sum(exps * (real - higher[..., None]), axis=-1)
+        # XLA for CPUs would take this sum of products for small products of matrices, one a token,
+        # which is 10 times slower.
+        products = unfused_on_cpu(exps * (real - higher[..., None]))
+        weighted = rebased_so_far + jnp.sum(products, axis=-1)
         total = total * shrink + jnp.sum(exps, axis=-1)
         is_target = tokens_PS == targets_BM[..., None, None]
         chosen += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
