@@ -13,7 +13,7 @@ from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.commands.program import compose
 from tunix_lite.learner import step as learner_step
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.matmul import matmul
 from tunix_lite.models.unfused import unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora
@@ -185,6 +185,28 @@ def test_layers_apart_are_no_loop_and_their_angles_are_computed_once(cfg):
     assert len(re.findall(r" sine\(", text)) == 2, "for each kind of layer once"
     joined = re.findall(r"= f32\[3,16,24\]\S* concatenate\((.*?)\)", text)
     assert [operands.count("%") for operands in joined] == [3, 3], "gradients of gate and up: one part for each layer"
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_save_all_copies_nothing_that_it_keeps(cfg, scan_layers):
+    """jax.checkpoint puts a reduce_precision at each array that it keeps, also where none is rounded."""
+    save_all, none = (
+        gradient_program(cfg, remat=remat, scan_layers=scan_layers).as_text() for remat in ("save_all", "none")
+    )
+    assert " reduce-precision(" in none and " reduce-precision(" not in save_all
+
+
+def test_the_sum_of_the_entropy_is_not_fused_with_its_product():
+    set_mesh(1, 1)
+
+    def entropies(hidden, table):
+        return vocabulary.token_scores(hidden, table, jnp.zeros(hidden.shape[:2], jnp.int32), None, 1.0).entropy
+
+    text = jax.jit(entropies).lower(jnp.ones((4, 64, 16)), jnp.ones((256, 16))).compile().as_text()
+    kernels = text.split("\n\n")
+    are_products = [bool(re.search(r"= f32\[4,64,1,256\]\S* multiply\(", kernel)) for kernel in kernels]
+    assert any(are_products)
+    assert not any(" reduce(" in kernel for kernel, has in zip(kernels, are_products) if has)
 
 
 def test_layers_apart_are_compiled_for_little_memory(cfg):

@@ -69,23 +69,24 @@ def case_of(cfg, overrides=(), fsdp=2, tp=2) -> ResolvedRun:
 ODD = Architecture(64, 2, 22, 3, 1, 16, 44, query_scale=16, pattern=("global",), window=None)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_save_all_keeps_of_tokens_is_near_what_jax_keeps(precision):
-    case = case_of(ODD, ["training.remat=save_all", f"training.mixed_precision={precision}"], 1, 1)
+@pytest.mark.parametrize("precision, off", [("fp32", 0.05), ("bf16", 0.2)])
+def test_what_save_all_keeps_of_tokens_is_near_what_jax_keeps(precision, off):
+    cfg = replace(ODD, mlp_dim=172)
+    case = case_of(cfg, ["training.remat=save_all", f"training.mixed_precision={precision}"], 1, 1)
     rows, width = 5, 7
     meta = attention.one_sequence_per_row(jnp.ones((rows, width), bool))
 
     def kept(params):
         tokens = np.zeros((rows, width), np.int32)
-        hidden = partial(decoder.forward, cfg=ODD, tokens_BT=tokens, meta=meta, dtype=case.dtype)
+        hidden = partial(decoder.forward, cfg=cfg, tokens_BT=tokens, meta=meta, dtype=case.dtype)
         return jax.vjp(partial(hidden, remat="save_all", scan_layers=False), params)[1]
 
     set_mesh(1, 1)
-    residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(ODD)).jaxpr.outvars}
+    residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(cfg)).jaxpr.outvars}
     floats = [x for x in residuals.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     of_tokens = [x.size * x.dtype.itemsize for x in floats if x.size % (rows * width) == 0]
-    matrices = ODD.num_layers * estimate.layer_elements(case) * jnp.dtype(case.dtype).itemsize
-    assert estimate.kept_layers(case, rows, width) - matrices == pytest.approx(sum(of_tokens), rel=0.15)
+    matrices = cfg.num_layers * estimate.layer_elements(case) * jnp.dtype(case.dtype).itemsize
+    assert estimate.kept_layers(case, rows, width) - matrices == pytest.approx(sum(of_tokens), rel=off)
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:

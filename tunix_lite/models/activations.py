@@ -60,8 +60,9 @@ def _gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _silu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x sigmoid(x) and its derivative, where sigmoid(x) = (1 + tanh(x / 2)) / 2."""
-    share = 0.5 + 0.5 * jnp.tanh(0.5 * x)
+    """x sigmoid(x) and its derivative, where sigmoid(x) is 1 or exp(x), over 1 + exp(-|x|)."""
+    small = jnp.exp(-jnp.abs(x))
+    share = jnp.where(x < 0, small, 1.0) / (1 + small)
     return x * share, share + x * share * (1 - share)
 
 
