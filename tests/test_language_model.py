@@ -14,6 +14,7 @@ from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import chat as chat_command
 from tunix_lite.commands import generate as generate_command
+from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import LONG, open_model
@@ -58,8 +59,14 @@ def one(model=None, **more):
 
 
 @pytest.fixture(scope="module")
-def model(tiny):
+def on_four(tiny):
     return load(tiny, mesh_shape=[[4, 1], ["fsdp", "tp"]])
+
+
+@pytest.fixture
+def model(on_four):
+    disable_compilation_cache()  # each test begins with it, and this model has several devices
+    return on_four
 
 
 def trained(folder, *more: str):

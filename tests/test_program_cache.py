@@ -68,9 +68,11 @@ def test_a_folder_that_cannot_be_written_is_one_line(nothing_kept, capsys, tmp_p
     assert said.startswith("compiled programs are not kept: ") and said.count("\n") == 1
 
 
-def test_several_cpu_devices_compile_afresh(nothing_kept, tmp_path):
+def test_programs_of_several_cpu_devices_are_compiled_afresh_and_those_of_one_are_not(nothing_kept, tmp_path):
     keep_programs(str(tmp_path))
-    make_mesh(((2, 1), ("fsdp", "tp")), jax.devices()[:2])
+    make_mesh(((1, 1), ("fsdp", "tp")), jax.devices())
+    assert jax.config.jax_enable_compilation_cache, "a mesh of one of four devices"
+    make_mesh(((2, 1), ("fsdp", "tp")), jax.devices())
     assert not jax.config.jax_enable_compilation_cache
 
 

@@ -40,6 +40,7 @@ from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 
 ROOT = Path(__file__).parents[1]
+# On one device, because programs of several are compiled again by each test: see distributed.join.
 SHORT = [
     "training.max_steps=4",
     "training.prompts_per_step=4",
@@ -50,10 +51,11 @@ SHORT = [
     "evaluation.num_samples=0",
     "evaluation.interval_steps=2",
     "tracking.samples_interval_steps=2",
-    "model.mesh_shape=[[2,2],[fsdp,tp]]",
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",  # so that groups disagree
     "optimizer.learning_rate=1e-3",
 ]
+ON_FOUR = [*SHORT, "model.mesh_shape=[[2,2],[fsdp,tp]]", "algorithm.kl_coef=0.1"]
 
 
 BEATS = []  # of the run `finished`
@@ -90,6 +92,12 @@ def finished(tmp_path_factory):
         patch.setattr(Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
+
+
+@pytest.fixture(scope="module")
+def finished_on_four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished_on_four")
+    return folder, train(compose(ON_FOUR), folder)
 
 
 def lines(folder):
@@ -202,10 +210,10 @@ def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_pat
     assert capsys.readouterr().err.startswith(f"error: out={tmp_path} holds results.json; give another folder, or over")
 
 
-def test_resuming_equals_never_stopping(finished, tmp_path):
+def test_resuming_equals_never_stopping(finished_on_four, tmp_path):
     """A run that dies after step 3 has its checkpoint of step 2; the same command takes it up from there."""
-    folder, state = finished
-    run = compose(SHORT)
+    folder, state = finished_on_four
+    run = compose(ON_FOUR)
     graded, calls, killed = task_module.Grader.results, [], []
 
     def dies_in_step_4(self, rollout):
@@ -651,8 +659,8 @@ def test_a_run_by_itself_goes_on_in_its_own_folder_and_a_job_script_sets_its_clo
 def test_sft_learns_its_demonstrations(tmp_path):
     sft = ["algorithm=sft", "model=random", "training.max_steps=30", "training.prompts_per_step=8",
            "generation.max_new_tokens=48", "optimizer.learning_rate=1e-2", "evaluation.num_examples=0",
-           "training.save_interval_steps=0", "tracking.tensorboard=false", "model.mesh_shape=[[4,1],[fsdp,tp]]",
-           "training.micro_batch_size=1"]  # fmt: skip
+           "training.save_interval_steps=0", "tracking.tensorboard=false", "model.mesh_shape=[[1,1],[fsdp,tp]]",
+           "training.micro_batch_size=4"]  # fmt: skip
     train(compose(sft), tmp_path)
     losses = [row["train/loss"] for row in lines(tmp_path)]
     assert losses[0] > 5.5, "uniform over 512 tokens is 6.2"
@@ -705,7 +713,7 @@ def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, mo
 
 @pytest.mark.wide
 def test_bfloat16_compute_trains(tmp_path):
-    train(compose([*SHORT, "training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "training.max_steps=2"]), tmp_path)
+    train(compose([*ON_FOUR, "training.mixed_precision=bf16", "training.max_steps=2"]), tmp_path)
     rows = lines(tmp_path)
     assert all(np.isfinite(row["train/loss"]) and np.isfinite(row["train/grad_norm"]) for row in rows[1:])
     assert abs(rows[1]["train/kl"]) < 1e-6, "before the first update the policy is the reference"
@@ -740,12 +748,12 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
 # ---- a step once more
 
 
-def test_a_step_is_made_again_from_the_files_of_the_run(finished, capsys, monkeypatch):
+def test_a_step_is_made_again_from_the_files_of_the_run(finished_on_four, capsys, monkeypatch):
     """Step 4 from checkpoint 2, to the bit on the same mesh; its gradient lies next to that of float64."""
-    folder, _ = finished
+    folder, _ = finished_on_four
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     monkeypatch.setattr("tunix_lite.runs.replay.QUIET", 0.0)
-    done = replay_step(compose(SHORT), folder, 4, True, print)
+    done = replay_step(compose(ON_FOUR), folder, 4, True, print)
     said = capsys.readouterr().out
     assert "from checkpoint 2: 2 steps to make, which took the run" in said
     assert "step 3 is made again, 1 to make" in said

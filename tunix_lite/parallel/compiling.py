@@ -45,8 +45,8 @@ def keep_programs(where: str | None) -> Path | None:
 
     where: the folder; auto: one in the user's cache folder; None: programs are not kept. What the
     user told jax itself stays. Returns our folder; None: there is none. A folder that cannot be
-    written is one line to stderr, and programs are not kept. On several CPU devices make_mesh turns
-    this off again.
+    written is one line to stderr, and programs are not kept. For a mesh of several CPU devices
+    make_mesh turns this off again.
     """
     if where is None or jax.config.jax_compilation_cache_dir:
         return None

@@ -227,19 +227,19 @@ def make_mesh(
     axes are Auto: the compiler shards what we do not.
 
     All processes must take part in it. Over several nodes, tp stays inside each of them, and only
-    fsdp crosses the network. Raises ValueError where that cannot be. On several CPU devices it
+    fsdp crosses the network. Raises ValueError where that cannot be. A mesh of several CPU devices
     turns off jax's compilation cache (distributed.join).
 
     Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
     """
     devices = jax.devices() if devices is None else devices
-    if len(devices) > 1 and devices[0].platform == "cpu":
-        disable_compilation_cache()
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, can_simulate=not has_peers
     )
     tp = sizes["tp"]
+    if sizes["fsdp"] * tp > 1 and devices[0].platform == "cpu":
+        disable_compilation_cache()
     nodes = nodes_of(devices[: sizes["fsdp"] * tp])
 
     # Each node holds whole tp groups, unless the user asks for tp over the network.
