@@ -59,7 +59,7 @@ train: $(STAMP) $(DEVICE)
 test: $(STAMP)-test $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-# In the order of their names: by default files of few tests come last, and here these take longest.
+# Files start in the order of their names. By default those of few tests start last, and here they take longest.
 wide: $(STAMP)-test $(STAMP)-parity $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'wide or parity' $(ARGS)
 

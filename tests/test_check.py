@@ -55,7 +55,9 @@ def test_the_commands_of_the_page_run_and_four_pretend_devices_sum():
 
 def test_a_sum_that_is_wrong_is_seen(monkeypatch):
     right = jax.lax.psum
+    assert jax.config.jax_enable_compilation_cache
     assert probe.reduce_over(jax.devices(), 4096)[1] is None
+    assert not jax.config.jax_enable_compilation_cache, "a program of four devices is not read from disk"
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
     assert probe.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
 

@@ -65,7 +65,7 @@ def on_four(tiny):
 
 @pytest.fixture
 def model(on_four):
-    disable_compilation_cache()  # each test begins with it, and this model has several devices
+    disable_compilation_cache()  # conftest turns it on before each test, and this model has several devices
     return on_four
 
 

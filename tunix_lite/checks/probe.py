@@ -16,7 +16,12 @@ from typing import Any
 from tunix_lite.checks.lines import CheckLine, fails, ok, warns
 from tunix_lite.distributed.agreement import process_info
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.distributed.join import hosts, initialise, nodes_of
+from tunix_lite.distributed.join import (
+    disable_compilation_cache,
+    hosts,
+    initialise,
+    nodes_of,
+)
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.process_place import LaunchConfig, find_place
 from tunix_lite.errors import is_of_a_peer
@@ -248,6 +253,7 @@ def reduce_over(devices: list, size: int) -> tuple[float, float | None]:
 
     count = len(devices)
     width = max(1, size // 4)
+    disable_compilation_cache()  # with several CPUs, a program from disk may exchange wrong arrays
     mesh = _row_of(devices)
     split = NamedSharding(mesh, PartitionSpec("all"))
 
